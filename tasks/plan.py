@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 from prefect import get_run_logger, task
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
@@ -16,14 +15,14 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.curriculum import arrange, describe, read_rates
 from grpo_core.data.order import epoch_rows, source_counts
 from grpo_core.data.places import PASS_RATES
-from grpo_core.data.prompts import load_tokenizer
+from grpo_core.data.prompts import FileRows, load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.planning.forecast import forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, capability, find_gpu, name_hardware
 from grpo_core.planning.pace import Pace, Throughput
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs, plan_rows
 from grpo_core.planning.shapes import PromptLengths
-from tasks.data.sources import list_pass_rates
+from tasks.data.sources import validated_pass_rates
 from tasks.data.validated import validated
 from tasks.processes.pace import measured_pace
 from tasks.stages.run import Context, run_stage
@@ -41,7 +40,7 @@ def _work(context: Context) -> dict[str, Any]:
     plan = make_plan(plan_inputs(config, *data.num_prompts))
     if config.rollout.engine == "recorded":
         check_recording(config, plan, context.run)
-        check_tokens(config, plan, load_tokenizer(config.model), pq.read_table(data.prompts)["prompt"].to_pylist())
+        check_tokens(config, plan, load_tokenizer(config.model), FileRows(data.prompts))
     figures = asdict(plan)
     get_run_logger().info(
         "%d updates of %d completions (%d prompts × %d); %d prompts dropped per epoch",
@@ -72,7 +71,7 @@ def _work(context: Context) -> dict[str, Any]:
         plan,
         lengths,
         source,
-        rates or list_pass_rates(config.data),
+        rates or validated_pass_rates(data.prompts),
         gpu,
         held_out_prompts=data.held_out_prompts,
         reward_seconds=data.reward_seconds,

@@ -26,11 +26,12 @@ from tasks.data.contract import Part, check, needed_columns
 from tasks.data.lengths import ModelError, OptionsByEnvironment, load_tokenizer_and_context, sample_lengths
 from tasks.data.own_schema import hold_against, load_schema
 from tasks.data.places import data_set
-from tasks.data.repeats import NONE, prompt_text
+from tasks.data.repeats import NONE, keys_of
+from tasks.data.rows import Rows, write_rows
 from tasks.data.sources import load_sources, pooled, sources_of, with_needed_columns, without_unstorable
 from tasks.processes.run import TimeLimitError, run_process
 from tasks.registry.gate import LEAST_PROMPTS
-from tasks.reports.data_report import FINDINGS, count_findings, length_figures, markdown, write_report
+from tasks.reports.data_report import FINDINGS, count_findings, count_shared, length_figures, markdown, write_report
 from tasks.stages.errors import StageError
 from tasks.stages.files import remove
 from tasks.stages.run import Context, run_stage
@@ -43,8 +44,8 @@ FINDINGS_SHOWN = 10
 class Screened:
     """The prompts that training may use, the prompts that were dropped, and the findings."""
 
-    kept: dict[str, pl.DataFrame]
-    dropped: dict[str, pl.DataFrame]  # with the columns `source_row` and `broken_rules` before their own
+    kept: dict[str, Rows]
+    dropped: dict[str, Rows]  # with the columns `source_row` and `broken_rules` before their own
     shape: list[str]
     findings: pl.DataFrame
     lengths: dict[str, pl.Series]  # tokens of the kept prompts, or of a sample of them
@@ -72,11 +73,11 @@ def _work(context: Context) -> dict[str, Any]:
         _show(report, markdown(report, screened.findings, rejected))
         raise StageError(refusal(screened, f"All of them: {rejected / FINDINGS}. "))
     write_report(context.partial, report, screened.findings, screened.lengths, screened.room)
-    for name, frame in screened.kept.items():
-        frame.write_parquet(context.partial / f"{name}.parquet")
-        log.info("%s: %d rows, columns %s", name, frame.height, ", ".join(frame.columns))
-        if not screened.dropped[name].is_empty():
-            screened.dropped[name].write_parquet(context.partial / f"{name}.dropped.parquet")
+    for name, rows in screened.kept.items():
+        write_rows(rows, context.partial / f"{name}.parquet")
+        log.info("%s: %d rows, columns %s", name, rows.height, ", ".join(rows.columns))
+        if screened.dropped[name].height:
+            write_rows(screened.dropped[name], context.partial / f"{name}.dropped.parquet")
     for found in report["findings"]:
         done = {"warn": "kept", "drop": "dropped"}[found["severity"]]
         rule = f"{found['check']} ({found['column']} {found['rule']})"
@@ -140,28 +141,28 @@ def screen(config: RunConfig) -> Screened:
     options = _template_options(config, tokenizer)
     shape, findings = check(parts, tokenizer, dropping, config.environment, options, own)
     shape = [*broken, *shape]
-    frames = {name: without_unstorable(part.frame) for name, part in parts.items()}
+    rows = {name: without_unstorable(part.rows) for name, part in parts.items()}
     bad = {severity: _of(severity, findings, checks) for severity in ("error", "drop")}
-    dropped = {name: _dropped(frame, bad["drop"].filter(dataset=name)) for name, frame in frames.items()}
-    kept = {name: _without(frame, pl.concat(bad.values()).filter(dataset=name)) for name, frame in frames.items()}
+    dropped = {name: _dropped(own, bad["drop"].filter(dataset=name)) for name, own in rows.items()}
+    kept = {name: _without(own, pl.concat(bad.values()).filter(dataset=name)) for name, own in rows.items()}
     if not shape and bad["error"].is_empty():
         shape = [
-            f"{name} has no rows left: all {frames[name].height} were dropped"
-            for name, frame in kept.items()
-            if frame.is_empty()
+            f"{name} has no rows left: all {rows[name].height} were dropped"
+            for name, own in kept.items()
+            if not own.height
         ]
     by_part = {
-        name: {"rows_read": frames[name].height, "num_prompts": kept[name].height, "source": source.data}
+        name: {"rows_read": rows[name].height, "num_prompts": kept[name].height, "source": source.data}
         for name, source in sources_of(config).items()
     }
     if not shape:
-        frames, kept, dropped = pooled(frames), pooled(kept), pooled(dropped)
+        rows, kept, dropped = pooled(rows), pooled(kept), pooled(dropped)
         shape = [*_chosen_and_judged(config, kept)]
-    countable = {} if shape else {name: frame for name, frame in kept.items() if not frame.is_empty()}
-    lengths = {name: sample_lengths(frame, tokenizer, options) for name, frame in countable.items()}
+    countable = {} if shape else {name: own for name, own in kept.items() if own.height}
+    lengths = {name: sample_lengths(own, tokenizer, options) for name, own in countable.items()}
     report = {
-        "num_prompts": {name: frame.height for name, frame in kept.items()},
-        "rows_read": {name: frame.height for name, frame in frames.items()},
+        "num_prompts": {name: own.height for name, own in kept.items()},
+        "rows_read": {name: own.height for name, own in rows.items()},
         "parts": by_part,
         "columns": {
             "prompt": ["rollout"],
@@ -169,6 +170,7 @@ def screen(config: RunConfig) -> Screened:
         },
         "shape": shape,
         "findings": count_findings(findings, checks),
+        "shared": count_shared(findings),
         "lengths": length_figures(lengths, kept),
         "room": room,
     }
@@ -176,15 +178,15 @@ def screen(config: RunConfig) -> Screened:
 
 
 def _parts(
-    config: RunConfig, frames: Mapping[str, pl.DataFrame], rewards: Sequence[Reward], room: Mapping[str, int | None]
+    config: RunConfig, read: Mapping[str, Rows], rewards: Sequence[Reward], room: Mapping[str, int | None]
 ) -> dict[str, Part]:
     """The rows of each part of the data, with the rewards, the limit and the columns of their source."""
     sources, parts = sources_of(config), {}
-    for name, frame in frames.items():
+    for name, rows in read.items():
         origin = config.data.origins[sources[name].origin]
         names = config.rewards_of(origin.name if isinstance(origin, DataSource) else None)
         own = [reward for reward in rewards if reward.name in names]
-        parts[name] = Part(frame, own, room[data_set(name)], origin.columns, sources[name].origin)
+        parts[name] = Part(rows, own, room[data_set(name)], origin.columns, sources[name].origin)
     return parts
 
 
@@ -198,35 +200,48 @@ def _template_options(config: RunConfig, tokenizer: Any) -> OptionsByEnvironment
     return {name: setting.options(name) for name in config.environment.factories or [""]}
 
 
-def _chosen_and_judged(config: RunConfig, frames: Mapping[str, pl.DataFrame]) -> Iterator[str]:
+def _chosen_and_judged(config: RunConfig, sets: Mapping[str, Rows]) -> Iterator[str]:
     """Problems: sets that decide on a promotion, and share prompts with the set by which training chooses its model."""
     if not (config.train.load_best_model_at_end or config.train.early_stopping_patience):
         return
     whole = bool(config.environment.factories)
-    choosing = prompt_text(frames["eval"], whole)
+
+    def keys(rows: Rows) -> pl.Series:
+        return pl.concat(keys_of(frame, 0, whole)["overlap"] for frame in rows.slices())
+
+    choosing = keys(sets["eval"])
     for name in dict.fromkeys([config.promotion.set, *(guard.set for guard in config.promotion.guards)]):
         judging = config.evaluation_files[name]
-        if shared := int(prompt_text(frames[judging], whole).is_in(choosing.implode()).sum()):
+        if shared := int(keys(sets[judging]).is_in(choosing.implode()).sum()):
             yield (
                 f"{shared:,} prompts of {judging} are in eval too: the training chooses its model by them, and "
                 f"{name!r} then judges over its promotion; leave them out of one of the two"
             )
 
 
-def _dropped(frame: pl.DataFrame, findings: pl.DataFrame) -> pl.DataFrame:
+def _dropped(rows: Rows, findings: pl.DataFrame) -> Rows:
     rules = (
-        findings.group_by("row").agg(pl.col("check").unique().sort().str.join(", ").alias("broken_rules")).sort("row")
+        findings.group_by("row")
+        .agg(broken_rules=pl.col("check").unique().sort().str.join(", "))
+        .sort("row")
+        .select(pl.col("row").alias("source_row"), "broken_rules")
     )
-    rows = frame[rules["row"]].drop("source_row", "broken_rules", strict=False)  # if dropped rows are validated again
-    return pl.concat([rules.rename({"row": "source_row"}), rows], how="horizontal")
+    earlier = [name for name in rules.columns if name in rows.columns]  # if dropped rows are validated again
+
+    def read() -> Iterator[pl.DataFrame]:
+        for first, frame in rows.numbered():
+            own = rules.filter(pl.col("source_row").is_between(first, first + frame.height, closed="left"))
+            yield pl.concat([own, frame[own["source_row"] - first].drop(earlier)], how="horizontal")
+
+    return Rows(pl.concat([rules.clear(), rows.empty.drop(earlier)], how="horizontal"), rules.height, read)
 
 
 def _of(severity: str, findings: pl.DataFrame, checks: Mapping[str, str]) -> pl.DataFrame:
     return findings.filter(pl.col("check").is_in([name for name, given in checks.items() if given == severity]))
 
 
-def _without(frame: pl.DataFrame, findings: pl.DataFrame) -> pl.DataFrame:
-    return frame.filter(~pl.int_range(frame.height, dtype=pl.UInt32, eager=True).is_in(findings["row"].implode()))
+def _without(rows: Rows, findings: pl.DataFrame) -> Rows:
+    return rows.where(pl.repeat(True, rows.height, eager=True).scatter(findings["row"].drop_nulls().unique(), False))
 
 
 def refusal(screened: Screened, where: str = "") -> str:
@@ -239,7 +254,7 @@ def refusal(screened: Screened, where: str = "") -> str:
         *(f"{c['check']} ({c['column']} {c['rule']}): broken by {c['rows']} rows of {c['dataset']}" for c in counts),
         *(
             f"  {dataset} row {row}, {column}: {value!r} breaks {name}"
-            for dataset, row, column, name, value in places.rows()
+            for dataset, row, column, name, value, _ in places.rows()
         ),
     ]
     if counts:

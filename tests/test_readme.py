@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from examples import tiny
 from flows.cli.main import app
 from grpo_core.config.files import load_config
-from tasks.validate import screen, too_few_to_promote
+from tasks.validate import too_few_to_promote
 from tests.readme import ENVIRONMENTS, FIRST_RUN, PAGES, ROOT, commands_of, write_files
+from tests.rows import screen
 
 
 @pytest.fixture

@@ -59,8 +59,15 @@ def write_schema(
 
         origins = dict(zip(run.evaluated_sources or [None], run.data.origins.values(), strict=True))
         if source not in origins:
-            there = f"one of {run.evaluated_sources}" if run.data.sources else "there are no data.sources; leave it out"
-            raise ConfigError(f"--source {source}: {there}")
+            names = ", ".join(run.evaluated_sources)
+            if source is None:
+                raise ConfigError(
+                    f"each of data.sources has a contract of its own: say which, by --source and one of {names}"
+                )
+            raise ConfigError(
+                f"--source {source}: "
+                + (f"no such source; it is one of {names}" if names else "there are no data.sources; leave it out")
+            )
         rewards = [reward for reward in rewards_of(run) if reward.name in run.rewards_of(source)]
         typer.echo(contract_as_yaml(run.data, origins[source], rewards), nl=False)
 
@@ -86,11 +93,13 @@ def _check_file(file: Path, contract: Path) -> None:
     from tasks.data.sources import Source, load_source
 
     schema = read_schema(contract)
-    frame = load_source(Source("FILE", str(file)))
-    problems, findings = hold_against({file.name: frame}, schema)
-    lines = [f"row {row}, column {column!r}: {value}" for _, row, column, _, value in findings.head(10).rows()]
+    rows = load_source(Source("FILE", str(file)))
+    if not rows.height:
+        refuse("it has no rows")
+    problems, findings = hold_against({file.name: rows}, schema)
+    lines = [f"row {row}, column {column!r}: {value}" for _, row, column, _, value, _ in findings.head(10).rows()]
     if broken := findings["row"].n_unique():
-        lines.append(f"{broken:,} of {frame.height:,} rows break {contract}")
+        lines.append(f"{broken:,} of {rows.height:,} rows break {contract}")
     if problems or lines:
         refuse("\n".join([*problems, *lines]))
-    say(f"{frame.height:,} rows keep {contract}")
+    say(f"{rows.height:,} rows keep {contract}")

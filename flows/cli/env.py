@@ -78,7 +78,7 @@ def try_environment(
         engine: Any = _Typed(console, setting, tools, lines)
         most = run.rollout.max_completion_length
         # A conversation's seed is the number of its row, so the row stands at its place.
-        prompts = Prompts([dict(values)] * (row + 1), [prompt_ids] * (row + 1))
+        prompts = Prompts([dict(values)] * (row + 1), [prompt_ids] * (row + 1), len(prompt_ids))
         try:
             (sample,), _ = sample_and_score(
                 engine, [Request(prompt_ids, 1, 0)], [row], Sampling(most), prompts, tokenizer, rewards, setting

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -109,12 +111,13 @@ def read_row(config: RunConfig, rewards: Sequence[Reward], row: int) -> dict[str
     """A row of the training prompts. Raises ConfigError if there is none, or a reward wants what it has not."""
     from tasks.data.sources import load_training_prompts
 
-    frames = load_training_prompts(config.data)
-    places = [(source, frame, place) for source, frame in frames.items() for place in range(frame.height)]
-    if row >= len(places):
-        keys = ", ".join(source.key for source in frames)
-        raise ConfigError(f"--row {row}: {keys} has {len(places):,} rows, counted from 0")
-    source, frame, place = places[row]
+    prompts = load_training_prompts(config.data)
+    ends = [*itertools.accumulate(rows.height for rows in prompts.values())]
+    if row >= ends[-1]:
+        keys = ", ".join(source.key for source in prompts)
+        raise ConfigError(f"--row {row}: {keys} has {ends[-1]:,} rows, counted from 0")
+    source, rows = [*prompts.items()][bisect.bisect(ends, row)]
+    frame = rows.gather([row - ends[bisect.bisect(ends, row)] + rows.height])
     if "prompt" not in frame.columns:
         from tasks.data.contract import needed_columns
         from tasks.data.mending import missing_column
@@ -122,7 +125,7 @@ def read_row(config: RunConfig, rewards: Sequence[Reward], row: int) -> dict[str
         columns = config.data.origins[source.origin].columns
         said = missing_column("prompt", "", frame, columns, needed_columns([*rewards]), source.origin)
         raise ConfigError(f"{source.key} {said}")
-    values = frame.row(place, named=True)
+    values = frame.row(0, named=True)
     for reward in rewards:
         if reward.scores(values) and (missing := sorted(reward.columns.keys() - set(frame.columns))):
             raise ConfigError(

@@ -93,7 +93,7 @@ class DataChecks(Section):
     """A prompt that does not fit the model's context together with the chat template and a completion of full length.
     With RoPE of type dynamic or longrope, the context ends where its frequencies would change."""
     duplicate_prompt: Severity = "warn"
-    """A prompt that occurs earlier in the same data; `drop` keeps the first."""
+    """A prompt that occurs earlier in the same data, also in another of `sources`; `drop` keeps the first."""
     overlap: Severity = "error"
     """A training prompt that is also in data.eval: `drop` removes it from the training data. A prompt of
     `evaluation.sets` that is trained on: `drop` removes it from the set."""

@@ -62,7 +62,7 @@ def encode_prompts(prompts: Sequence[Any], tokenizer: Any, options: Mapping[str,
     """Token ids of standard (text) or conversational prompts, the latter through the chat template; `options`: its
     variables, and the `tools` that it shows."""
     if not is_conversation(prompts[0]):
-        return tokenizer(list(prompts))["input_ids"]
+        return tokenizer(list(prompts), return_attention_mask=False, return_token_type_ids=False)["input_ids"]
     conversations = [without_gaps(prompt) for prompt in prompts]
     return tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=True, **options)[
         "input_ids"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -15,6 +16,7 @@ Arranged = Mapping[int, np.ndarray] | None
 LONGEST_COUNT = 10**8  # prompts, which take some seconds to count
 
 
+@lru_cache(2)  # the epoch of the training, and the one that is sampled ahead
 def epoch_rows(plan: Plan, seed: int, epoch: int) -> np.ndarray:
     """Dataset rows of an epoch (from 0) in the order of training; no row comes twice. (N,)
 
@@ -57,9 +59,12 @@ def fresh_prompts(
     if arranged is not None:
         rows = np.unique(arranged[rollout // plan.rollouts_per_epoch])
     order = np.random.default_rng([seed, rollout, 2]).permutation(rows)
-    unused = [int(row) for row in order if row not in used]
-    fresh = {rows: iter([row for row in unused if row in rows]) for rows in sources}
+    fresh = {rows: _unused(order, rows, used) for rows in sources}
     return [next(fresh[next(rows for rows in sources if row in rows)], None) for row in replaced]
+
+
+def _unused(order: np.ndarray, rows: range, used: Collection[int]) -> Iterator[int]:
+    return (row for row in map(int, order) if row in rows and row not in used)
 
 
 def source_counts(plan: Plan, seed: int) -> dict[str, dict[str, float]]:

@@ -1,28 +1,98 @@
-"""Validated Parquet → prompts as token ids."""
+"""Validated Parquet → prompts as token ids.
+
+No more of a data set is in memory than the rows that were used last: it may be larger than memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from bisect import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.data.chat import NO_OPTIONS, encode_prompts, end_token_problem
+
+GROUPS = 256  # row groups of a file that are kept in memory; one of a large file has few rows
+PROMPTS = 2**16  # prompts whose tokens are kept in memory
+AT_ONCE = 1024  # rows that are Python objects at once
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Prompts:
     """Rows of a prompt dataset, and the token ids of each."""
 
-    rows: list[dict[str, Any]]
-    ids: list[list[int]]
+    rows: Sequence[Row]
+    ids: Sequence[list[int]]
+    max_length: int  # tokens of the longest
 
-    @property
-    def max_length(self) -> int:
-        return max(map(len, self.ids))
+
+class FileRows(Sequence[Row]):
+    """The rows of a Parquet file, read when they are asked for."""
+
+    def __init__(self, path: Path):
+        self.path, self.facts = path, pq.read_metadata(path)
+        self.ends = [*accumulate(self.facts.row_group(group).num_rows for group in range(self.facts.num_row_groups))]
+        self.group = lru_cache(GROUPS)(self._read_group)
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    @overload
+    def __getitem__(self, row: int) -> Row: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[Row]: ...
+    def __getitem__(self, row: int | slice) -> Row | list[Row]:
+        if isinstance(row, slice):
+            return [self[each] for each in range(*row.indices(len(self)))]
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        group = bisect(self.ends, row)
+        table: pa.Table = self.group(group)
+        return table.slice(row - self.ends[group] + table.num_rows, 1).to_pylist()[0]
+
+    def __iter__(self) -> Iterator[Row]:
+        with pq.ParquetFile(self.path) as file:
+            for batch in file.iter_batches(batch_size=AT_ONCE):
+                yield from batch.to_pylist()
+
+    def _read_group(self, group: int) -> pa.Table:
+        with pq.ParquetFile(self.path, metadata=self.facts) as file:  # threads may not share one
+            return file.read_row_group(group)
+
+
+class Encoded(Sequence[list[int]]):
+    """The token ids of rows, made when they are asked for."""
+
+    def __init__(self, rows: Sequence[Row], encode: Callable[[Sequence[Row]], list[list[int]]]):
+        self.rows, self.encode = rows, encode
+        self.one = lru_cache(PROMPTS)(lambda row: encode([rows[row]])[0])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, row: int) -> list[int]: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[list[int]]: ...
+    def __getitem__(self, row: int | slice) -> list[int] | list[list[int]]:
+        if isinstance(row, slice):
+            return [self[each] for each in range(*row.indices(len(self)))]
+        return self.one(row)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows = iter(self.rows)
+        while batch := [*islice(rows, AT_ONCE)]:
+            yield from self.encode(batch)
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
@@ -36,20 +106,28 @@ def load_prompts(
     path: Path,
     tokenizer: Any,
     options: Mapping[str, Any] = NO_OPTIONS,
-    encode: Callable[[Mapping[str, Any]], list[int]] | None = None,
+    encode: Callable[[Row], list[int]] | None = None,
 ) -> Prompts:
-    """Read a validated Parquet file (column `prompt`: text or a list of messages) and tokenize its prompts. `options`:
-    variables of the chat template; `encode`: what gives a row's tokens, if not the tokenizer alone.
+    """The prompts of a validated Parquet file (column `prompt`: text or a list of messages). `options`: variables of
+    the chat template; `encode`: what gives a row's tokens, if not the tokenizer alone.
 
-    Raises ValueError for a prompt without tokens, and for a tokenizer that ends prompts.
+    All are tokenized once, for the length of the longest. Raises ValueError for a prompt without tokens, and for a
+    tokenizer that ends prompts.
     """
-    rows = pq.read_table(path).to_pylist()
-    prompts = [row["prompt"] for row in rows]
-    ids = [encode(row) for row in rows] if encode else encode_prompts(prompts, tokenizer, options)
-    if empty := [row for row, found in enumerate(ids) if not found]:
+
+    def encoded(rows: Sequence[Row]) -> list[list[int]]:
+        if encode:
+            return [encode(row) for row in rows]
+        return encode_prompts([row["prompt"] for row in rows], tokenizer, options)
+
+    rows = FileRows(path)
+    ids = Encoded(rows, encoded)
+    lengths = np.fromiter(map(len, ids), np.int32, len(rows))
+    if not lengths.all():
+        row = int(lengths.argmin())
         raise ValueError(
-            f"{path}, row {empty[0]}: the tokenizer turns the prompt {prompts[empty[0]]!r} into no tokens; leave it out"
+            f"{path}, row {row}: the tokenizer turns the prompt {rows[row]['prompt']!r} into no tokens; leave it out"
         )
-    if problem := end_token_problem(tokenizer, prompts[0]):
+    if problem := end_token_problem(tokenizer, rows[0]["prompt"]):
         raise ValueError(problem)
-    return Prompts(rows, ids)
+    return Prompts(rows, ids, int(lengths.max()))

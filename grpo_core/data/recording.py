@@ -127,8 +127,8 @@ def _named(config: RunConfig) -> str:
     return ", ".join(f"{key}.train={origin.train!r}" for key, origin in config.data.origins.items())
 
 
-def check_tokens(config: RunConfig, plan: Plan, tokenizer: Any, prompts: Sequence[Any]) -> None:
-    """Raises ConfigError unless the recording is in this tokenizer's ids, and about these prompts of the dataset."""
+def check_tokens(config: RunConfig, plan: Plan, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ConfigError unless the recording is in this tokenizer's ids, and about the prompts of these rows."""
     ours = vocabulary(tokenizer)
     for index in range(plan.rollouts):
         file = folder_of(config.rollout) / FILE.format(index)
@@ -139,7 +139,7 @@ def check_tokens(config: RunConfig, plan: Plan, tokenizer: Any, prompts: Sequenc
             )
         table = pq.read_table(file, columns=["row", "prompt"])
         for row, prompt in zip(*(table[name].to_pylist() for name in ("row", "prompt")), strict=True):
-            if row >= len(prompts) or prompts[row] != prompt:
+            if row >= len(rows) or rows[row]["prompt"] != prompt:
                 raise ConfigError(
                     f"{file} has another prompt in row {row} than {_named(config)}: "
                     f"{str(prompt)[:200]!r}; train on the data that it was recorded with"

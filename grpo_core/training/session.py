@@ -124,7 +124,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     prompts = read(run / "dataset" / "train.parquet")
     held_out = read(run / "dataset" / "eval.parquet") if config.train.eval_steps else None
     if is_recorded:
-        check_tokens(config, plan, tokenizer, [row["prompt"] for row in prompts.rows])
+        check_tokens(config, plan, tokenizer, prompts.rows)
         if setting:  # it was for the tokens of its prompts
             setting.environments.close()
             setting = None

@@ -11,6 +11,7 @@ import pyarrow as pa
 from grpo_core.config.columns import columns_read, is_function, is_template, template_parts
 from grpo_core.config.inputs import PromptSource
 from grpo_core.data import own_code
+from tasks.data.rows import MixedKindsError, Rows, kept_on_disk
 
 SLICE = 10_000  # rows that are Python objects at once
 SEPARATOR = "\n"  # between the texts of a list, in a template
@@ -20,24 +21,35 @@ class ColumnError(ValueError):
     """A column that cannot be made; the message says which, and of which row."""
 
 
-def with_columns(frame: pl.DataFrame, config: PromptSource, section: str = "data") -> pl.DataFrame:
+def with_columns(rows: Rows, config: PromptSource, section: str = "data") -> Rows:
     """The rows with the columns that the configuration makes; all others stay. A column of whose parts the data set
     lacks one is left out. `section`: where the configuration stands. Raises ColumnError if a column cannot be made,
     ConfigError if a function is missing."""
     made = {
-        column: _made(frame, f"{section}.columns.{column}", how)
-        for column, how in config.columns.items()
-        if all(part in frame.columns for part in columns_read(how))
+        column: how for column, how in config.columns.items() if all(part in rows.columns for part in columns_read(how))
     }
-    frame = frame.drop([column for column in config.columns if column not in made], strict=False).with_columns(**made)
-    if config.system_prompt is not None and "prompt" in frame.columns:
-        frame = frame.with_columns(prompt=_after_system_prompt(frame.schema["prompt"], config.system_prompt))
-    return frame
+    left_out = [column for column in config.columns if column not in made]
+
+    def make(frame: pl.DataFrame, first: int = 0) -> pl.DataFrame:
+        columns = {column: _made(frame, f"{section}.columns.{column}", how, first) for column, how in made.items()}
+        return frame.drop(left_out, strict=False).with_columns(**columns)
+
+    if any(map(is_function, made.values())):  # whose types follow from all rows
+        try:
+            rows = kept_on_disk(make(frame, first) for first, frame in rows.numbered())
+        except MixedKindsError as error:
+            raise ColumnError(f"{section}.columns: a function gives values of several kinds: {error}") from error
+    elif config.columns:
+        rows = rows.map(make)
+    if config.system_prompt is not None and "prompt" in rows.columns:
+        prompt = _after_system_prompt(rows.schema["prompt"], config.system_prompt)
+        rows = rows.map(lambda frame: frame.with_columns(prompt=prompt))
+    return rows
 
 
-def _made(frame: pl.DataFrame, key: str, how: str) -> pl.Expr | pl.Series:
+def _made(frame: pl.DataFrame, key: str, how: str, first: int) -> pl.Expr | pl.Series:
     if is_function(how):
-        return _called(frame, key, how)
+        return _called(frame, key, how, first)
     if not is_template(how):
         return pl.col(how)
     parts = []
@@ -58,12 +70,12 @@ def _as_text(column: str, kind: pl.DataType, what: str) -> pl.Expr:
     return pl.col(column).cast(pl.String)
 
 
-def _called(frame: pl.DataFrame, key: str, name: str) -> pl.Series:
-    """What a function gives for each row."""
+def _called(frame: pl.DataFrame, key: str, name: str, first: int) -> pl.Series:
+    """What a function gives for each row, `first` the number of the first."""
     function, parts = own_code.find(key, name), []
     for start in range(0, frame.height, SLICE):
         values = []
-        for row, given in enumerate(frame.slice(start, SLICE).iter_rows(named=True), start):
+        for row, given in enumerate(frame.slice(start, SLICE).iter_rows(named=True), first + start):
             try:
                 values.append(function(given))
             except (Exception, SystemExit) as error:  # a user's code, which may do anything
@@ -71,7 +83,7 @@ def _called(frame: pl.DataFrame, key: str, name: str) -> pl.Series:
         try:
             parts.append(pa.table({key: pa.array(values)}))  # polars would drop fields that only later rows have
         except (pa.ArrowException, OverflowError) as error:
-            rows = f"rows {start} to {start + len(values) - 1}"
+            rows = f"rows {first + start} to {first + start + len(values) - 1}"
             raise ColumnError(f"{key} = {name!r} gives what no column holds, in {rows}: {error}") from error
     if not parts:
         return pl.Series(dtype=pl.String)

@@ -32,7 +32,9 @@ from tasks.data.lengths import (
 )
 from tasks.data.mending import accepts
 from tasks.data.own_schema import RULE
-from tasks.data.repeats import FINDING, NONE, SHOWN, duplicates, is_conversation, overlap, prompt_text, shown
+from tasks.data.places import data_set
+from tasks.data.repeats import NONE, SHOWN, among, duplicates, firsts, is_conversation, keys_of, prompt_text, shown
+from tasks.data.rows import Rows
 from tasks.data.sources import is_unstorable, unlike_columns
 
 # U+FFFD; control characters except tab and line ends; two bytes of UTF-8 shown as two characters of Latin-1 or
@@ -61,7 +63,7 @@ UNSTORABLE = "has integers beyond 64 bits, or objects without fields, which cann
 class Part:
     """Rows from one place, and what they have to suit."""
 
-    frame: pl.DataFrame
+    rows: Rows
     rewards: list[Reward] = field(default_factory=list)  # that score their completions
     room: int | None = None  # most tokens of a prompt
     columns: Mapping[str, str] = field(default_factory=dict)  # how columns were made
@@ -83,35 +85,66 @@ def check(
     prompt is compared only with rows that stay, not with those that break one of the rules `dropped`. An environment
     begins by the whole row: where there is one, rows are compared, not prompts alone.
     """
-    frames = {name: part.frame for name, part in parts.items()}
+    rows = {name: part.rows for name, part in parts.items()}
     shape = [problem for name, part in parts.items() for problem in _shape(name, part)]
     shape += _unmade(parts)
-    shape = shape or [
-        *_unlike(frames, tokenizer),
-        *unlike_columns(frames),
-        *(problem for name, part in parts.items() for problem in _unusable(name, part.frame, part.rewards)),
-        *(problem for name, frame in frames.items() for problem in _unplayable(name, frame, environment)),
-    ]
+    shape = shape or [*_unlike(rows, tokenizer), *unlike_columns(rows)]
+    shape = shape or [problem for name, part in parts.items() for problem in _unusable(name, part, environment)]
     if shape:
         return shape, NONE
-    schemas = {
-        name: build_schema(part.frame, part.rewards, tokenizer, part.room, options) for name, part in parts.items()
-    }
-    found = pl.concat([own, *(_validate(name, frame, schemas[name]) for name, frame in frames.items())])
-    out = found.filter(pl.col("check").is_in([*dropped, "blank_prompt", "malformed_conversation"]))
-    staying = {
-        name: ~pl.int_range(frame.height, eager=True).is_in(out.filter(dataset=name)["row"].cast(pl.Int64).implode())
-        for name, frame in frames.items()
-    }
-    whole = bool(environment.factories)
-    twice = [duplicates(name, frame, staying[name], whole) for name, frame in frames.items()]
-    return [], pl.concat([found, *twice, overlap(frames, staying, whole)])
+    known: dict[str, bool] = {}
+    whole, out = bool(environment.factories), {*dropped, "blank_prompt", "malformed_conversation"}
+
+    def hold(name: str) -> Iterator[tuple[pl.DataFrame, pl.DataFrame]]:
+        """For each slice of a part, the rows that break a rule, and the keys of those that stay."""
+        part, ours = parts[name], own.filter(dataset=name)
+        for first, frame in part.rows.numbered():
+            schema = build_schema(frame, part.rewards, tokenizer, part.room, options, known)
+            found = _validate(name, frame, schema, first)
+            bad = pl.concat([ours, found]).filter(pl.col("check").is_in(out))["row"]
+            yield found, keys_of(frame, first, whole).filter(~pl.col("row").is_in(bad.implode()))
+
+    findings: dict[str, list[pl.DataFrame]] = {name: [] for name in parts}
+    keys: dict[str, list[pl.DataFrame]] = {name: [] for name in parts}
+    for name in parts:
+        for found, staying in hold(name) if data_set(name) != "train" else ():
+            findings[name].append(found)
+            keys[name].append(staying)
+    held_out = {name: pl.concat(own) for name, own in keys.items() if own}
+    evals = firsts({name: own for name, own in held_out.items() if data_set(name) == "eval"})
+    overlaps = []
+    for name in parts:
+        for found, staying in hold(name) if data_set(name) == "train" else ():
+            findings[name].append(found)
+            keys[name].append(staying.select("row", "overlap"))
+            overlaps.append(among(name, staying, evals))
+            trained = firsts({name: staying})
+            overlaps += [among(n, its, trained) for n, its in held_out.items() if data_set(n) != "eval"]
+    twice = [
+        found
+        for kind in dict.fromkeys(map(data_set, parts))
+        for found in duplicates(
+            {name: rows[name] for name in parts if data_set(name) == kind},
+            {name: pl.concat(keys[name]) for name in parts if data_set(name) == kind},
+            whole,
+        )
+    ]
+    # Text that is the same exactly is also the same without regard to case and white space.
+    shared = pl.concat([NONE, *(found[kind] for kind in ("overlap", "near_overlap") for found in overlaps)])
+    shared = shared.unique(["dataset", "row"], keep="first", maintain_order=True).sort("dataset", "row")
+    return [], pl.concat([own, *(found for name in parts for found in findings[name]), *twice, shared])
 
 
 def build_schema(
-    frame: pl.DataFrame, rewards: list[Reward], tokenizer: Any, room: int | None, options: OptionsByEnvironment
+    frame: pl.DataFrame,
+    rewards: list[Reward],
+    tokenizer: Any,
+    room: int | None,
+    options: OptionsByEnvironment,
+    known: dict[str, bool],
 ) -> pa.DataFrameSchema:
-    """The rules about single rows: those about the prompt, and that no value that a reward reads is missing."""
+    """The rules about single rows: those about the prompt, and that no value that a reward reads is missing. `known`:
+    see `has_tokens`."""
     answerable = _answerable(frame)  # what else is wrong with a blank or malformed prompt says nothing new
 
     def holds(rows: pl.Series, of: Callable[[pl.Series, Options], pl.Series]) -> pl.Series:
@@ -128,7 +161,7 @@ def build_schema(
         "blank_prompt": lambda frame: frame.select(~_is_blank(frame)).to_series(),
         "malformed_conversation": lambda frame: frame.select(_is_blank(frame) | _is_well_formed(frame)).to_series(),
         "chat_template": lambda _: accepted,
-        "no_tokens": lambda _: holds(answerable & short, lambda p, _: has_tokens(_asked(p), tokenizer)),
+        "no_tokens": lambda _: holds(answerable & short, lambda p, _: has_tokens(_asked(p), tokenizer, known)),
         "long_prompt": lambda _: (
             short & holds(answerable & accepted & short, lambda p, given: fit(p, tokenizer, room, given))
         ),
@@ -155,8 +188,8 @@ def needed_columns(rewards: list[Reward]) -> dict[str, dict[str, Any]]:
 
 def _shape(name: str, part: Part) -> Iterator[str]:
     """What is wrong with a part's columns, with the key that would mend it."""
-    frame, read, made = part.frame, needed_columns(part.rewards), (part.columns, part.section)
-    if frame.is_empty():
+    frame, read, made = part.rows.empty, needed_columns(part.rewards), (part.columns, part.section)
+    if not part.rows.height:
         yield f"{name} has no rows; it needs at least one"
         return
     if "prompt" not in frame.columns:
@@ -190,15 +223,15 @@ def _unmade(parts: Mapping[str, Part]) -> Iterator[str]:
         own = {name: part for name, part in parts.items() if part.section == section}
         name, first = next(iter(own.items()))
         for column in first.columns.keys() - {"prompt", *needed_columns(first.rewards)}:
-            if not any(column in part.frame.columns for part in own.values()):
-                said = mending.missing_column(column, "", first.frame, first.columns, {}, section)
+            if not any(column in part.rows.columns for part in own.values()):
+                said = mending.missing_column(column, "", first.rows.empty, first.columns, {}, section)
                 yield f"no data set has the parts of {section}.columns.{column}: {name} {said}"
 
 
-def _unlike(frames: Mapping[str, pl.DataFrame], tokenizer: Any) -> Iterator[str]:
+def _unlike(parts: Mapping[str, Rows], tokenizer: Any) -> Iterator[str]:
     """Problems: prompts of different kinds, or of a kind that the model does not take."""
-    kinds = {name: "conversations" if is_conversation(frame) else "text" for name, frame in frames.items()}
-    first = next(iter(frames))
+    kinds = {name: "conversations" if is_conversation(rows.empty) else "text" for name, rows in parts.items()}
+    first = next(iter(parts))
     others = {name: kind for name, kind in kinds.items() if kind != kinds[first]}
     for name, kind in others.items():
         yield (
@@ -210,47 +243,59 @@ def _unlike(frames: Mapping[str, pl.DataFrame], tokenizer: Any) -> Iterator[str]
             f"the prompts are conversations, but the tokenizer {tokenizer.name_or_path!r} has no chat template; use an "
             "instruction-tuned model, or prompts that are text"
         )
-    prompts = frames[first]["prompt"].drop_nulls()
-    if not others and len(prompts) and (problem := end_token_problem(tokenizer, prompts[0][:SHOWN])):
+    prompts = (prompt for frame in parts[first].slices() for prompt in frame["prompt"].drop_nulls().head(1))
+    prompt = None if others else next(prompts, None)
+    if prompt is not None and (problem := end_token_problem(tokenizer, prompt[:SHOWN])):
         yield problem
 
 
-def _unusable(name: str, frame: pl.DataFrame, rewards: list[Reward]) -> Iterator[str]:
-    """Problems: for each column, the first value at which a built-in reward would fail during training."""
-    for reward in rewards:
-        for column, problem_of in reward.value_problems.items():
-            if column not in reward.columns:
-                continue
-            for value in frame[column].drop_nulls().unique(maintain_order=True):
-                if problem := problem_of(value):
-                    row = frame[column].eq_missing(value).arg_max()
-                    yield f"{name} row {row}, column {column!r}, which {reward.name} reads: {problem}"
-                    break
-
-
-def _unplayable(name: str, frame: pl.DataFrame, environment: EnvironmentConfig) -> Iterator[str]:
-    """Problems: rows that no conversation with the environment or the tools can begin with."""
-    if environment.is_used and not is_conversation(frame):
+def _unusable(name: str, part: Part, environment: EnvironmentConfig) -> Iterator[str]:
+    """Problems: for each column, the first value at which a built-in reward would fail during training; and rows with
+    which no conversation with the environment or the tools can begin."""
+    checks = [
+        (reward.name, column, problem_of)
+        for reward in part.rewards
+        for column, problem_of in reward.value_problems.items()
+        if column in reward.columns
+    ]
+    named = environment.environment_factory if isinstance(environment.environment_factory, dict) else {}
+    by_name = bool(named) and part.rows.schema.get("environment") == pl.String
+    problems, unknown = {}, []
+    for first, frame in part.rows.numbered() if checks or by_name else ():
+        for check in checks:
+            if check not in problems and (found := _bad_value(name, first, frame, *check)):
+                problems[check] = found
+        if by_name:
+            rows = frame.with_row_index("row", first).filter(~pl.col("environment").is_in([*named]).fill_null(False))
+            unknown += [(rows.height, rows["row"].first(), rows["environment"].first())] if rows.height else []
+    yield from (problems[check] for check in checks if check in problems)
+    if environment.is_used and not is_conversation(part.rows.empty):
         yield (
             f"the prompts of {name} are text; tools and environments need messages, such as "
             '[{"role": "user", "content": …}]: data.system_prompt = "" makes messages of text'
         )
-    named = environment.environment_factory
-    if not isinstance(named, dict):
-        return
-    if frame.schema.get("environment") != pl.String:
+    if named and not by_name:
         yield (
             f"{name} has no column 'environment' of text, which says which environment a row is for: "
             f"{', '.join(named)} (environment.environment_factory)"
         )
-        return
-    unknown = ~frame["environment"].is_in([*named]).fill_null(False)
-    if unknown.any():
-        row = unknown.arg_true()[0]
+    if unknown:
+        _, row, value = unknown[0]
         yield (
-            f"{name} row {row}, column 'environment': {frame['environment'][row]!r}, and {unknown.sum() - 1} more rows "
+            f"{name} row {row}, column 'environment': {value!r}, and {sum(it[0] for it in unknown) - 1} more rows "
             f"like it; environment.environment_factory names {', '.join(named)}"
         )
+
+
+def _bad_value(
+    name: str, first: int, frame: pl.DataFrame, reward: str, column: str, problem_of: Callable[[Any], str]
+) -> str:
+    """What is wrong with the first value that the reward cannot use; "" if there is none."""
+    for value in frame[column].drop_nulls().unique(maintain_order=True):
+        if problem := problem_of(value):
+            row = first + frame[column].eq_missing(value).arg_max()
+            return f"{name} row {row}, column {column!r}, which {reward} reads: {problem}"
+    return ""
 
 
 def may_be_null(kind: Any) -> bool:
@@ -305,16 +350,17 @@ def _is_there(frame: pl.DataFrame, column: str) -> pl.Series:
     return value.is_not_nan().fill_null(False) if value.dtype.is_float() else value.is_not_null()
 
 
-def _validate(name: str, frame: pl.DataFrame, schema: pa.DataFrameSchema) -> pl.DataFrame:
-    """The rows that break a rule, as FINDING."""
+def _validate(name: str, frame: pl.DataFrame, schema: pa.DataFrameSchema, first: int) -> pl.DataFrame:
+    """The rows that break a rule, as FINDING, in their order; `first`: the number of the first row."""
     try:
         schema.validate(frame, lazy=True)
     except pa.errors.SchemaErrors as errors:
         return errors.failure_cases.select(
             dataset=pl.lit(name),
-            row=pl.col("index").cast(pl.UInt32),
+            row=(pl.col("index").cast(pl.UInt32) + first).cast(pl.UInt32),
             column="column",
             check="check",
             value=shown(pl.col("failure_case")),
-        )
-    return pl.DataFrame(schema=FINDING)
+            other=pl.lit(None, pl.String),
+        ).sort("row", maintain_order=True)
+    return NONE

@@ -13,6 +13,7 @@ from grpo_core.data.chat import NO_OPTIONS, encode_prompts, is_conversation, tur
 from grpo_core.data.prompts import load_tokenizer
 from grpo_core.errors import GrpoError
 from grpo_core.system.processes import importing
+from tasks.data.rows import Rows
 
 Options = Mapping[str, Any]  # what the chat template is given beside the messages: its variables, and the tools
 OptionsByEnvironment = Mapping[str, Options]  # of the rows whose column `environment` says so; "": of all rows
@@ -97,18 +98,21 @@ def _rendered(messages: list[dict[str, Any]], tokenizer: Any, options: Options) 
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
 
 
-def has_tokens(texts: pl.Series, tokenizer: Any) -> pl.Series:
-    """Whether the tokenizer makes a token of each text, special tokens aside. Few beginnings are
-    shared by many texts and tokenized first; only a text whose beginning makes no token is tokenized whole."""
+def has_tokens(texts: pl.Series, tokenizer: Any, known: dict[str, bool]) -> pl.Series:
+    """Whether the tokenizer makes a token of each text, special tokens aside. Few beginnings are shared by many texts
+    and tokenized first, as far as they are not `known` from other texts; only a text whose beginning makes no token is
+    tokenized whole."""
     beginnings = texts.str.head(BEGINNING)
-    known = beginnings.unique()
-    found = dict(zip(known, _are_tokenized(known, tokenizer), strict=True))
-    has = beginnings.replace_strict(found, return_dtype=pl.Boolean)
+    new = pl.Series([text for text in beginnings.unique() if text not in known], dtype=pl.String)
+    known.update(zip(new, _are_tokenized(new, tokenizer), strict=True))
+    has = beginnings.replace_strict(known, return_dtype=pl.Boolean)
     unsure = (~has).arg_true()
     return has if unsure.is_empty() else has.scatter(unsure, _are_tokenized(texts.gather(unsure), tokenizer))
 
 
 def _are_tokenized(texts: pl.Series, tokenizer: Any) -> list[bool]:
+    if texts.is_empty():  # which a tokenizer refuses
+        return []
     return [bool(ids) for ids in tokenizer(texts.to_list(), add_special_tokens=False)["input_ids"]]
 
 
@@ -187,13 +191,20 @@ def token_lengths(prompts: pl.Series, tokenizer: Any, options: Options = NO_OPTI
     return pl.Series([len(ids) for ids in encoded], dtype=pl.Int64)
 
 
-def sample_lengths(frame: pl.DataFrame, tokenizer: Any, options: OptionsByEnvironment) -> pl.Series:
+def sample_lengths(rows: Rows, tokenizer: Any, options: OptionsByEnvironment) -> pl.Series:
     """Tokens of the longest prompts and of a random sample of the others, or of all if they are few."""
-    if frame.height > SAMPLED:
-        most = by_environment(frame, options, lambda prompts, given: _most_tokens(prompts, tokenizer, given))
+
+    def bound(frame: pl.DataFrame) -> pl.Series:
+        return by_environment(frame, options, lambda prompts, given: _most_tokens(prompts, tokenizer, given))
+
+    chosen = pl.int_range(rows.height, eager=True)
+    if rows.height > SAMPLED:
+        most = pl.concat(bound(frame) for frame in rows.slices() if frame.height)
         longest = most.arg_sort(descending=True).head(LONGEST)
-        others = pl.int_range(frame.height, eager=True).sample(SAMPLED - LONGEST, seed=0)
-        frame = frame[pl.concat([longest.cast(pl.Int64), others]).unique()]
+        others = chosen.sample(SAMPLED - LONGEST, seed=0)
+        chosen = pl.concat([longest.cast(pl.Int64), others]).unique()
+    names = ["prompt", *(["environment"] if "environment" in rows.columns else [])]
+    frame = rows.map(lambda frame: frame.select(names)).gather(chosen)
     return by_environment(frame, options, lambda prompts, given: token_lengths(prompts, tokenizer, given))
 
 

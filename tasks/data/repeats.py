@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import polars as pl
 
 from tasks.data.lengths import tool_calls
-from tasks.data.places import data_set
+from tasks.data.rows import Rows
 from tasks.data.sources import is_unstorable
 
 INVISIBLE = r"[\x{200B}-\x{200D}\x{2060}\x{FEFF}]"
-FINDING = {"dataset": pl.String, "row": pl.UInt32, "column": pl.String, "check": pl.String, "value": pl.String}
+# `other`: the part of the data that has the same prompt.
+FINDING = dict.fromkeys(["dataset", "row", "column", "check", "value", "other"], pl.String) | {"row": pl.UInt32}
 NONE = pl.DataFrame(schema=FINDING)
-SLICE = 100_000  # rows whose texts are in memory at once to be compared
 SHOWN = 80  # characters of a value in a finding
 
 
@@ -40,66 +40,85 @@ def prompt_text(frame: pl.DataFrame, whole: bool = False) -> pl.Series:
     return frame.select(text).to_series()
 
 
-def duplicates(name: str, frame: pl.DataFrame, staying: pl.Series, whole: bool) -> pl.DataFrame:
-    """Rows whose prompt is the same as that of an earlier row, among the rows that stay."""
-    text = prompt_text(frame, whole).filter(staying)
-    again = text.to_frame("text").with_columns(row=staying.arg_true()).filter(~text.is_first_distinct())
-    return again.select(
-        dataset=pl.lit(name),
-        row=pl.col("row").cast(pl.UInt32),
-        column=pl.lit("prompt"),
-        check=pl.lit("duplicate_prompt"),
-        value=shown(pl.col("text")),
-    )
+def key_of(value: pl.Expr) -> pl.Expr:
+    """128 bits that stand for a value: of ten million different ones, two agree with a probability of 1e-25."""
+    high, low = (value.hash(seed).cast(pl.Int128) for seed in (1, 2))
+    return high * pl.lit(2**64, pl.Int128) + low
 
 
-def overlap(frames: Mapping[str, pl.DataFrame], staying: Mapping[str, pl.Series], whole: bool) -> pl.DataFrame:
-    """Prompts that are both trained on and evaluated on: the same text, or the same except for case and white space.
-
-    Overlaps with eval are reported as rows of train, those with another set as rows of that set, so that a further set
-    does not change what is trained on.
-    """
-    texts = {n: _texts(frame, 0, whole).filter(staying[n]) for n, frame in frames.items() if data_set(n) != "train"}
-    held_out = {name: texts.pop(name) for name in [*texts] if data_set(name) == "eval"}
-    known = {
-        kind: pl.concat([_firsts(name, own, kind) for name, own in held_out.items()]).unique(kind, keep="first")
-        for kind in ("overlap", "near_overlap")
-    }
-    found: dict[str, list[pl.DataFrame]] = {kind: [] for kind in known}
-    for name, frame in frames.items():
-        for start in range(0, frame.height if data_set(name) == "train" else 0, SLICE):
-            part = _texts(frame.slice(start, SLICE), start, whole).filter(staying[name].slice(start, SLICE))
-            for kind, firsts in known.items():
-                found[kind].append(_among(name, part, firsts, kind))
-                found[kind] += [_among(n, own, _firsts(name, part, kind), kind) for n, own in texts.items()]
-    # Text that is the same exactly is also the same without regard to case and white space.
-    both = pl.concat([*found["overlap"], *found["near_overlap"]])
-    return both.unique(["dataset", "row"], keep="first", maintain_order=True)
-
-
-def _firsts(name: str, texts: pl.DataFrame, kind: str) -> pl.DataFrame:
-    """Each text of a data set once, with the row that has it first."""
-    return texts.unique(kind, keep="first").select(kind, where=pl.format("{} row {}", pl.lit(name), pl.col("row")))
-
-
-def _among(name: str, texts: pl.DataFrame, others: pl.DataFrame, kind: str) -> pl.DataFrame:
-    """The rows of data set `name` whose texts are among `others`, as FINDING."""
-    return texts.join(others, on=kind).select(
-        dataset=pl.lit(name),
-        row="row",
-        column=pl.lit("prompt"),
-        check=pl.lit(kind),
-        value=pl.format("{} ({})", shown(pl.col("prompt")), pl.col("where")),
-    )
-
-
-def _texts(frame: pl.DataFrame, first_row: int, whole: bool) -> pl.DataFrame:
-    """Each prompt that is there: row, prompt, and what is compared for `overlap` and for `near_overlap`."""
-    text = prompt_text(frame, whole)
+def keys_of(frame: pl.DataFrame, first: int, whole: bool) -> pl.DataFrame:
+    """What each prompt that is there is compared by: row (from `first` on), its text as a finding has it, and keys for
+    `overlap` and for `near_overlap`."""
+    text = pl.col("text")
     # White space is collapsed; leaving the many single spaces alone is four times as fast.
     near = text.str.to_lowercase().str.replace_all(INVISIBLE, "").str.replace_all(r"\s{2,}|[^\S ]", " ")
-    near = near.str.strip_chars()
-    return pl.DataFrame({"prompt": text, "overlap": text, "near_overlap": near}).with_row_index("row", first_row)
+    return (
+        prompt_text(frame, whole)
+        .to_frame("text")
+        .select(
+            prompt=shown(text),
+            overlap=pl.when(text.is_not_null()).then(key_of(text)),
+            near_overlap=pl.when(text.is_not_null()).then(key_of(near.str.strip_chars())),
+        )
+        .with_row_index("row", first)
+    )
+
+
+def duplicates(parts: Mapping[str, Rows], keys: Mapping[str, pl.DataFrame], whole: bool) -> Iterator[pl.DataFrame]:
+    """Rows whose prompt is the same as that of an earlier row of the same data set, for each of its parts. `keys`: row
+    and key (`overlap`) of the rows that stay, by part."""
+    kind = pl.Enum([*parts])
+    rows = pl.concat(keys[name].select("row", "overlap", other=pl.lit(name, kind)) for name in parts)
+    is_first = rows["overlap"].is_first_distinct()
+    again = rows.filter(~is_first).rename({"other": "dataset"})
+    first = rows.filter(is_first).rename({"row": "first"})
+    found = again.join(first, on="overlap", maintain_order="left")
+    for name, part in parts.items():
+        own = found.filter(pl.col("dataset") == name)
+        wanted = pl.repeat(False, part.height, eager=True).scatter(own["row"], True)
+        texts = [shown_texts(frame, whole) for frame in part.where(wanted).slices()]
+        place = pl.format("{} ({} row {})", "text", "other", "first")
+        yield own.with_columns(pl.concat(texts)).select(
+            pl.col("dataset").cast(pl.String),
+            "row",
+            column=pl.lit("prompt"),
+            check=pl.lit("duplicate_prompt"),
+            value=pl.when(pl.col("other") == name).then("text").otherwise(place),
+            other=pl.col("other").cast(pl.String),
+        )
+
+
+def shown_texts(frame: pl.DataFrame, whole: bool) -> pl.Series:
+    """Each prompt as a finding has it."""
+    return prompt_text(frame, whole).to_frame("text").select(shown(pl.col("text"))).to_series()
+
+
+def firsts(keys: Mapping[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
+    """For `overlap` and `near_overlap`: each key of these parts once, with the part and row that has it first."""
+    return {
+        kind: pl.concat([_firsts(name, own, kind) for name, own in keys.items()]).unique(kind, keep="first")
+        for kind in ("overlap", "near_overlap")
+    }
+
+
+def _firsts(name: str, keys: pl.DataFrame, kind: str) -> pl.DataFrame:
+    own = keys.select(kind, "row").unique(kind, keep="first")
+    return own.select(kind, other=pl.lit(name), where=pl.format("{} row {}", pl.lit(name), pl.col("row")))
+
+
+def among(name: str, keys: pl.DataFrame, others: Mapping[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
+    """For `overlap` and `near_overlap`: the rows of a part whose keys are among those of others, as FINDING."""
+    return {
+        kind: keys.join(known, on=kind, maintain_order="left").select(
+            dataset=pl.lit(name),
+            row="row",
+            column=pl.lit("prompt"),
+            check=pl.lit(kind),
+            value=pl.format("{} ({})", "prompt", "where"),
+            other="other",
+        )
+        for kind, known in others.items()
+    }
 
 
 def shown(text: pl.Expr) -> pl.Expr:

@@ -1,12 +1,13 @@
-"""Prompts from Parquet, JSON lines, JSON, CSV, a dataset saved to disk, or a Hugging Face name, as Arrow columns."""
+"""Prompts from Parquet, JSON lines, JSON, CSV, a dataset saved to disk, or a Hugging Face name, as Arrow columns, read
+slice by slice."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 
@@ -15,11 +16,13 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from tasks.data.columns import ColumnError, with_columns
 from tasks.data.places import data_set, is_file, is_folder, may_be_on_the_hub
-from tasks.data.text_sources import Fault, find_fault, scan_text
+from tasks.data.rows import Rows, alike, as_columns, kept_on_disk, of_frame, slice_rows
+from tasks.data.text_sources import Fault, find_fault, read_text
 
 PASS_RATE = "pass_rate"
 TEXT_KINDS = (".jsonl", ".json", ".csv")
 KINDS = (".parquet", *TEXT_KINDS)
+BUFFER = 2**20  # bytes of a column that are read at once
 FORMS = (
     f"a source is a file ending in {', '.join(KINDS)} (all but .parquet also with .gz), a folder written by datasets' "
     "save_to_disk, or a dataset's name on the hub"
@@ -46,15 +49,15 @@ class Source:
         return f"{self.key} = {self.data!r}"
 
 
-def load_sources(config: RunConfig) -> dict[str, pl.DataFrame]:
+def load_sources(config: RunConfig) -> dict[str, Rows]:
     """The rows of each part of the data, see `sources_of`, with the columns that they have."""
     return {name: load_source(source) for name, source in sources_of(config).items()}
 
 
-def with_needed_columns(frames: Mapping[str, pl.DataFrame], config: RunConfig) -> dict[str, pl.DataFrame]:
+def with_needed_columns(read: Mapping[str, Rows], config: RunConfig) -> dict[str, Rows]:
     """These rows of the sources with the columns that the run needs. Raises SourceError if one cannot be made."""
     sources = sources_of(config)
-    return {name: _with_columns(sources[name], frame, config.data) for name, frame in frames.items()}
+    return {name: _with_columns(sources[name], rows, config.data) for name, rows in read.items()}
 
 
 def sources_of(config: RunConfig) -> dict[str, Source]:
@@ -92,55 +95,49 @@ def _part(name: str, origin: PromptSource) -> str:
     return f"{name}/{origin.name}" if isinstance(origin, DataSource) else name
 
 
-def pooled(frames: Mapping[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
+def pooled(parts: Mapping[str, Rows]) -> dict[str, Rows]:
     """The data sets that the parts make, their rows one part after the other."""
-    sets: dict[str, list[pl.DataFrame]] = {}
-    for part, frame in frames.items():
-        sets.setdefault(data_set(part), []).append(frame)
-    return {name: pl.concat(parts, how="diagonal_relaxed") for name, parts in sets.items()}
+    sets: dict[str, list[Rows]] = {}
+    for part, rows in parts.items():
+        sets.setdefault(data_set(part), []).append(rows)
+    return {name: _one_after_the_other(own) for name, own in sets.items()}
 
 
-def unlike_columns(frames: Mapping[str, pl.DataFrame]) -> Iterator[str]:
+def _one_after_the_other(parts: list[Rows]) -> Rows:
+    empty = pl.concat([rows.empty for rows in parts], how="diagonal_relaxed")
+    height = sum(rows.height for rows in parts)
+    return Rows(empty, height, lambda: (as_columns(frame, empty) for rows in parts for frame in rows.slices()))
+
+
+def unlike_columns(parts: Mapping[str, Rows]) -> Iterator[str]:
     """Problems: columns for which no type holds the values of all parts of a data set as they are."""
-    for name in dict.fromkeys(map(data_set, frames)):
-        parts = {part: frame for part, frame in frames.items() if data_set(part) == name}
-        for column in dict.fromkeys(column for frame in parts.values() for column in frame.columns):
-            kinds = {part: frame.schema[column] for part, frame in parts.items() if column in frame.columns}
-            if all(_alike(one, other) for one, other in itertools.combinations(kinds.values(), 2)):
+    for name in dict.fromkeys(map(data_set, parts)):
+        own = {part: rows.schema for part, rows in parts.items() if data_set(part) == name}
+        for column in dict.fromkeys(column for schema in own.values() for column in schema):
+            kinds = {part: schema[column] for part, schema in own.items() if column in schema}
+            if all(alike(one, other) for one, other in itertools.combinations(kinds.values(), 2)):
                 continue
             said = ", ".join(f"{kind} in {part}" for part, kind in kinds.items())
             yield f"column {column!r} is {said}: give it one type by the columns of data.sources, or another name"
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Whether a type holds the values of both of these types as they are."""
-    if pl.Null in (one, other) or (one.is_numeric() and other.is_numeric()):
-        return True
-    if isinstance(one, pl.List) and isinstance(other, pl.List):
-        return _alike(one.inner, other.inner)
-    if isinstance(one, pl.Struct) and isinstance(other, pl.Struct):
-        kinds = {field.name: field.dtype for field in one.fields}
-        return all(_alike(kinds[field.name], field.dtype) for field in other.fields if field.name in kinds)
-    return one == other
-
-
-def load_source(source: Source) -> pl.DataFrame:
-    """Read a source's rows, with the columns that they have. Raises SourceError, which says what is wrong with them."""
+def load_source(source: Source) -> Rows:
+    """A source's rows, with the columns that they have. Raises SourceError, which says what is wrong with them."""
+    if (kind := _text_kind(source)) is None:
+        return _open(source)
     try:
-        return _plain(_open(source, checked=True).collect())
-    except (pl.exceptions.PolarsError, ArithmeticError) as error:
+        return kept_on_disk(_read_text(source, kind))
+    except ValueError as error:
         raise _unreadable(source, error) from error
 
 
 def count_prompts(source: Source) -> int:
     """Number of prompts in a source, without reading them if the format contains it."""
-    try:
-        return _open(source).select(pl.len()).collect().item()
-    except pl.exceptions.PolarsError as error:
-        raise _unreadable(source, error) from error
+    kind = _text_kind(source)
+    return _open(source).height if kind is None else sum(frame.height for frame in _read_text(source, kind))
 
 
-def load_training_prompts(data: DataConfig) -> dict[Source, pl.DataFrame]:
+def load_training_prompts(data: DataConfig) -> dict[Source, Rows]:
     """The training prompts alone, by source. Raises SourceError, which says what is wrong with them."""
     return {source: _with_columns(source, load_source(source), data) for source in training_sources(data)}
 
@@ -151,13 +148,23 @@ def list_pass_rates(data: DataConfig) -> list[float]:
     return [rate for source in training_sources(data) for rate in _pass_rates(source, data.origins[source.origin])]
 
 
-def _pass_rates(source: Source, origin: PromptSource) -> list[float]:
+def _pass_rates(source: Source, origin: PromptSource) -> Iterator[float]:
     how = origin.columns.get(PASS_RATE, PASS_RATE)
-    frame = _open(source)
-    kind = frame.collect_schema().get(how)
+    if _text_kind(source) is None and how not in _open(source).columns:
+        return
+    for frame in _frames(source):
+        kind = frame.schema.get(how)
+        if kind is not None and (kind.is_numeric() or kind == pl.String):
+            yield from frame[how].cast(pl.Float64, strict=False).drop_nulls()
+
+
+def validated_pass_rates(prompts: Path) -> list[float]:
+    """The column `pass_rate` of validated prompts, if it holds numbers."""
+    rows = pl.scan_parquet(prompts, glob=False)
+    kind = rows.collect_schema().get(PASS_RATE)
     if kind is None or not (kind.is_numeric() or kind == pl.String):
         return []
-    return frame.select(pl.col(how).cast(pl.Float64, strict=False).drop_nulls()).collect()[how].to_list()
+    return rows.select(pl.col(PASS_RATE).cast(pl.Float64, strict=False).drop_nulls()).collect()[PASS_RATE].to_list()
 
 
 def load_head(data: DataConfig, rows: int) -> list[pl.DataFrame]:
@@ -169,11 +176,14 @@ def load_head(data: DataConfig, rows: int) -> list[pl.DataFrame]:
 def _head(source: Source, data: DataConfig, rows: int) -> pl.DataFrame:
     if not is_file(Path(source.data)):
         raise SourceError(f"{source}: not a file")
-    try:
-        head = _open(source).head(rows).collect()
-    except pl.exceptions.PolarsError as error:
-        raise _unreadable(source, error) from error
-    return _with_columns(source, head, data)
+    head = of_frame(next(_frames(source)).head(rows))
+    return next(_with_columns(source, head, data).slices())
+
+
+def _frames(source: Source) -> Iterator[pl.DataFrame]:
+    """The rows as they are read: a column of a text file may be of another type in each frame."""
+    kind = _text_kind(source)
+    return _open(source).slices() if kind is None else _read_text(source, kind)
 
 
 def needs_loading(source: str) -> bool:
@@ -182,9 +192,10 @@ def needs_loading(source: str) -> bool:
     return is_folder(path) or (not is_file(path) and may_be_on_the_hub(source))
 
 
-def without_unstorable(frame: pl.DataFrame) -> pl.DataFrame:
+def without_unstorable(rows: Rows) -> Rows:
     """The columns that Parquet knows: none of integers beyond 64 bits, structs without fields, Python objects."""
-    return frame.select(name for name, kind in frame.schema.items() if not is_unstorable(kind))
+    storable = [name for name, kind in rows.schema.items() if not is_unstorable(kind)]
+    return rows.map(lambda frame: frame.select(storable))
 
 
 def is_unstorable(kind: object) -> bool:
@@ -196,32 +207,41 @@ def is_unstorable(kind: object) -> bool:
     return isinstance(kind, (pl.Int128, pl.UInt128, pl.Object))
 
 
-def _with_columns(source: Source, frame: pl.DataFrame, data: DataConfig) -> pl.DataFrame:
+def _with_columns(source: Source, rows: Rows, data: DataConfig) -> Rows:
     origin = data.origins[source.origin]
     try:
-        frame = with_columns(frame, origin, source.origin)
+        rows = with_columns(rows, origin, source.origin)
     except ColumnError as error:
         raise SourceError(f"{source}: {error}") from error
     if not isinstance(origin, DataSource):
-        return frame
+        return rows
     environment = {} if origin.environment is None else {"environment": pl.lit(origin.environment)}
-    return frame.with_columns(source=pl.lit(origin.name), **environment)
+    return rows.map(lambda frame: frame.with_columns(source=pl.lit(origin.name), **environment))
 
 
-def _open(source: Source, checked: bool = False) -> pl.LazyFrame:
-    """`checked`: columns of text files with values of several kinds are refused."""
+def _text_kind(source: Source) -> str | None:
+    """The kind of a text file; None for all others."""
+    path = Path(source.data)
+    return kind if is_file(path) and (kind := _kind(path)) in TEXT_KINDS else None
+
+
+def _read_text(source: Source, kind: str) -> Iterator[pl.DataFrame]:
+    try:
+        yield from read_text(Path(source.data), kind)
+    except (OSError, ValueError, ArithmeticError, pl.exceptions.PolarsError) as error:
+        raise _unreadable(source, error) from error
+
+
+def _open(source: Source) -> Rows:
+    """The rows of what is no text file."""
     path = Path(source.data)
     if is_file(path):
-        kind = _kind(path)
-        try:
-            if kind == ".parquet":
-                return pl.scan_parquet(path, glob=False)
-            if kind in TEXT_KINDS:
-                return scan_text(path, kind, checked)
-        except (OSError, ValueError) as error:
-            raise _unreadable(source, error) from error
+        if _kind(path) == ".parquet":
+            return _parquet(source)
         raise SourceError(f"{source}: a file of no known kind; {FORMS}")
     if not is_folder(path) and not may_be_on_the_hub(source.data):
+        if os.path.lexists(path):
+            raise SourceError(f"{source}: a pipe, a device or a link to nothing, not a file or folder; {FORMS}")
         raise SourceError(f"{source}: no such file or folder (looked in {Path.cwd()}); {FORMS}")
     import datasets
 
@@ -231,9 +251,37 @@ def _open(source: Source, checked: bool = False) -> pl.LazyFrame:
             loaded = loaded[source.split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
             loaded = datasets.load_dataset(source.data, source.subset, split=source.split, revision=source.revision)
-        return loaded.to_polars().lazy()
+        at_once = slice_rows(len(loaded), loaded.data.nbytes)
+        rows = loaded.with_format("polars")
+        return Rows(rows[:0], len(rows), lambda: rows.iter(at_once)).map(_plain)
     except Exception as error:
         raise SourceError(f"{source}, split {source.split!r}: {error}; {FORMS}") from error
+
+
+def _parquet(source: Source) -> Rows:
+    """Read by pyarrow, which needs no more than some pages of a column at a time."""
+    import pyarrow as pa  # it takes a tenth of a second to import
+    import pyarrow.parquet as pq
+
+    path = Path(source.data)
+
+    def read() -> Iterator[pl.DataFrame]:
+        try:
+            with pq.ParquetFile(path, buffer_size=BUFFER) as file:
+                for batch in file.iter_batches(batch_size=at_once):
+                    yield _plain(pl.DataFrame(pl.from_arrow(pa.Table.from_batches([batch]))))
+        except (OSError, pa.ArrowException) as error:
+            raise _unreadable(source, error) from error
+
+    try:
+        with pq.ParquetFile(path) as file:
+            facts, columns = file.metadata, file.schema_arrow
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(source, error) from error
+    if wide := [field.name for field in columns if "decimal256" in str(field.type)]:
+        raise _unreadable(source, Fault(f"column {wide[0]!r} holds numbers beyond 38 digits; write them as text"))
+    at_once = slice_rows(facts.num_rows, sum(facts.row_group(it).total_byte_size for it in range(facts.num_row_groups)))
+    return Rows(_plain(pl.DataFrame(pl.from_arrow(columns.empty_table()))), facts.num_rows, read)
 
 
 def _kind(path: Path) -> str:

@@ -1,8 +1,8 @@
 """JSON lines, JSON and CSV, plain or compressed by gzip, as Arrow columns. A fault is reported with the first row that
 has it.
 
-JSON is read by polars and checked by pyarrow. If either refuses a file, it is searched row by row for the fault, which
-is then described in plain words.
+JSON is read by polars and checked by pyarrow, a block of lines at a time (a JSON list is in memory as a whole). If
+either refuses a block, the file is searched row by row for the fault, which is then described in plain words.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import codecs
 import csv
 import gzip
 import io
+import itertools
 import json
 import re
 import zlib
@@ -20,6 +21,8 @@ from typing import Any
 
 import polars as pl
 
+from tasks.data.rows import SLICE_ROWS
+
 GZIP = b"\x1f\x8b"
 BLOCK = 2**24  # bytes that pyarrow reads at once; a line that is longer has to fit too
 LONGEST_INTEGER = 2**127  # polars' widest
@@ -28,7 +31,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 DEEPEST = 100  # objects and lists inside each other; parsers recurse, and crash the process on some thousands
 NESTING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[{\[]|[}\]]', re.DOTALL)
 LARGEST = 2**33  # bytes of a file after decompression
-CHUNK = 2**24  # bytes decompressed at once
+CHUNK = 2**25  # bytes of text that are read at once
 SHOWN = 40  # characters around a fault
 OTHER_SEPARATORS = (";", "\t", "|")
 csv.field_size_limit(2**31 - 1)  # a long prompt is for the contract to judge
@@ -38,20 +41,18 @@ class Fault(ValueError):
     """What is wrong with a file, with the first row at fault."""
 
 
-def scan_text(path: Path, kind: str, checked: bool) -> pl.LazyFrame:
-    """The rows of a file of kind .jsonl, .json or .csv; `checked`: also refuse columns with values of several kinds.
+class NotTextFault(Fault):
+    """Bytes that are not UTF-8."""
 
-    Raises Fault for faults that are found immediately. Those that polars finds when it collects: see `find_fault`.
+
+def read_text(path: Path, kind: str) -> Iterator[pl.DataFrame]:
+    """The rows of a file of kind .jsonl, .json or .csv, about CHUNK bytes of text at a time; what has no column in one
+    frame may have one in the next, and another type.
+
+    Raises Fault for faults that have a description, ValueError and polars' errors for others: see `find_fault`.
     """
     try:
-        content = _content(path)
-        if kind == ".csv":
-            return _read_csv(content).lazy()
-        rows = _json_rows(content, kind)
-        _refuse_deep_rows(rows, kind)
-        if checked:
-            _refuse_mixed_columns(rows)
-        return pl.scan_ndjson(io.BytesIO(rows), infer_schema_length=None)
+        yield from _read_csv(_content(path)) if kind == ".csv" else _read_json(path, kind)
     except MemoryError as error:
         raise Fault("it does not fit into this machine's memory; write it as .parquet, or with fewer rows") from error
 
@@ -59,48 +60,89 @@ def scan_text(path: Path, kind: str, checked: bool) -> pl.LazyFrame:
 def find_fault(path: Path, kind: str) -> str:
     """What is wrong with a file of JSON rows, with the first row at fault; "" if nothing is found."""
     seen: dict[str, tuple[str, str]] = {}  # path of a value → its kind, and where that was met first
-    for place, text in _places(_json_rows(_content(path), kind), kind):
-        if problem := _problem_of_row(text, place, seen):
-            return f"{place}: {problem}"
+    row, line = 0, 1
+    for block in _json_blocks(path, kind):
+        for place, text in _places(block, kind, row, line):
+            if problem := _problem_of_row(text, place, seen):
+                return f"{place}: {problem}"
+            row += 1
+        line += block.count(b"\n")
     return ""
 
 
-def _places(rows: bytes, kind: str) -> Iterator[tuple[str, bytes]]:
-    """(place in words, text) of each row that is not blank."""
-    row = 0
-    for line, text in enumerate(io.BytesIO(rows), 1):
+def _read_json(path: Path, kind: str) -> Iterator[pl.DataFrame]:
+    """Columns with values of several kinds in one block are refused."""
+    row, line = 0, 1
+    for block in _json_blocks(path, kind):
+        if not block.isspace():
+            _refuse_deep_rows(block, kind, row, line)
+            _refuse_mixed_columns(block)
+            frame = pl.read_ndjson(io.BytesIO(block), infer_schema_length=None)
+            yield frame
+            row += frame.height
+        line += block.count(b"\n")
+
+
+def _places(block: bytes, kind: str, row: int, line: int) -> Iterator[tuple[str, bytes]]:
+    """(place in words, text) of each row that is not blank; `row` and `line`: numbers of the block's first."""
+    for number, text in enumerate(io.BytesIO(block), line):
         if text.strip():
-            yield f"row {row} (line {line})" if kind == ".jsonl" else f"row {row}", text
+            yield f"row {row} (line {number})" if kind == ".jsonl" else f"row {row}", text
             row += 1
 
 
-def _content(path: Path) -> bytes:
+def _content(path: Path) -> Iterator[bytes]:
+    """The file's bytes without a byte order mark, decompressed, CHUNK at a time."""
     with path.open("rb") as file:
         compressed = file.read(len(GZIP)) == GZIP
-    return (_decompressed(path) if compressed else path.read_bytes()).removeprefix(codecs.BOM_UTF8)
+    chunks = _decompressed(path) if compressed else _chunks(path)
+    yield next(chunks, b"").removeprefix(codecs.BOM_UTF8)
+    yield from chunks
 
 
-def _decompressed(path: Path) -> bytes:
-    content = bytearray()
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            yield chunk
+
+
+def _decompressed(path: Path) -> Iterator[bytes]:
+    size = 0
     try:
         with gzip.open(path) as file:
             while chunk := file.read(CHUNK):
-                content += chunk
-                if len(content) > LARGEST:
+                size += len(chunk)
+                if size > LARGEST:
                     raise Fault(
                         f"decompressed it has more than {LARGEST:,} bytes, the most that is read of a file compressed "
                         "by gzip; write it as .parquet"
                     )
+                yield chunk
     except (OSError, EOFError, zlib.error) as error:
         raise Fault(f"it is compressed by gzip, and damaged: {error}") from error
-    return bytes(content)
 
 
-def _json_rows(content: bytes, kind: str) -> bytes:
-    rows = _cut_list(content) if kind == ".json" and content.strip() else content
-    if not rows.strip():
+def _json_blocks(path: Path, kind: str) -> Iterator[bytes]:
+    """Lines, about CHUNK bytes of them at a time, each of which is a row or blank."""
+    content = _content(path)
+    if kind == ".json":
+        whole = b"".join(content)
+        rows = _cut_list(whole) if whole.strip() else b""
+        content = (rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK))
+    has_rows, line = False, [b""]
+    for chunk in content:
+        end = chunk.rfind(b"\n") + 1
+        if end:
+            block = b"".join([*line, chunk[:end]])
+            has_rows |= not block.isspace()
+            yield block
+            line = []
+        line.append(chunk[end:])
+    if last := b"".join(line):
+        has_rows |= not last.isspace()
+        yield last
+    if not has_rows:
         raise Fault("it has no rows")
-    return rows
 
 
 def _cut_list(content: bytes) -> bytes:
@@ -135,8 +177,8 @@ def _after_blanks(text: str, at: int) -> int:
     return found.end()
 
 
-def _refuse_deep_rows(rows: bytes, kind: str) -> None:
-    for place, text in _places(rows, kind):
+def _refuse_deep_rows(block: bytes, kind: str, row: int, line: int) -> None:
+    for place, text in _places(block, kind, row, line):
         if text.count(b"{") + text.count(b"[") > DEEPEST and _depth(text) > DEEPEST:
             raise Fault(f"{place}: nested too deeply: more than {DEEPEST} objects and lists inside each other")
 
@@ -151,12 +193,12 @@ def _depth(text: bytes) -> int:
     return deepest
 
 
-def _refuse_mixed_columns(rows: bytes) -> None:
+def _refuse_mixed_columns(block: bytes) -> None:
     """Raises ValueError if a column has values of several kinds: polars would turn all of them into text."""
     from pyarrow import json as arrow_json  # takes half a second to import, which planning does not need
 
-    longest = max(map(len, io.BytesIO(rows)))
-    arrow_json.read_json(io.BytesIO(rows), arrow_json.ReadOptions(block_size=max(BLOCK, longest + 1)))
+    longest = max(map(len, io.BytesIO(block)))
+    arrow_json.read_json(io.BytesIO(block), arrow_json.ReadOptions(block_size=max(BLOCK, longest + 1)))
 
 
 def _problem_of_row(text: bytes, place: str, seen: dict[str, tuple[str, str]]) -> str:
@@ -243,16 +285,12 @@ def _refuse_constant(name: str) -> float:
     raise Fault(f"{name} is no JSON; write null for a gap")
 
 
-def _read_csv(content: bytes) -> pl.DataFrame:
+def _read_csv(content: Iterator[bytes]) -> Iterator[pl.DataFrame]:
     """Columns of text: "007" keeps its zeros, and "NA" is an answer, not a gap. An empty field is a gap."""
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise Fault(f"line {line}: not UTF-8: {content[error.start : error.start + 1]!r}") from error
-    lines = csv.reader(io.StringIO(text, newline=""), strict=True)
+    lines = csv.reader(_text_lines(content), strict=True)
     header: list[str] = []
     rows: list[list[str | None]] = []
+    done = size = 0  # rows before `rows`, and characters of these
     first = 1  # line on which a row begins; with line breaks in its fields it ends on a later one
     try:
         for fields in lines:
@@ -262,17 +300,43 @@ def _read_csv(content: bytes) -> pl.DataFrame:
                 raise Fault(f"{len(fields)} fields, and the header has {len(header)}: a field with commas wants quotes")
             elif fields:
                 rows.append([field or None for field in fields] + [None] * (len(header) - len(fields)))
+                size += sum(map(len, fields))
             first = lines.line_num + 1
+            if size >= CHUNK or len(rows) >= SLICE_ROWS:
+                yield _csv_frame(header, rows)
+                done, size, rows = done + len(rows), 0, []
     except (csv.Error, Fault) as error:
         said = {
             "unexpected end of data": "a quote is opened and never closed",
             "',' expected after '\"'": 'after a closing quote comes no comma; a quote inside quotes is written ""',
         }.get(str(error), str(error))
-        raise Fault(f"row {len(rows)} (line {first}): {said}" if header else f"header: {said}") from error
+        if isinstance(error, NotTextFault):
+            raise
+        raise Fault(f"row {done + len(rows)} (line {first}): {said}" if header else f"header: {said}") from error
     if not header:
         raise Fault("it has no rows")
+    if rows or not done:
+        yield _csv_frame(header, rows)
+
+
+def _csv_frame(header: list[str], rows: list[list[str | None]]) -> pl.DataFrame:
     columns = zip(*rows, strict=True) if rows else [()] * len(header)
     return pl.DataFrame(dict(zip(header, columns, strict=True)), schema=dict.fromkeys(header, pl.String))
+
+
+def _text_lines(content: Iterator[bytes]) -> Iterator[str]:
+    decoder, before, line = codecs.getincrementaldecoder("utf-8")(), 0, ""  # before: line ends of earlier chunks
+    for chunk in itertools.chain(content, [b""]):
+        try:
+            text = decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            number = before + error.object.count(b"\n", 0, error.start) + 1
+            raise NotTextFault(f"line {number}: not UTF-8: {error.object[error.start : error.start + 1]!r}") from error
+        before += chunk.count(b"\n")
+        *lines, line = [*io.StringIO(line + text, newline="")] or [""]  # the last may go on, or end by \r and \n
+        yield from lines
+    if line:
+        yield line
 
 
 def _checked_header(fields: list[str]) -> list[str]:

@@ -12,6 +12,7 @@ import polars as pl
 
 from tasks.data.contract import RULES
 from tasks.data.repeats import SHOWN
+from tasks.data.rows import Rows
 from tasks.rendering.drawing import draw_lengths
 from tasks.rendering.markdown import escape, table
 from tasks.stages.files import remove
@@ -28,12 +29,18 @@ def count_findings(findings: pl.DataFrame, checks: Mapping[str, str]) -> list[di
     return [{**row, "severity": checks[row["check"]], "rule": RULES[row["check"]]} for row in counts.to_dicts()]
 
 
-def length_figures(lengths: Mapping[str, pl.Series], frames: Mapping[str, pl.DataFrame]) -> dict[str, dict[str, Any]]:
+def count_shared(findings: pl.DataFrame) -> list[dict[str, Any]]:
+    """How many prompts of one part of the data are in another too, by the rule that says so."""
+    shared = findings.filter(pl.col("other") != pl.col("dataset"))
+    return shared.group_by("dataset", "other", "check").len("rows").sort("dataset", "other", "check").to_dicts()
+
+
+def length_figures(lengths: Mapping[str, pl.Series], kept: Mapping[str, Rows]) -> dict[str, dict[str, Any]]:
     """Tokens per prompt: mean, median, 95th percentile and maximum of the prompts that were tokenized."""
     return {
         name: {
             "tokenized": len(values),
-            "of": frames[name].height,
+            "of": kept[name].height,
             "mean": values.mean(),
             "median": values.median(),
             "p95": values.quantile(0.95),
@@ -73,8 +80,11 @@ def markdown(report: Mapping[str, Any], findings: pl.DataFrame, folder: Path) ->
             for f in report["findings"]
         ]
         parts += ["## Rules broken", table([("check", "severity", "rows", "dataset", "rule"), *rows])]
-        shown = [tuple(map(_shown, row)) for row in findings.head(FINDINGS_IN_TABLE).rows()]
-        parts.append(table([findings.columns, *shown]))
+        if report["shared"]:
+            pairs = [(it["dataset"], it["other"], it["check"], f"{it['rows']:,}") for it in report["shared"]]
+            parts += ["## Prompts of two data sets", table([("dataset", "is also in", "check", "rows"), *pairs])]
+        listed = findings.head(FINDINGS_IN_TABLE).drop("other")
+        parts.append(table([listed.columns, *(tuple(map(_shown, row)) for row in listed.rows())]))
         if findings.height > FINDINGS_IN_TABLE:
             parts.append(f"… {findings.height - FINDINGS_IN_TABLE:,} more in {escape(str(folder / FINDINGS))}")
     if report["lengths"]:

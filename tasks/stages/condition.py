@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
+from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
+from grpo_core.rewards.composition import check_curriculum
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json
 from tasks.stages.lineage import lineage_inputs, what_changed
@@ -98,8 +102,8 @@ def refuse_outdated_inputs(stage: Stage, run: Path, config: RunConfig, force: bo
     """Raises StageError, with the commands to run first, if the stage would work on output that is not up to date."""
     if not stage.is_asked(config):
         raise StageError(
-            f"run {run.name!r} has no stage {stage.name}: {stage.asked_by} is not set in its configuration; to have "
-            f"it: grpo run {run / CONFIG} --set {stage.asked_by}=4"
+            f"run {run.name!r} has no stage {stage.name}: {stage.asked_by} is not set in its configuration; "
+            f"{_how_to_have_it(stage, run, config)}"
         )
     now = conditions(run, config)
     outdated = _outdated(stage, config, now)
@@ -115,6 +119,18 @@ def refuse_outdated_inputs(stage: Stage, run: Path, config: RunConfig, force: bo
         + "\n".join(lines)
         + f"\nor everything that is not up to date: grpo run {run / CONFIG}"
     )
+
+
+def _how_to_have_it(stage: Stage, run: Path, config: RunConfig) -> str:
+    """The command that gives the run a stage that it has not asked for, or why it cannot have it."""
+    values = config.model_dump(mode="json", exclude_unset=True)
+    *sections, key = stage.asked_by.split(".")
+    reduce(lambda inner, name: inner.setdefault(name, {}), sections, values)[key] = 4
+    try:
+        check_curriculum(parse_config(values))
+    except ConfigError as error:
+        return f"it cannot be set either: {error}"
+    return f"to have it: grpo run {run / CONFIG} --set {stage.asked_by}=4"
 
 
 def _outdated(stage: Stage, config: RunConfig, now: Mapping[str, Condition]) -> list[Stage]:

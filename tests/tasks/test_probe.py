@@ -58,6 +58,8 @@ def test_a_run_has_a_probe_if_it_asks_for_one(values: dict[str, Any], tmp_path: 
     (run := tmp_path / "run").mkdir()
     with pytest.raises(StageError, match=r"has no stage probe: data.curriculum.probe is not set .* --set data.curr"):
         refuse_outdated_inputs(PROBE, run, parse_config(values))
+    with pytest.raises(StageError, match=r"it cannot be set either: data.curriculum.probe=4 goes by pass rates"):
+        refuse_outdated_inputs(PROBE, run, parse_config({**values, "rewards": [{"function": "char_length"}]}))
     with pytest.raises(StageError, match=r"(?s)stage validate --run run .*stage probe --run run .*stage plan"):
         refuse_outdated_inputs(TRAIN, run, parse_config(_with(values, probe=4)))
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from grpo_core.config.files import parse_config
-from tasks.validate import screen, too_few_to_promote
+from tasks.validate import too_few_to_promote
 from tests.conftest import config_values, write_sums
+from tests.rows import screen
 
 GRADES = {"function": "char_length"}  # without a lowest value
 RIGHT = {"function": "numeric_match"}

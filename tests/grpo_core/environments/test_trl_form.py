@@ -34,7 +34,7 @@ def _play(config: dict[str, Any], scripts: list[list[str]], rewards: list[str], 
     try:
         data = [{"prompt": [{"role": "user", "content": f"#{i}"}], **row} for i, row in enumerate(rows)]
         setting = Setting(environments, FORMAT)
-        prompts = Prompts(data, [setting.encode(row) for row in data])
+        prompts = Prompts(data, [setting.encode(row) for row in data], 0)
         requests = [Request(ids, 1, 0, 4000) for ids in prompts.ids]
         functions = [
             resolve_here(RewardConfig(name=str(i), function=name, weight=1.0)) for i, name in enumerate(rewards)

@@ -155,7 +155,7 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator, folder: Pat
         plan=plan,
         accelerator=accelerator,
         tokenizer=Tokenizer(),
-        prompts=Prompts([{"prompt": "p", "answer": "0"} for _ in rows], [[row, 1] for row in rows]),
+        prompts=Prompts([{"prompt": "p", "answer": "0"} for _ in rows], [[row, 1] for row in rows], 2),
         held_out=None,
         rewards=[resolve(reward) for reward in config.rewards],
         setting=None,

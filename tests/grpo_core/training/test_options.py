@@ -330,7 +330,7 @@ def test_processes_share_groups_out_whatever_their_number_and_ask_for_nothing_tw
     values: dict[str, Any], processes: int, g: int, groups: int
 ) -> None:
     config = parse_config(values)
-    turns, prompts = [(0, row) for row in range(groups)], Prompts([{}] * groups, [[row] for row in range(groups)])
+    turns, prompts = [(0, row) for row in range(groups)], Prompts([{}] * groups, [[row] for row in range(groups)], 1)
 
     def drawn(processes: int) -> list[tuple[list[int], int]]:
         found = []
@@ -350,7 +350,7 @@ def test_a_process_without_a_share_of_the_prompts_scores_nothing(model_folder: P
     tokenizer, model = AutoTokenizer.from_pretrained(model_folder), load_model(model_folder)
     rewards = [resolve(RewardConfig(function="length"))]
     engine = TransformersEngine(model, tokenizer)
-    samples, _ = sample_and_score(engine, [], [], Sampling(4), Prompts([], []), tokenizer, rewards)
+    samples, _ = sample_and_score(engine, [], [], Sampling(4), Prompts([], [], 0), tokenizer, rewards)
     assert samples == []
 
 

@@ -17,9 +17,9 @@ from grpo_core.data.order import source_counts, source_rows
 from grpo_core.planning.plan import load_plan, make_plan, plan_inputs
 from grpo_core.training.loop import train
 from tasks.data.sources import data_set
-from tasks.validate import screen
 from tests.conftest import with_keys
 from tests.grpo_core.training.training import assert_same, metrics_of, result_of
+from tests.rows import screen
 from tests.sources import two_sources
 
 OF_BOTH = {"reward", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio"}

@@ -13,6 +13,7 @@ from grpo_core.config.environment import EnvironmentConfig
 from tasks.data.contract import Part, check
 from tasks.data.lengths import sample_lengths
 from tasks.data.repeats import NONE
+from tasks.data.rows import of_frame
 from tests.grpo_core.environments.scripted import TEMPLATE
 from tests.grpo_core.environments.templates import CHATML, make_tokenizer
 
@@ -42,7 +43,7 @@ def _check(
     """What is wrong with the shape, and the rules that rows break."""
     frames = {"train": pl.DataFrame(train), "eval": pl.DataFrame(evaluated or [{**train[0], "seed": -1}])}
     options = {name: {"tools": [TOOL]} for name in environment.factories or [""]}
-    parts = {name: Part(frame, room=room) for name, frame in frames.items()}
+    parts = {name: Part(of_frame(frame), room=room) for name, frame in frames.items()}
     shape, found = check(parts, TOKENIZER, [], environment, options, NONE)
     return shape, [row for row in found.select("dataset", "row", "check").rows() if row[0] == "train"]
 
@@ -119,8 +120,8 @@ def test_lengths_are_those_of_each_row_s_own_tools_and_variables() -> None:
         for row in data
     ]
     frame, room = pl.DataFrame(data), sorted(plain)[30]
-    assert sample_lengths(frame, TOKENIZER, options).to_list() == plain
-    parts = {name: Part(each, room=room) for name, each in {"train": frame, "eval": frame.head(1)}.items()}
+    assert sample_lengths(of_frame(frame), TOKENIZER, options).to_list() == plain
+    parts = {name: Part(of_frame(each), room=room) for name, each in {"train": frame, "eval": frame.head(1)}.items()}
     _, found = check(parts, TOKENIZER, [], environment, options, NONE)
     long = found.filter(check="long_prompt", dataset="train")["row"].to_list()
     assert sorted(long) == [row for row, length in enumerate(plain) if length > room] != []

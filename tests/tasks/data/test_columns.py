@@ -19,16 +19,22 @@ from grpo_core.config.inputs import DataConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data.own_code import check
 from grpo_core.errors import ConfigError
-from tasks.data.columns import SLICE, ColumnError, with_columns
+from tasks.data import columns as made_columns
+from tasks.data.columns import SLICE, ColumnError
+from tasks.data.rows import of_frame
 from tasks.data.sources import SourceError
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.run_directory import open_run
-from tasks.validate import screen
 from tests.conftest import config_values
+from tests.rows import screen, whole
 from tests.tasks.test_own_rewards import _project as project
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 PART = st.one_of(TEXT.map(lambda text: text.replace("{", "{{").replace("}", "}}")), st.sampled_from(["{a}", "{b c}"]))
+
+
+def with_columns(frame: pl.DataFrame, config: DataConfig) -> pl.DataFrame:
+    return whole(made_columns.with_columns(of_frame(frame), config))
 
 
 def _data(**keys: Any) -> DataConfig:

@@ -17,8 +17,8 @@ from grpo_core.config.inputs import DataChecks
 from grpo_core.config.run import RunConfig
 from tasks.data.contract import RULES
 from tasks.data.lengths import ModelError
-from tasks.validate import screen
 from tests.conftest import config_values, make_model
+from tests.rows import screen
 
 Frames = dict[str, pl.DataFrame]
 TEMPLATE = (
@@ -370,7 +370,7 @@ def test_a_further_evaluation_set_is_held_against_the_same_rules_and_changes_not
     without = screen(parse_config(values))
     values["evaluation"]["sets"] = [{"name": "hard", "data": str(tmp_path / "hard.parquet")}]
     screened = screen(parse_config(values))
-    found = {(row, check) for _, row, _, check, _ in screened.findings.filter(dataset="eval-hard").rows()}
+    found = {(row, check) for _, row, _, check, *_ in screened.findings.filter(dataset="eval-hard").rows()}
     assert found == {(0, "overlap"), (1, "near_overlap"), (3, "blank_prompt"), (4, "missing_value")}
     assert screened.findings.height == len(found)
     assert "14+1= (train row 4)" in screened.findings["value"].to_list()

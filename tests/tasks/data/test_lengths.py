@@ -23,6 +23,7 @@ from tasks.data.lengths import (
     sample_lengths,
     token_lengths,
 )
+from tasks.data.rows import of_frame
 
 CORPUS = ["the sum of two numbers is a number", "la somme de deux nombres", "и сумма двух чисел"]
 TEMPLATE = (
@@ -147,6 +148,6 @@ def test_a_model_without_a_limit_takes_every_prompt() -> None:
 
 def test_the_sampled_lengths_hold_the_longest_prompts() -> None:
     frame = pl.DataFrame({"prompt": ["a"] * (2 * SAMPLED) + ["b" * 50] * 3})
-    lengths = sample_lengths(frame, TOKENIZERS["byte fallback"], {"": {}})
+    lengths = sample_lengths(of_frame(frame), TOKENIZERS["byte fallback"], {"": {}})
     assert SAMPLED - LONGEST <= len(lengths) <= SAMPLED
     assert lengths.max() == token_lengths(frame["prompt"].tail(1), TOKENIZERS["byte fallback"])[0]

@@ -12,8 +12,8 @@ import pytest
 
 from examples import tiny
 from grpo_core.config.files import parse_config
-from tasks.validate import screen
 from tests.conftest import config_values
+from tests.rows import screen
 from tests.tasks.data.test_columns import GSM8K, MBPP, TLDR
 from tests.tasks.data.test_own_schema import _write
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tomli_w
 from typer.testing import CliRunner
@@ -17,9 +20,10 @@ from flows.cli.main import app
 from grpo_core.config.files import parse_config
 from grpo_core.errors import ConfigError
 from tasks.data.own_schema import hold_against, load_schema
+from tasks.data.rows import of_frame
 from tasks.stages.lineage import lineage_keys
-from tasks.validate import screen
 from tests.conftest import config_values
+from tests.rows import screen
 
 MODULE = """
 import pandera.polars as pa
@@ -88,8 +92,19 @@ def test_a_row_that_breaks_a_rule_of_ones_own_is_refused_dropped_or_kept(
     for severity, refused, kept in (("error", True, 9), ("drop", False, 9), ("warn", False, 10)):
         values["data"]["checks"] = {"own_schema": severity}
         screened = screen(parse_config(values))
-        assert screened.findings.rows() == [("train", 3, column, "own_schema", said)]
+        assert screened.findings.rows() == [("train", 3, column, "own_schema", said, None)]
         assert (screened.refused, screened.kept["train"].height) == (refused, kept)
+
+
+def test_unique_is_of_all_rows_and_a_check_of_each_slice(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_rules.py").write_text(MODULE.replace('"min_value": 4}', '"min_value": 4}, unique=True'))
+    rows = _read(values["data"]["train"])
+    _write(Path(values["data"]["train"]), [*rows, rows[0]])
+    monkeypatch.setattr("tasks.data.rows.SLICE_ROWS", 4)
+    found = screen(parse_config(values)).findings.filter(check="own_schema")
+    assert found.select("row", "value").rows() == [(row, "10+1= breaks field_uniqueness") for row in (0, 10)]
 
 
 def test_a_dropped_row_is_no_earlier_occurrence_of_another(values: dict[str, Any]) -> None:
@@ -225,19 +240,29 @@ def test_the_contract_says_what_a_function_and_a_template_read(values: dict[str,
         (["mine.toml", "--schema", "mine.toml"], "--schema is for a data file"),
         (["train.jsonl", "--schema", "mine.toml"], "no schema as `grpo data schema` writes it"),
         (["train.jsonl", "--schema", "gone.yaml"], "gone.yaml: cannot be read"),
+        (["train.jsonl", "--schema", "/dev/zero"], "/dev/zero: cannot be read"),
+        (["pipe.jsonl", "--schema", "own.yaml"], "a pipe, a device or a link to nothing, not a file or folder"),
+        (["nothing.csv", "--schema", "own.yaml"], "it has no rows"),
+        (["wide.parquet", "--schema", "own.yaml"], "column 'x' holds numbers beyond 38 digits; write them as text"),
     ],
 )
 def test_what_cannot_be_checked_is_refused(
     config: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
 ) -> None:
     monkeypatch.chdir(config.parent)
+    os.mkfifo("pipe.jsonl")
+    Path("nothing.csv").write_text("question,level\n")
+    pq.write_table(pa.table({"x": pa.array([None], pa.decimal256(60))}), "wide.parquet")
+    Path("own.yaml").write_text(_grpo("schema", config)[1])
     status, output = _grpo("check", *arguments)
     assert status == 2 and said in output
 
 
 def test_all_broken_rules_of_all_data_sets_are_found(values: dict[str, Any]) -> None:
     frame = pl.DataFrame({"question": ["12345", "1+1="], "level": [0, 1]})
-    problems, findings = hold_against({"train": frame, "eval": frame}, load_schema(values["data"]["schema"]))
+    problems, findings = hold_against(
+        {"train": of_frame(frame), "eval": of_frame(frame)}, load_schema(values["data"]["schema"])
+    )
     assert problems == []
     assert sorted(findings.select("dataset", "row", "column").rows()) == [
         (name, 0, column) for name in ("eval", "train") for column in ("level", "question")

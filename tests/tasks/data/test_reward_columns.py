@@ -9,8 +9,8 @@ import polars as pl
 import pytest
 
 from grpo_core.config.files import parse_config
-from tasks.validate import screen
 from tests.conftest import config_values
+from tests.rows import screen
 
 REWARDS = """
 from collections.abc import Sequence

@@ -34,6 +34,7 @@ from tasks.data.sources import (
 )
 from tasks.data.text_sources import BLOCK
 from tests.conftest import config_values
+from tests.rows import whole
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "007+1=", "answer": "NA"}]
 
@@ -55,7 +56,7 @@ def _write_hub_folder(path: Path) -> None:
 def test_every_form_of_source_gives_the_same_rows(tmp_path: Path, name: str, write: Callable[[Path], Any]) -> None:
     write(tmp_path / name)
     source = Source("data.train", str(tmp_path / name))
-    assert load_source(source).to_dicts() == ROWS
+    assert whole(load_source(source)).to_dicts() == ROWS
     assert count_prompts(source) == 2
 
 
@@ -124,7 +125,7 @@ def test_an_unreadable_source_is_named_with_its_key_and_the_first_row_at_fault(
 def test_brackets_in_texts_are_no_nesting(tmp_path: Path, name: str) -> None:
     rows = [{"prompt": '[{"' * 500, "answer": "\\"}, {"prompt": "[" * 101, "answer": '"' + "{" * 101}]
     (tmp_path / name).write_text(json.dumps(rows) if name == "a.json" else "\n".join(map(json.dumps, rows)))
-    assert load_source(Source("data.train", str(tmp_path / name))).to_dicts() == rows
+    assert whole(load_source(Source("data.train", str(tmp_path / name)))).to_dicts() == rows
 
 
 def test_a_small_file_that_decompresses_to_a_giant_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +230,7 @@ def test_json_and_json_lines_of_the_same_rows_get_the_same_verdict(
                 with pytest.raises(SourceError, match=rf": row {row}\b"):
                     load_source(Source("data.train", str(path)))
             else:
-                assert load_source(Source("data.train", str(path)))["answer"].to_list() == read
+                assert whole(load_source(Source("data.train", str(path))))["answer"].to_list() == read
 
 
 @pytest.mark.slow
@@ -251,7 +252,7 @@ def test_rows_of_text_are_the_same_in_every_file(rows: list[dict[str, str]]) -> 
         for name, write in written.items():
             write(Path(folder, name))
             source = Source("data.train", str(Path(folder, name)))
-            assert load_source(source).to_dicts() == rows
+            assert whole(load_source(source)).to_dicts() == rows
             assert count_prompts(source) == len(rows)
 
 

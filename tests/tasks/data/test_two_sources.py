@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.config.files import parse_config
+from tasks.data.rows import of_frame
 from tasks.data.sources import pooled, unlike_columns
-from tasks.validate import Screened, screen
+from tasks.validate import Screened
 from tests.command_line import run_here
+from tests.rows import screen, whole
 from tests.sources import two_sources
 
 
@@ -77,6 +79,29 @@ def test_a_prompt_that_is_held_out_by_another_source_is_found(model_folder: Path
     assert "eval/lines row 1" in found["value"][0]
 
 
+def test_a_prompt_of_two_sources_comes_twice(model_folder: Path, tmp_path: Path) -> None:
+    """The first source keeps it, in training and in the evaluation; the report counts them by pair."""
+    both = {"lines": ["12+5=", "200=", "200=", "13+6="], "lines-eval": ["60+4=", "300="]}
+    frames = {name: pl.DataFrame({"line": lines}) for name, lines in both.items()}
+    values = two_sources(model_folder, tmp_path)
+    values["data"]["checks"] = {"duplicate_prompt": "drop"}
+    for name, frame in frames.items():
+        frame.write_parquet(tmp_path / f"{name}.parquet")
+    screened = screen(parse_config(values))
+    twice = screened.findings.filter(check="duplicate_prompt")
+    assert twice.select("dataset", "row", "value").rows() == [
+        ("train/lines", 0, "12+5= (train/sums row 2)"),
+        ("train/lines", 2, "200="),
+        ("train/lines", 3, "13+6= (train/sums row 3)"),
+        ("eval/lines", 0, "60+4= (eval/sums row 0)"),
+    ]
+    assert screened.report["shared"] == [
+        {"dataset": "eval/lines", "other": "eval/sums", "check": "duplicate_prompt", "rows": 1},
+        {"dataset": "train/lines", "other": "train/sums", "check": "duplicate_prompt", "rows": 2},
+    ]
+    assert screened.kept["train"].filter(source="lines")["prompt"].to_list() == ["200="]
+
+
 def test_columns_of_the_same_name_need_types_that_go_together(model_folder: Path, tmp_path: Path) -> None:
     frame = pl.DataFrame({"line": ["1=", "2="], "answer": [1, 2]})
     [problem] = _screened(model_folder, tmp_path, {"lines": frame}).shape
@@ -107,9 +132,9 @@ VALUES = st.sampled_from([[1, 2], [1.5], ["a"], [None], [["a"]], [[{"role": "use
 
 @given(st.lists(VALUES, min_size=1, max_size=3))
 def test_rows_are_pooled_without_a_change_of_their_values_or_refused(columns: list[list[Any]]) -> None:
-    parts = {f"train/{n}": pl.DataFrame({"x": values}) for n, values in enumerate(columns)}
+    parts = {f"train/{n}": of_frame(pl.DataFrame({"x": values})) for n, values in enumerate(columns)}
     if not [*unlike_columns(parts)]:
-        assert pooled(parts)["train"]["x"].to_list() == [value for values in columns for value in values]
+        assert whole(pooled(parts)["train"])["x"].to_list() == [value for values in columns for value in values]
 
 
 @pytest.mark.parametrize("source", ["sums", "lines"])
@@ -119,8 +144,8 @@ def test_an_environment_is_written_beside_the_prompts_of_its_source(source: str,
     values = two_sources(tmp_path, tmp_path)
     values["data"]["sources"][["sums", "lines"].index(source)]["environment"] = "maze"
     values["environment"] = {"environment_factory": {"maze": "m:Maze"}}
-    frames = load_training_prompts(parse_config(values).data)
-    named = [frame["environment"].unique().to_list() for frame in frames.values() if "environment" in frame.columns]
+    frames = [whole(rows) for rows in load_training_prompts(parse_config(values).data).values()]
+    named = [frame["environment"].unique().to_list() for frame in frames if "environment" in frame.columns]
     assert named == [["maze"]]
 
 
@@ -134,7 +159,7 @@ def _grpo(config: Path, values: dict[str, Any], *arguments: str) -> tuple[int, s
 def test_commands_ask_about_one_source_or_count_all(model_folder: Path, tmp_path: Path) -> None:
     config, values = tmp_path / "two.toml", two_sources(model_folder, tmp_path)
     status, said = _grpo(config, values, "data", "schema", str(config))
-    assert (status, "--source None: one of ['sums', 'lines']" in said) == (2, True)
+    assert (status, "say which, by --source and one of sums, lines" in said) == (2, True)
     status, said = _grpo(config, values, "data", "schema", str(config), "--source", "lines")
     assert (status, "line:" in said, "answer:" in said) == (0, True, False)
     status, said = _grpo(config, values, "plan", str(config), "--num-prompts", "100")

@@ -1,0 +1,139 @@
+"""Data larger than memory: what is read slice by slice gets the same verdict, and gives the same rows, as the whole."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_core.config.files import parse_config
+from grpo_core.data.prompts import FileRows
+from tasks.data.rows import of_frame, write_rows
+from tasks.data.sources import SourceError
+from tests.conftest import config_values
+from tests.rows import screen
+
+MODULE = """
+import pandera.polars as pa
+
+
+class Numbered(pa.DataFrameModel):
+    prompt: str = pa.Field(nullable=True, str_length={"max_value": 60})
+    number: float = pa.Field(nullable=True, unique=True)
+
+    class Config:
+        unique = ["prompt", "number"]
+
+
+def as_given(row):
+    return row["number"] if row["prompt"] != "3+3=" else [1]
+"""
+PROMPTS = ["1+1=", "2+2=", " 2+2=", "3+3=", "4+4=", "", "\u200b", "é", "cafÃ©=", "1+" * 40, None, 5]
+ROW = st.fixed_dictionaries(
+    {"prompt": st.sampled_from(PROMPTS[:-2]) | st.sampled_from(PROMPTS)},
+    optional={
+        "answer": st.sampled_from(["2", "4", "6", " ", None]) | st.just("x"),
+        "number": st.integers(0, 9) | st.floats(0, 9) | st.none(),
+        "any": st.sampled_from([None, [], ["a"], {"x": 1}, {"y": [2]}, "é\n", 2**70, True]),
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("rules")
+    (folder / "sliced_rules.py").write_text(MODULE)
+    sys.path.insert(0, str(folder))
+    yield
+    sys.path.remove(str(folder))
+
+
+def _verdict(values: dict[str, Any]) -> Any:
+    try:
+        screened = screen(parse_config(values))
+    except SourceError as error:
+        return str(error)
+    sets = {name: frame.to_dicts() for found in (screened.kept, screened.dropped) for name, frame in found.items()}
+    lengths = {name: found.to_list() for name, found in screened.lengths.items()}
+    # The order of columns in JSON is polars' own.
+    shape = [problem.partition("; its columns are")[0] for problem in screened.shape]
+    return screened.findings.rows(), sets, lengths, {**screened.report, "shape": shape}
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.lists(ROW, min_size=1, max_size=9),
+    held_out=st.lists(ROW, min_size=1, max_size=4),
+    form=st.sampled_from(["jsonl", "json", "parquet"]),
+    severity=st.sampled_from(["drop", "warn", "error"]),
+    schema=st.booleans(),
+    function=st.booleans(),
+)
+def test_slices_get_the_same_verdict_as_the_whole(
+    model_folder: Path,
+    module: None,
+    rows: list[dict[str, Any]],
+    held_out: list[dict[str, Any]],
+    form: str,
+    severity: str,
+    schema: bool,
+    function: bool,
+) -> None:
+    """Duplicates, overlaps, gaps, prompts of other types: also those of which the first slices know nothing."""
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        files = {kind: Path(name, f"{kind}.{form}") for kind in ("train", "eval")}
+        for file, content in zip(files.values(), (rows, held_out), strict=True):
+            _write(file, content)
+        values = config_values(model_folder, Path(name))
+        values["data"] = {kind: str(file) for kind, file in files.items()} | {
+            "checks": dict.fromkeys(("missing_value", "duplicate_prompt", "overlap", "own_schema"), severity)
+            | dict.fromkeys(("blank_prompt", "no_tokens", "long_prompt"), "drop" if severity == "warn" else severity),
+            "columns": {"made": "sliced_rules:as_given"} if function else {},
+            **({"schema": "sliced_rules:Numbered"} if schema else {}),
+        }
+        at_once = _verdict(values)
+        for key, size in (("rows.SLICE_ROWS", 2), ("text_sources.SLICE_ROWS", 2), ("text_sources.CHUNK", 50)):
+            patch.setattr(f"tasks.data.{key}", size)
+        sliced = _verdict(values)
+        if isinstance(at_once, str) and " gives " in at_once:  # of a function, with the rows that were called together
+            assert isinstance(sliced, str) and " gives " in sliced
+        else:
+            assert sliced == at_once
+
+
+def _write(file: Path, rows: list[dict[str, Any]]) -> None:
+    if file.suffix == ".parquet":
+        names = dict.fromkeys(name for row in rows for name in row if name != "any")
+        pl.DataFrame(
+            [{n: r.get(n) for n in names} for r in rows], strict=False, infer_schema_length=None
+        ).write_parquet(file, row_group_size=3)
+    else:
+        text = json.dumps(rows) if file.suffix == ".json" else "\n\n".join(map(json.dumps, rows))
+        file.write_text(text)
+
+
+def test_rows_of_a_large_file_are_read_by_groups_and_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small file is written as one table: the same bytes as ever, so that its runs stay up to date."""
+    frame = pl.DataFrame({"prompt": [f"{n}=" for n in range(5000)], "tags": [["a", None]] * 5000})
+    write_rows(of_frame(frame), tmp_path / "small.parquet")
+    frame.write_parquet(tmp_path / "plain.parquet")
+    assert (tmp_path / "small.parquet").read_bytes() == (tmp_path / "plain.parquet").read_bytes()
+    monkeypatch.setattr("tasks.data.rows.AT_ONCE", 100)
+    write_rows(of_frame(frame), tmp_path / "large.parquet")
+    assert pq.read_metadata(tmp_path / "large.parquet").num_row_groups == 5
+    rows = FileRows(tmp_path / "large.parquet")
+    assert [rows[n] for n in (4999, 0, 1023, 1024)] == [frame.row(n, named=True) for n in (4999, 0, 1023, 1024)]
+    assert [*rows] == frame.to_dicts() and len(rows) == 5000 and rows.group.cache_info().currsize == 3
+    with pytest.raises(IndexError):
+        rows[5000]
