@@ -98,4 +98,4 @@ def _first_epoch(config: RunConfig, plan: Plan, run: Path) -> tuple[list[float],
     keys, seed = config.data.curriculum, config.seed
     rates = read_rates(PROBE.path(run) / PASS_RATES, plan.num_prompts)
     rows = arrange(epoch_rows(plan, seed, 0), rates, keys, plan, seed, 0)
-    return rates.rate[rows[rates.known[rows]]].tolist(), describe(rates, rows, keys)
+    return rates.rate[rows[rates.known[rows]]].tolist(), describe(rates, rows, keys, plan)

@@ -109,7 +109,8 @@ class CurriculumConfig(Section):
     kind: Literal["none", "easy_to_hard", "band", "variance"] = "none"
     """Which prompts an epoch takes, by their pass rates p. `none`: each once, in random order. `easy_to_hard`: each
     once, those of the highest rate first. `band`: those within `band`, which also get the turns of the others.
-    `variance`: each as often as is in proportion to p(1 − p). An epoch always has as many prompts as the data set."""
+    `variance`: each as often as is in proportion to p(1 − p). An epoch always has as many prompts as the data set, and
+    each of several sources its share of them."""
     band: Bounds | None = None
     """Lowest and highest pass rate of the prompts that a `band` takes, such as [0.1, 0.9]."""
     probe: int = Field(0, ge=0, le=10_000)
@@ -239,11 +240,6 @@ class DataConfig(PromptSource):
         for key in PromptSource.model_fields:
             if getattr(self, key) != DataConfig.model_fields[key].get_default(call_default_factory=True):
                 raise ValueError(f"{key} beside data.sources: each source has its own; move it to [[data.sources]]")
-        if self.curriculum != CurriculumConfig():
-            raise ValueError(
-                f"curriculum.kind={self.curriculum.kind!r}, probe={self.curriculum.probe} with data.sources: a "
-                "curriculum would change the sources' shares of an epoch; remove one of the two"
-            )
         names = [source.name for source in self.sources]
         if len(set(names)) < len(names):
             raise ValueError(f"sources {names} share a name; give each its own")

@@ -2,11 +2,13 @@
 
 The rows of an epoch follow from the epoch's permutation, the pass rates, seed and epoch alone. The rates are those of a
 fixed moment, `known_batches`, so that sampling ahead, a resumed training and one in turn take the same prompts. A
-generation batch never has a prompt twice, since the same prompt in the same batch would be sampled alike.
+generation batch never has a prompt twice, since the same prompt in the same batch would be sampled alike. Each of
+several sources keeps its places in every batch; a curriculum says which of the source's prompts stand there.
 """
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_core.config.inputs import CurriculumConfig
+from grpo_core.data.order import source_rows
 from grpo_core.planning.plan import Plan
 from grpo_core.system.files import naming, publish
 
@@ -85,36 +88,86 @@ def known_batches(plan: Plan, epoch: int, ahead: int) -> int:
 def arrange(
     rows: np.ndarray, rates: PassRates, config: CurriculumConfig, plan: Plan, seed: int, epoch: int
 ) -> np.ndarray:
-    """What an epoch takes of its `rows` (N,), in training order: P prompts for each of its R generation batches. (P·R,)
+    """What an epoch takes of the prompts, in training order, given its `rows` (N,): P prompts for each of its R
+    generation batches. (P·R,)
 
-    Without any rate: the first of the rows.
+    What is without any rate, the whole or a source, takes the first of the rows.
     """
-    batches, size = plan.rollouts_per_epoch, plan.prompts_per_generation
-    taken = rows[: batches * size]
-    if config.kind == "none" or not rates.known.any():
-        return taken
-    if config.kind == "easy_to_hard":
-        rate = np.where(rates.known, rates.rate, UNKNOWN)
-        return taken[np.argsort(-rate[taken], kind="stable")]
-    weights = variance(rates) if config.kind == "variance" else within(rates, config, size).astype(float)
-    turns = expected_turns(weights[rows], batches * size, batches)
-    random = np.random.default_rng([seed, epoch, 3])
-    # A prompt's turns stand next to each other, and every R-th goes to the same batch: no batch has a prompt twice.
-    drawn = np.repeat(rows, draw_turns(turns, random.random()))
-    return drawn.reshape(size, batches).T[random.permutation(batches)].ravel()
+    taken = rows[: plan.rollouts_per_epoch * plan.prompts_per_generation]
+    arranged, random = taken.copy(), np.random.default_rng([seed, epoch, 3])
+    for own in source_rows(plan):
+        places = _of(own, taken).nonzero()[0]
+        if config.kind == "none" or not len(places) or not rates.known[own.start : own.stop].any():
+            continue
+        if config.kind == "easy_to_hard":
+            rate = np.where(rates.known, rates.rate, UNKNOWN)[taken[places]]
+            arranged[places] = taken[places][np.argsort(-rate, kind="stable")]
+        else:
+            given = rows[_of(own, rows)]
+            candidates = np.concatenate([given, random.permutation(np.setdiff1d(own, given))])
+            batches = places // plan.prompts_per_generation
+            arranged[places] = _draw(candidates, batches, plan.rollouts_per_epoch, rates, config, random)
+    return arranged
 
 
-def describe(rates: PassRates, rows: np.ndarray, config: CurriculumConfig) -> str:
-    """What an epoch takes, and what it leaves out, as the end of a sentence."""
-    taken, size = len(np.unique(rows)), len(rates.passed)
-    if not rates.known.any():
-        return f"{taken:,} of {size:,} prompts in random order: no pass rate is known yet"
+def _draw(
+    candidates: np.ndarray,
+    batches: np.ndarray,
+    num_batches: int,
+    rates: PassRates,
+    config: CurriculumConfig,
+    random: np.random.Generator,
+) -> np.ndarray:
+    """The prompts of a source that stand in its places, given the batch of each place, rising (C,). (C,)"""
+    room = np.bincount(batches, minlength=num_batches)
+    most = len(batches) // room.max()  # with so many turns, no prompt must come twice in a batch, however they fall
+    least = -(-len(batches) // most)
+    weights = variance(rates)[candidates]
+    if config.kind == "band":
+        weights = within(distance(rates, config)[candidates], least).astype(float)
+    turns = draw_turns(expected_turns(weights, len(batches), most), random.random())
+    return np.concatenate(deal(candidates, turns, room, random.permutation(num_batches)))
+
+
+def deal(prompts: np.ndarray, turns: np.ndarray, room: np.ndarray, order: np.ndarray) -> list[np.ndarray]:
+    """Give each prompt its turns in the batches that have the most room left, in each at most one; among equals, those
+    come first that `order` (R,) puts first. If prompts can be dealt so at all, this does (Kleitman and Wang 1973).
+
+    turns: of each prompt (N,); room: prompts of each batch (R,), as many in all. Returns the prompts of each batch.
+    """
+    found: list[list[int]] = [[] for _ in room]
+    left = [(-int(size), int(place), batch) for batch, (size, place) in enumerate(zip(room, order, strict=True))]
+    heapq.heapify(left)
+    for prompt, count in zip(prompts.tolist(), turns.tolist(), strict=True):
+        for free, place, batch in [heapq.heappop(left) for _ in range(count)]:
+            found[batch].append(prompt)
+            heapq.heappush(left, (free + 1, place, batch))
+    return [np.array(batch, dtype=np.int64) for batch in found]
+
+
+def _of(own: range, rows: np.ndarray) -> np.ndarray:
+    """Which of the rows are of the source that has the rows `own`."""
+    return (own.start <= rows) & (rows < own.stop)
+
+
+def describe(rates: PassRates, rows: np.ndarray, config: CurriculumConfig, plan: Plan) -> str:
+    """What an epoch takes, and what it leaves out, as the end of a sentence; of each source by itself."""
+    if not plan.sources:
+        return _describe(rates, rows, config, range(plan.num_prompts))
+    parts = zip(plan.sources, source_rows(plan), strict=True)
+    return "; ".join(f"{it.name}: {_describe(rates, rows[_of(own, rows)], config, own)}" for it, own in parts)
+
+
+def _describe(rates: PassRates, rows: np.ndarray, config: CurriculumConfig, own: range) -> str:
+    taken, rate = len(np.unique(rows)), rates.rate[own.start : own.stop]
+    if np.isnan(rate).all():
+        return f"{taken:,} of {len(own):,} prompts in random order: no pass rate is known yet"
     known = rows[rates.known[rows]]
-    said = f"{taken:,} of {size:,} prompts"
+    said = f"{taken:,} of {len(own):,} prompts"
     if len(known):
         said += f", mean pass rate {rates.rate[known].mean():.0%}"
     if band := config.band:
-        below, above = (rates.rate < band[0]).sum(), (rates.rate > band[1]).sum()
+        below, above = (rate < band[0]).sum(), (rate > band[1]).sum()
         said += f"; {below:,} have a pass rate below {band[0]:g}, {above:,} above {band[1]:g}"
     return said
 
@@ -126,10 +179,9 @@ def variance(rates: PassRates) -> np.ndarray:
     return (s + 1) * (n - s + 1) / ((n + 2) * (n + 3))
 
 
-def within(rates: PassRates, config: CurriculumConfig, least: int) -> np.ndarray:
-    """The prompts within the band, and those without a rate. If they are fewer than `least`, the nearest to the band
-    are taken too. (N,) bool"""
-    away = distance(rates, config)
+def within(away: np.ndarray, least: int) -> np.ndarray:
+    """The prompts within the band, and those without a rate, given each one's `distance`. If they are fewer than
+    `least`, the nearest to the band are taken too. (N,) bool"""
     return away <= np.partition(away, least - 1)[least - 1]
 
 

@@ -50,8 +50,9 @@ def probe(run: Path, output: Path) -> dict[str, Any]:
     for first in range(0, len(ids), PROMPTS):
         prompts = range(first, min(first + PROMPTS, len(ids)))
         samples, *_ = share_samples(partial(sample, prompts))
-        given = np.array([sample.rewards for sample in samples])
-        rates = with_samples(rates, np.array([sample.row for sample in samples]), passed(given, config), step=0)
+        given, of = np.array([sample.rewards for sample in samples]), [sample.row for sample in samples]
+        sources = [base.sets["train"].rows[row].get("source") for row in of]
+        rates = with_samples(rates, np.array(of), passed(given, config, sources), step=0)
         if is_main:
             print(f"probe: {prompts[-1] + 1:,} of {len(ids):,} prompts, {n} completions each", flush=True)
     wait_for_all()

@@ -46,32 +46,42 @@ def weighted_sum(given: np.ndarray, rewards: Sequence[RewardConfig]) -> np.ndarr
     return np.where(np.isnan(terms).all(axis=1), np.nan, np.nansum(terms, axis=1))
 
 
-def passed(given: np.ndarray, config: RunConfig) -> np.ndarray:
-    """How far each completion passes, from 0 to 1: the value of the accuracy reward, scaled by its range. given: as
-    `counted` takes it (N, K); NaN if not scored, and for all where `has_pass_rates` says no. (N,)"""
-    if not has_pass_rates(config):
-        return np.full(len(given), np.nan)
-    place = [reward.name for reward in config.rewards].index(config.accuracy_rewards[0])
-    low, high = range_of(config.rewards[place]) or (0.0, 1.0)
-    return (given[:, place] - low) / (high - low)
+def passed(given: np.ndarray, config: RunConfig, sources: Sequence[str | None]) -> np.ndarray:
+    """How far each completion passes, from 0 to 1: the value of its source's accuracy reward, scaled by its range.
+    given: as `counted` takes it (N, K); sources: of each completion (N,). NaN if it is not scored, or the range not
+    known. (N,)"""
+    judges, names = config.accuracy_reward, [reward.name for reward in config.rewards]
+    judge = np.array([judges if isinstance(judges, str) else judges[source or ""] for source in sources], object)
+    found = np.full(len(given), np.nan)
+    for name, (low, high) in _ranges(config).items():
+        if math.isfinite(high - low):
+            rows = judge == name
+            found[rows] = (given[rows, names.index(name)] - low) / (high - low)
+    return found
 
 
 def has_pass_rates(config: RunConfig) -> bool:
-    """Whether `passed` can tell: one reward says what is right, the same for all sources, and its range is known."""
-    rewards = [reward for reward in config.rewards if reward.name in config.accuracy_rewards]
-    return len(rewards) == 1 and all(map(math.isfinite, range_of(rewards[0]) or [math.nan]))
+    """Whether `passed` can tell of any source."""
+    return any(math.isfinite(high - low) for low, high in _ranges(config).values())
 
 
 def check_curriculum(config: RunConfig) -> None:
     """Raises ConfigError if `data.curriculum` needs pass rates and none can be had."""
-    keys, name = config.data.curriculum, " and ".join(config.accuracy_rewards)
-    if has_pass_rates(config) or (keys.kind == "none" and not keys.probe):
+    keys = config.data.curriculum
+    unknown = [repr(name) for name, (low, high) in _ranges(config).items() if not math.isfinite(high - low)]
+    if not unknown or (keys.kind == "none" and not keys.probe):
         return
     asked = f"data.curriculum.kind={keys.kind!r}" if keys.kind != "none" else f"data.curriculum.probe={keys.probe}"
     raise ConfigError(
-        f"{asked} goes by pass rates, the values of the reward {name!r} scaled to its range, which is not known: "
-        "give this reward its range = [lowest, highest], or name another one in evaluation.accuracy_reward"
+        f"{asked} goes by pass rates, the values of the reward {' and '.join(unknown)} scaled to its range, which is "
+        "not known: give this reward its range = [lowest, highest], or name another one in evaluation.accuracy_reward"
     )
+
+
+def _ranges(config: RunConfig) -> dict[str, Range]:
+    """Lowest and highest value of each reward that says what is right; infinite if not known."""
+    of_name = {reward.name: reward for reward in config.rewards}
+    return {name: range_of(of_name[name]) or (-math.inf, math.inf) for name in config.accuracy_rewards}
 
 
 def range_of_sum(rewards: Sequence[RewardConfig]) -> Range:

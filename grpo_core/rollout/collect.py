@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
@@ -194,7 +195,7 @@ def generation_batch(
         sampled_completions=len(sampled),
         sampled_tokens=sum(sample.completion.sampled_tokens for sample in sampled),
         sampled_rows=torch.tensor([sample.row for sample in sampled]),
-        passed=torch.from_numpy(passed(_matrix(sampled), config)),
+        passed=torch.from_numpy(passed(_matrix(sampled), config, _sources(sampled, plan))),
         metrics=metrics,
     )
 
@@ -218,6 +219,12 @@ def _source_metrics(samples: Sequence[Sample], advantages: Advantages, plan: Pla
         if own := [place for place, sample in enumerate(samples) if sample.row in rows]:
             metrics |= of_source(_metrics_of(own, samples, advantages, plan.num_generations), source.name)
     return metrics
+
+
+def _sources(samples: Sequence[Sample], plan: Plan) -> list[str | None]:
+    """The name of each sample's source; None without sources."""
+    ends, names = [rows.stop for rows in source_rows(plan)], [source.name for source in plan.sources] or [None]
+    return [names[bisect_right(ends, sample.row)] for sample in samples]
 
 
 def _matrix(samples: Sequence[Sample]) -> np.ndarray:

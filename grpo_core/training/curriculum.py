@@ -29,7 +29,7 @@ def arrange_epochs(session: Session, state: TrainingState) -> TrainingState:
     while epoch <= last and known_batches(plan, epoch, ahead) <= state.rollouts:
         arranged[epoch] = arrange(epoch_rows(plan, seed, epoch), rates, keys, plan, seed, epoch)
         if session.accelerator.is_main_process:
-            print(f"training: epoch {epoch + 1} takes {describe(rates, arranged[epoch], keys)}", flush=True)
+            print(f"training: epoch {epoch + 1} takes {describe(rates, arranged[epoch], keys, plan)}", flush=True)
         epoch += 1
     return replace(state, arranged=arranged)
 

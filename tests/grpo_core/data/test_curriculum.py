@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ from grpo_core.data.curriculum import (
     with_samples,
     write_rates,
 )
-from grpo_core.data.order import epoch_rows, fresh_prompts, rollout_prompts
+from grpo_core.data.order import epoch_rows, fresh_prompts, rollout_prompts, source_rows
 from grpo_core.planning.plan import Plan, make_plan
-from grpo_core.planning.rules import PlanInputs
+from grpo_core.planning.rules import PlanInputs, PlannedSource
 
 KINDS: list[dict[str, Any]] = [{"kind": "easy_to_hard"}, {"kind": "band", "band": [0.2, 0.7]}, {"kind": "variance"}]
 
@@ -91,17 +92,28 @@ def test_a_band_with_too_few_prompts_for_a_generation_batch_takes_the_nearest_to
     assert Counter(rows.tolist()) == {1: 2, 2: 2, 3: 2, 4: 2}
 
 
-def test_turns_by_variance_have_exactly_the_expected_frequencies_over_seeds() -> None:
-    """Each count is its expectation rounded up or down, and their mean over seeds is the expectation."""
-    plan, rates = _plan(20, 2), _rates(20, 4)
+@pytest.mark.parametrize(
+    "sources", [(), (PlannedSource("a", 8, 8), PlannedSource("b", 12, 6), PlannedSource("c", 20, 6))]
+)
+def test_turns_by_variance_have_exactly_the_expected_frequencies_over_seeds(sources: tuple[PlannedSource, ...]) -> None:
+    """Each count is its expectation rounded up or down, and their mean over seeds is the expectation. Each source keeps
+    its share."""
+    plan = dataclasses.replace(_plan(20, 2), sources=sources)
+    parts = source_rows(plan)
+    rates = _rates(parts[-1].stop, 4)
     pairs = zip(rates.passed, rates.completions, strict=True)
     weights = np.array([(s + 1) * (n - s + 1) / ((n + 2) * (n + 3)) for s, n in pairs])
-    expected = 20 * weights / weights.sum()
-    assert (expected < plan.rollouts_per_epoch).all(), "no limit of a batch is felt here"
+    expected = np.concatenate(
+        [
+            turns * weights[own.start : own.stop] / weights[own.start : own.stop].sum()
+            for own, turns in zip(parts, [it.prompts_per_epoch for it in sources] or [20], strict=True)
+        ]
+    )
+    assert expected.max() < 3, "no limit of a batch is felt here"
     counts = []
     for seed in range(2000):
         rows = arrange(epoch_rows(plan, seed, 1), rates, CurriculumConfig(kind="variance"), plan, seed, 1)
-        counts.append(np.bincount(rows, minlength=20))
+        counts.append(np.bincount(rows, minlength=len(weights)))
         assert (np.abs(counts[-1] - expected) < 1).all()
     parts = expected - np.floor(expected)
     error = np.sqrt(parts * (1 - parts) / len(counts))

@@ -6,10 +6,13 @@ import dataclasses
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_core.config.inputs import CurriculumConfig
+from grpo_core.data.curriculum import PassRates, arrange
 from grpo_core.data.order import epoch_rows, fresh_prompts, rollout_prompts, source_counts, source_rows
 from grpo_core.planning.plan import Plan, PlanError, make_plan, read_plan
 from grpo_core.planning.rules import PlanInputs, PlannedSource
@@ -75,6 +78,47 @@ def test_an_epoch_has_each_sources_share_and_shows_all_of_its_rows_equally_often
     for own in source_rows(plan):
         times = [shown[row] for row in own]
         assert max(times) - min(times) <= 1
+
+
+KINDS = [
+    CurriculumConfig(kind="easy_to_hard"),
+    CurriculumConfig(kind="band", band=(0.2, 0.7)),
+    CurriculumConfig(kind="variance"),
+]
+
+
+@given(plans(), st.sampled_from(KINDS), st.integers(0, 2**31 - 1), st.data())
+def test_a_curriculum_fills_each_sources_places_of_every_batch_with_others_of_its_prompts(
+    plan: Plan, config: CurriculumConfig, seed: int, data: st.DataObject
+) -> None:
+    """So what the plan counts of each source holds with every curriculum, whatever the rates, and however few known."""
+    sources, epoch = source_rows(plan), data.draw(st.integers(0, 3))
+    size, n = plan.prompts_per_generation, sources[-1].stop
+    tries = np.array(data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)))
+    tries[sources[0].start : sources[0].stop] *= data.draw(st.booleans())  # of this source no rate is known
+    passed = np.array([data.draw(st.integers(0, count)) for count in tries.tolist()], float)
+    rates, rows = PassRates(passed, tries, tries * 0), epoch_rows(plan, seed, epoch)
+    found = arrange(rows, rates, config, plan, seed, epoch)
+    assert (arrange(rows, rates, config, plan, seed, epoch) == found).all()
+    owner = np.repeat(np.arange(len(sources)), [len(own) for own in sources])
+    assert (owner[found] == owner[rows[: len(found)]]).all()
+    for number in range(plan.rollouts_per_epoch):
+        index = epoch * plan.rollouts_per_epoch + number
+        batch = rollout_prompts(plan, seed, index, {epoch: found})
+        assert len(set(batch)) == len(batch) == size
+        fresh = fresh_prompts(plan, seed, index, set(batch), batch[:1], {epoch: found})[0]
+        assert fresh is None or (owner[fresh] == owner[batch[0]] and fresh in found)
+    for own in sources:
+        turns, known = found[np.isin(found, own)].tolist(), rates.known[own.start : own.stop]
+        if config.kind == "easy_to_hard" or not known.any():
+            assert sorted(turns) == sorted(row for row in rows[: len(found)].tolist() if row in own)
+        elif config.kind == "band":
+            counts, away = Counter(turns), np.abs(rates.rate - np.clip(rates.rate, 0.2, 0.7))
+            farthest = max((away[row] for row in turns if rates.known[row]), default=0.0)
+            nearer = [row for row in own if not rates.known[row] or away[row] < farthest]
+            if farthest and any(rates.known[row] for row in nearer):
+                assert len(nearer) < len(turns), "prompts outside of the band are taken only if it has too few"
+            assert max(counts.values()) - min(counts.values()) <= 1
 
 
 def test_epochs_of_half_a_source_show_its_halves_in_turn() -> None:

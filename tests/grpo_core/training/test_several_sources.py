@@ -13,7 +13,8 @@ import polars as pl
 import pytest
 
 from grpo_core.config.files import dump_config, parse_config
-from grpo_core.data.order import source_counts, source_rows
+from grpo_core.data.curriculum import read_rates
+from grpo_core.data.order import rollout_prompts, source_counts, source_rows
 from grpo_core.planning.plan import load_plan, make_plan, plan_inputs
 from grpo_core.training.loop import train
 from tasks.data.sources import data_set
@@ -111,6 +112,32 @@ def test_a_training_on_sources_is_resumed_bit_for_bit(trained: Path, tmp_path: P
     train(run, run / "training")
     assert result_of(run)["resumed_at_step"] == 6
     assert_same(run, trained)
+
+
+@pytest.mark.slow
+def test_a_curriculum_keeps_each_sources_share_and_is_resumed_bit_for_bit(model_folder: Path, tmp_path: Path) -> None:
+    """Each source passes by a reward of its own; what an epoch takes of one follows from its own rates."""
+    values = two_sources(model_folder, tmp_path, max_steps=30, save_steps=25)
+    values["data"]["curriculum"] = {"kind": "variance"}
+    values["rewards"][1]["args"] = {"target": 50}  # tells lengths apart
+    whole, run = _run(tmp_path / "whole", values), tmp_path / "run"
+    train(whole, whole / "training")
+    plan, found = load_plan(whole / "plan.json"), _completions(whole)
+    groups = Counter("sums" if "+" in prompt else "lines" for prompt in found["prompt"])
+    assert groups == {name: it["prompts_seen"] * plan.num_generations for name, it in source_counts(plan, 0).items()}
+    rates = read_rates(whole / "training" / "pass_rates.parquet", 40)
+    assert all(rates.known[own.start : own.stop].any() for own in source_rows(plan))
+    assert rates.completions.sum() == len(found)
+    plain = Counter(row for index in range(plan.rollouts) for row in rollout_prompts(plan, 0, index))
+    taken = {row: count // plan.num_generations for row, count in Counter(found["row"]).items()}
+    for own in source_rows(plan):
+        assert [taken.get(row, 0) for row in own] != [plain[row] for row in own], "the curriculum takes others"
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "training" / "checkpoints" / "step-000030", ignore_errors=True)
+    (run / "training" / "result.json").unlink()
+    train(run, run / "training")
+    assert result_of(run)["resumed_at_step"] == 25
+    assert_same(run, whole)
 
 
 @pytest.mark.slow

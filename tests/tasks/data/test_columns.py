@@ -26,6 +26,7 @@ from tasks.data.sources import SourceError
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.run_directory import open_run
 from tests.conftest import config_values
+from tests.formats import GSM8K, MBPP, TLDR
 from tests.rows import screen, whole
 from tests.tasks.test_own_rewards import _project as project
 
@@ -197,27 +198,6 @@ def test_a_run_keeps_the_module_of_its_columns(tmp_path: Path, monkeypatch: pyte
         assert kept.read_text() == "def asked(row): return row['prompt']\n"
 
 
-GSM8K = [
-    {
-        "question": f"Ann has {n} apples and buys {n + 2}. How many has she?",
-        "answer": f"She has {n} + {n + 2} = <<{n}+{n + 2}={2 * n + 2}>>{2 * n + 2} apples.\n#### {2 * n + 2}",
-    }
-    for n in range(12)
-]
-MBPP = [
-    {
-        "task_id": n,
-        "text": f"Write a function to add {n} to a number.",
-        "code": f"def add(x):\r\n    return x + {n}",
-        "test_list": [f"assert add(1) == {1 + n}", f"assert add(0) == {n}"],
-        "test_setup_code": "",
-        "challenge_test_list": [],
-    }
-    for n in range(12)
-]
-TLDR = [
-    {"prompt": f"SUBREDDIT: r/cats\nPOST: My cat has {n} toys.\nTL;DR:", "completion": f" {n} toys"} for n in range(12)
-]
 CHAT = [
     {
         "id": f"c{n}",
@@ -257,7 +237,7 @@ CHAT = [
             {"columns": {"reference": "completion", "answer": "completion"}},
             "rouge",
             TLDR[0]["prompt"],
-            ("reference", " 0 toys"),
+            ("reference", TLDR[0]["completion"]),
         ),
         (
             CHAT,
