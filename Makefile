@@ -74,15 +74,17 @@ tests: setup $(PEER)
 e2e: setup $(PEER) ## the long tests: servers, browser, faults
 	$(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --durations 15
 
-pictures: setup ## write docs/images/*.png from the browser test
+pictures: setup ## write docs/images/*.png: pages from the browser test, curves of recipes from their record
+	$(BIN)/python -m benchmarks.recipe_curves
 	GRPO_PICTURES=docs/images $(BIN)/python -m pytest -m e2e tests/e2e/test_browser.py
 
 reference: setup ## write docs/reference/configuration.md from the keys' descriptions
 	$(BIN)/python -m flows.cli.keys_page docs/reference/configuration.md
 
-gamed: setup ## write docs/images/reward-models.png from two runs of the dialogue recipe
+gamed: setup ## train the dialogue recipe with a good and a weak reward model, and record and draw its curves
 	$(BIN)/python -m examples.dialogue.make
 	$(BIN)/python -m benchmarks.reward_models
+	$(BIN)/python -m benchmarks.recipe_curves --record
 
 bench: setup $(PEER) ## the training loop beside TRL's, on this machine
 	$(BIN)/python -m benchmarks.vs_trl

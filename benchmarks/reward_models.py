@@ -1,17 +1,17 @@
-"""The dialogue recipe against two reward models, as a picture: the reward rises in both, right answers in one.
+"""The dialogue recipe against two reward models: the reward rises in both, right answers in one.
 
     python -m examples.dialogue.make
-    python -m benchmarks.reward_models [--output docs/images/reward-models.png]
+    python -m benchmarks.reward_models
 
-Trains what is not trained yet; a run that is there is drawn as it is.
+Trains what is not trained yet, and says how many held-out answers help. `recipe_curves` draws it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -27,31 +27,34 @@ WEAK = ["--set", "name=gamed", "--set", f"rewards.0.args.model={EXAMPLE / 'weak-
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.reward_models", description="Draw a good and a gamed reward.")
-    parser.add_argument("--output", type=Path, default=Path("docs", "images", "reward-models.png"))
-    output: Path = parser.parse_args().output
     for changes in ([], WEAK):
         subprocess.run([sys.executable, "-m", "flows.cli.main", "run", "configs/dialogue.toml", *changes], check=True)
-    output.write_bytes(draw())
     print(*map(report, RUNS), sep="\n")
 
 
-def draw() -> bytes:
-    """Two panels over the updates: the reward of each run, and the share of its answers that help."""
-    rewards, right = {}, {}
-    for run, label in RUNS.items():
-        training = Path("storage", "runs", run, "training")
-        rows = [json.loads(line) for line in (training / "metrics.jsonl").read_text().splitlines()]
-        rewards[label], right[label] = series(rows, "reward"), share_helpful(training)
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """The figures of each update of a run."""
+    return [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
 
-    def panels(figure: Any) -> None:
+
+def curves() -> dict[str, dict[str, Points]]:
+    """By panel and run: the reward, and the share of answers that help, over the updates."""
+    folders = {label: Path("storage", "runs", run) for run, label in RUNS.items()}
+    return {
+        "reward": {label: series(metrics_of(run), "reward") for label, run in folders.items()},
+        "right answers, %": {label: share_helpful(run / "training") for label, run in folders.items()},
+    }
+
+
+def draw(panels: Mapping[str, Mapping[str, Points]]) -> bytes:
+    def two(figure: Any) -> None:
         left, beside = figure.subplots(1, 2)
-        for axes, title, lines in ((left, "reward", rewards), (beside, "right answers, %", right)):
+        for axes, (title, lines) in zip((left, beside), panels.items(), strict=True):
             axes.set(title=title)
             plot(axes, lines, [GREEN, RED], legend=axes is left)
         beside.set_ylim(0, 100)
 
-    return png((9, 2.8), panels)
+    return png((9, 2.8), two)
 
 
 def share_helpful(training: Path) -> Points:

@@ -51,7 +51,7 @@ def _question(outcome: Outcome) -> str:
     asked = f"# Make {escape(outcome.model)} version {outcome.version} the champion?"
     guards = outcome.verdict.comparisons[1:] if outcome.verdict else ()
     held = (f"{it.set} {it.metric} {figures.amount(it.metric, it.candidate)}: {it.rule}" for it in guards)
-    parts = [asked, escape(outcome.reason), *(escape(line) for line in held)]
+    parts = [asked, escape(outcome.reason), *(escape(line) for line in held), _link(outcome)]
     lost = [it for it in outcome.changes if it.gain < 0]
     won = [it for it in outcome.changes if it.gain > 0]
     for title, some in (("What it lost most", lost), ("What it won most", won)):
@@ -60,6 +60,12 @@ def _question(outcome: Outcome) -> str:
             parts += [f"**{figures.number(it.gain)}** {escape(it.prompt)}"]
             parts += [f"**was** {escape(it.rival)}", f"**is** {escape(it.candidate)}"]
     return "\n\n".join(parts) + "\n"
+
+
+def _link(outcome: Outcome) -> str:
+    """To the version in MLflow, from where its answers are a click away."""
+    address = version_address(outcome.model, outcome.version)
+    return f"[{escape(outcome.model)} version {outcome.version} in MLflow]({address})"
 
 
 @task(name="rollback")
@@ -105,19 +111,18 @@ def _payload(outcome: Outcome, approval: Approval | None) -> dict[str, Any]:
 
 
 def _markdown(headline: str, outcome: Outcome) -> str:
-    parts = [f"# {escape(headline)}", escape(outcome.reason)]
+    parts = [f"# {escape(headline)}", escape(outcome.reason), _link(outcome)]
     if outcome.verdict and outcome.verdict.comparisons:
         rival = "base" if outcome.against == "base" else f"version {outcome.against}"
         confidence = outcome.verdict.comparisons[0].difference.confidence
-        interval = f"{100 * confidence:.3g}% interval"
-        rows = [["", "rule", f"version {outcome.version}", rival, "gain", interval, "p", "held to"]]
+        gained = f"gain, {100 * confidence:.3g}% interval"
+        rows = [["", f"version {outcome.version}", rival, gained, "p", "rule"]]
         for it in outcome.verdict.comparisons:
             found = vars(it.difference)
             values = (figures.amount(it.metric, it.candidate), figures.amount(it.metric, it.rival))
-            change = (figures.gain(it.metric, found), figures.interval(it.metric, found))
+            change = f"{figures.gain(it.metric, found)} {figures.interval(it.metric, found)}"
             p_value = figures.p_value(it.difference.p_value)
-            rows.append(
-                [f"{it.set} {it.metric}", "broken" if it.broken else "kept", *values, *change, p_value, it.rule]
-            )
+            rule = f"{'broken' if it.broken else 'kept'}: {it.rule}"
+            rows.append([f"{it.set} {it.metric}", *values, change, p_value, rule])
         parts.append(table(rows))
     return "\n\n".join(parts) + "\n"

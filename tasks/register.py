@@ -37,6 +37,7 @@ from tasks.tracking.live import CURVES
 from tasks.tracking.runs import (
     HARDWARE,
     LINEAGE,
+    TRAINING_MODE,
     answering,
     commit_text,
     connect,
@@ -48,6 +49,7 @@ from tasks.tracking.runs import (
     run_address,
     run_page,
     trained_on_commit,
+    version_address,
 )
 from tasks.tracking.sending import send_rest
 from tasks.tracking.traces import send_rest_of_rollouts
@@ -104,7 +106,8 @@ def _work(context: Context) -> dict[str, Any]:
     create_markdown_artifact(
         key="registration",
         markdown=f"# {escape(name)} version {number}\n\nAlias {escape(config.registry.alias)}. "
-        f"{escape(f'Held-out {metric} {trained}, of the base model {base}.')}\n\nMLflow run: {run_page(training)}\n",
+        f"{escape(f'Held-out {metric} {trained}, of the base model {base}.')}\n\n[Version {number} in MLflow]"
+        f"({version_address(name, number)}), of the MLflow run {run_page(training)}\n",
         description=escape(f"{name} version {number}, alias {config.registry.alias}"),
     )
     return {
@@ -155,7 +158,7 @@ def _trace_evaluation(
     except Exception as error:  # a version is worth more than its traces
         get_run_logger().warning("MLflow does not take the evaluation as traces: %s", first_cause(error))
         return ""
-    traces = f"{experiment_address(tracked)}/models/{model_id}/traces?workflowType=machine_learning"
+    traces = f"{experiment_address(tracked)}/models/{model_id}/traces{TRAINING_MODE}"
     found = " and ".join(
         f"{of_one['worse']:,} worse and {of_one['better']:,} better than the {other}"
         for other, of_one in counts.items()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,7 +44,7 @@ def words_of_pictures(folder: Path) -> dict[str, str]:
     plan = make_plan(plan_inputs(record.config, 24))
     page = report_page(record, 1.0, {}, "", "")
     verdict = decide(record.config, *(Contestant(f"the {it} model", samples, it) for it in ("trained", "base")))
-    outcome = Outcome("promoted", "sums", "1", "base", verdict.reason, verdict)
+    outcome = Outcome("promoted", "arithmetic", "1", "base", verdict.reason, verdict)
     made_by = origin("quickstart", {}, {"train": "1", "eval": "2"})
     fields = [*_fields(pipeline.parameters.properties)]
     wrong = next(place for place, field in enumerate(fields) if field.startswith("learning_rate "))
@@ -59,11 +58,15 @@ def words_of_pictures(folder: Path) -> dict[str, str]:
         "curves": _drawn(metrics),
         "form": " ".join(fields[:FIELDS]),
         "refused": " ".join(fields[wrong : wrong + FIELDS]),
-        "promotion": _markdown("", outcome),
-        "approval": _question(replace(outcome, model="arithmetic")),
+        "promotion": _without_addresses(_markdown("", outcome)),
+        "approval": _without_addresses(_question(outcome)),
         "champion": f"{describe(record.evaluation, record.metric)} {made_by}",
     }
     return {name: words_of(text) for name, text in texts.items()}
+
+
+def _without_addresses(markdown: str) -> str:
+    return re.sub(r"\]\([^)]*\)", "]", markdown)
 
 
 def _fields(properties: dict[str, Any]) -> Iterator[str]:

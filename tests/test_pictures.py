@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import recipe_curves
 from tests.pictures import RECORDED, VERDICT, words_of_pictures
 from tests.readme import ROOT, TUTORIALS
+
+TAKEN = re.compile(r'\bpicture\("([\w-]+)"')
 
 
 @pytest.mark.slow
@@ -17,6 +20,12 @@ def test_each_pictured_page_still_has_the_words_of_its_picture(tmp_path: Path) -
     recorded = json.loads(RECORDED.read_text())
     pictured = {name: words for name, words in recorded.items() if name != VERDICT}
     assert words_of_pictures(tmp_path) == pictured, "pages read otherwise than in docs/images: run `make pictures`"
+
+
+def test_make_pictures_renews_every_picture() -> None:
+    taken = {name for file in (ROOT / "tests" / "e2e").glob("test_*.py") for name in TAKEN.findall(file.read_text())}
+    assert taken | recipe_curves.PICTURES.keys() == {path.stem for path in RECORDED.parent.glob("*.png")}
+    assert recipe_curves.PICTURES.keys() == json.loads(recipe_curves.RECORD.read_text()).keys()
 
 
 def test_the_first_pages_tell_the_figures_of_the_pictured_report() -> None:

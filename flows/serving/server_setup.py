@@ -24,8 +24,12 @@ from tasks.processes.slots import GPU_LIMIT, TURN
 
 CRASH_WATCH = "grpo: runs whose process is gone are crashed"
 SILENCE = timedelta(seconds=2.5 * HEARTBEAT_SECONDS)  # two missed
-# The end of an attempt, or the request for the next one: it may arrive before the attempt's last heartbeat.
-ENDED = [f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed", "AwaitingRetry")]
+# The end of an attempt, its wait for a person, or the request for the next one: it may arrive before the attempt's last
+# heartbeat.
+ENDED = [
+    f"prefect.flow-run.{state}"
+    for state in ("Completed", "Failed", "Cancelled", "Crashed", "AwaitingRetry", "Suspended")
+]
 
 
 @contextmanager

@@ -121,11 +121,10 @@ def send_evaluated(
         worst = sorted(
             range(len(rows)), key=lambda place: (min(STANDINGS.index(it[place]) for it in standings.values()), place)
         )
-        for place in worst[: config.registry.evaluation_traces]:
+        for rank, place in enumerate(worst[: config.registry.evaluation_traces]):
+            at = evaluated - rank  # MLflow's table has the newest first: what was lost
             against = {f"vs_{other}": found[place] for other, found in standings.items()}
-            told.append(
-                _answer(rows[place], name, report, config, tracked["run_id"], model_id, version, against, evaluated)
-            )
+            told.append(_answer(rows[place], name, report, config, tracked["run_id"], model_id, version, against, at))
     send(told, tracked["experiment_id"])
     return counts
 

@@ -57,6 +57,7 @@ FOREIGN_TABLES = [
 ]
 HARDWARE = "hardware"  # tag of a run
 LINEAGE = "lineage.txt"  # among its artifacts
+TRAINING_MODE = "?workflowType=machine_learning"  # of MLflow's pages; by default they are for LLM applications
 SERVED_AT = "GRPO_MLFLOW_URL"  # where `grpo up` serves the SQLite file, in the environment of what it starts
 
 # They log every attempt to reach a server that is down, a new database and a missing GPU: nothing to act on.
@@ -327,13 +328,12 @@ def run_address(training: Path, tab: str = "") -> str:
     """Address of a training's run in a browser, or of one of its tabs."""
     known = read_tracking_run(training)
     below = f"/{tab}" if tab else ""
-    # By default MLflow opens a page for LLM applications, which has no link to the models.
-    return f"{experiment_address(known)}/runs/{known['run_id']}{below}?workflowType=machine_learning"
+    return f"{experiment_address(known)}/runs/{known['run_id']}{below}{TRAINING_MODE}"
 
 
 def results_address(tracked: Mapping[str, Any]) -> str:
     """Address of the table of all runs of the experiment, with the columns of `view.py`."""
-    return f"{experiment_address(tracked)}/runs?workflowType=machine_learning&viewStateShareKey={VIEW}"
+    return f"{experiment_address(tracked)}/runs{TRAINING_MODE}&viewStateShareKey={VIEW}"
 
 
 def experiment_address(tracked: Mapping[str, Any]) -> str:
@@ -343,7 +343,7 @@ def experiment_address(tracked: Mapping[str, Any]) -> str:
 
 def version_address(name: str, version: str) -> str:
     """Address of a model version in a browser."""
-    return f"{_root()}/#/models/{quote(name, safe='')}/versions/{version}"
+    return f"{_root()}/#/models/{quote(name, safe='')}/versions/{version}{TRAINING_MODE}"
 
 
 def run_page(training: Path) -> str:

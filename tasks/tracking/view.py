@@ -17,7 +17,7 @@ KIND = "mlflow.experimentKind"
 MODEL_TRAINING = "custom_model_development"
 RESULT = "result"  # tag of a run: its figure with the interval, and the gain, as text
 COLUMNS = {  # and their widths in pixels
-    f"tags.`{RESULT}`": 400,
+    f"tags.`{RESULT}`": 350,
     "metrics.`reward`": 80,
     "metrics.`cost/gpu_hours`": 120,
     "metrics.`cost/money`": 100,

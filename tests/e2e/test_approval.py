@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from flows.serving.server_setup import CRASH_WATCH
 from tests.serving import START_SECONDS, Served
 
+SUSPENDED = "prefect.flow-run.Suspended"
 PROJECT = Path(__file__).parents[2]
 REGISTER = """
 import sys
@@ -32,6 +34,8 @@ def _waiting(served: Served, model: str) -> tuple[str, str]:
     run_id = served.trigger("promote/local", model=model)
     waiting = served.wait(run_id, "PAUSED")
     assert waiting["state_name"] == "Suspended"
+    [watch] = [it for it in served.filter("automations") if it["name"] == CRASH_WATCH]
+    assert served.events(SUSPENDED) and SUSPENDED in watch["trigger"]["expect"], "a run that waits is not crashed"
     keys = waiting["state"]["state_details"]["run_input_keyset"]
     return run_id, _shown(served, f"/flow_runs/{run_id}/input/{keys['description']}")
 

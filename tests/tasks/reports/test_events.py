@@ -115,7 +115,7 @@ def test_a_completed_run_tells_the_figures_of_its_report(emitted: Emitted, tmp_p
     assert payload["gpu_hours"] == pytest.approx(hours) and payload["money"] == pytest.approx(2 * hours)
     assert payload["sampled_tokens"] == 9000
     assert (payload["model"], payload["version"]) == ("a b", "4")
-    assert payload["version_url"].endswith("/#/models/a%20b/versions/4")
+    assert payload["version_url"].endswith("/#/models/a%20b/versions/4?workflowType=machine_learning")
     assert "/#/experiments/7/runs/r?" in payload["mlflow_url"]
     assert payload["report"] == str(run / "evaluation" / "report.html")
 

@@ -92,6 +92,9 @@ def test_from_a_model_one_finds_the_prompts_that_it_lost(
         )
 
     assert len(search()) == 2 * 20, "sent twice, there once"
+    newest_first = [{trace.info.tags[f"vs_{other}"] for other in lost} for trace in search("tags.`set` = 'held-out'")]
+    is_lost = ["worse" in standings for standings in newest_first]
+    assert is_lost == sorted(is_lost, reverse=True), "MLflow's table begins with what was lost"
     for other, count in lost.items():
         found = search(f"tags.vs_{other} = 'worse' AND tags.`set` = 'held-out'")
         assert len(found) == count, "all that it lost, however few are traced"

@@ -1,0 +1,73 @@
+"""The pictures of recipes whose trainings take minutes: recorded once, drawn again from the record.
+
+    python -m benchmarks.recipe_curves [--record]
+
+Draws docs/images/guess.png, mixed.png and reward-models.png from results/recipe-curves.json. With --record, it first
+records the runs guess, mixed, dialogue and gamed, as far as they are in storage/runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import reward_models
+from examples.guess import curve as guess
+from examples.mixed import curve as mixed
+from grpo_core.config.files import load_config
+
+RECORD = Path(__file__).parent / "results" / "recipe-curves.json"
+IMAGES = Path("docs", "images")
+RUNS = Path("storage", "runs")
+DIGITS = 5  # of a figure in the record
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.recipe_curves", description="Draw the curves of recipes.")
+    parser.add_argument("--record", action="store_true", help="first record the runs that are in storage/runs")
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    if parser.parse_args().record:
+        record |= {name: read() for name, (runs, read, _) in PICTURES.items() if all(map(_is_trained, runs))}
+        RECORD.write_text(json.dumps(_rounded(record), separators=(",", ":"), sort_keys=True) + "\n")
+    for name, (*_, draw) in PICTURES.items():
+        (IMAGES / f"{name}.png").write_bytes(draw(record[name]))
+
+
+def _is_trained(run: str) -> bool:
+    return (RUNS / run / "training" / "metrics.jsonl").is_file()
+
+
+def _read_guess() -> Any:
+    return [(row["step"], guess.guesses(row["reward"])) for row in reward_models.metrics_of(RUNS / "guess")]
+
+
+def _read_mixed() -> Any:
+    sources = load_config(RUNS / "mixed" / "config.toml").evaluated_sources
+    names = ["step", *(f"{metric}/{source}" for metric in mixed.PANELS for source in sources)]
+    rows = [{name: row[name] for name in names if name in row} for row in reward_models.metrics_of(RUNS / "mixed")]
+    return {"sources": [*sources], "rows": rows}
+
+
+def _draw_mixed(recorded: Mapping[str, Any]) -> bytes:
+    return mixed.draw(recorded["rows"], recorded["sources"])
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(it) for key, it in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(it) for it in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+PICTURES: dict[str, tuple[tuple[str, ...], Callable[[], Any], Callable[[Any], bytes]]] = {  # runs, record, draw
+    "guess": (("guess",), _read_guess, guess.draw),
+    "mixed": (("mixed",), _read_mixed, _draw_mixed),
+    "reward-models": (tuple(reward_models.RUNS), reward_models.curves, reward_models.draw),
+}
+
+if __name__ == "__main__":
+    main()
