@@ -70,6 +70,10 @@ SHARING = {
 }
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: SHARING["servers"][0] not in item.nodeid)  # one worker runs them all: begin with them
+
+
 class OneWorkerPerFile(LoadFileScheduling):
     """Each file's tests run in one of pytest's workers, and those of files that share a start in the same one."""
 

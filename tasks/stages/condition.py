@@ -12,7 +12,6 @@ from typing import Any, Literal
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
-from grpo_core.rewards.composition import check_curriculum
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json
 from tasks.stages.lineage import lineage_inputs, what_changed
@@ -123,6 +122,8 @@ def refuse_outdated_inputs(stage: Stage, run: Path, config: RunConfig, force: bo
 
 def _how_to_have_it(stage: Stage, run: Path, config: RunConfig) -> str:
     """The command that gives the run a stage that it has not asked for, or why it cannot have it."""
+    from grpo_core.rewards.composition import check_curriculum  # imports numpy, which most commands do without
+
     values = config.model_dump(mode="json", exclude_unset=True)
     *sections, key = stage.asked_by.split(".")
     reduce(lambda inner, name: inner.setdefault(name, {}), sections, values)[key] = 4

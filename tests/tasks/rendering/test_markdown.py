@@ -83,8 +83,9 @@ def test_the_data_report_shows_a_prompt_and_a_columns_name_as_text(hostile: str,
         "shape": [f"train has {hostile}"],
         "parts": {"train": {"rows_read": 1, "num_prompts": 1, "source": hostile}},
         "findings": [broken],
+        "shared": [{"dataset": hostile, "other": hostile, "check": "overlap", "rows": 1}],
         "lengths": {},
     }
     elements, text = render(markdown(report, pl.DataFrame([finding], schema=FINDING), tmp_path))
     assert set(elements) == {"h1", "h2", "p", "strong", "table", "thead", "tbody", "tr", "th", "td"}
-    assert text.count(read(hostile)) == 5
+    assert text.count(read(hostile)) == 7
