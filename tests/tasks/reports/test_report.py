@@ -148,6 +148,13 @@ def test_the_page_names_code_and_data_and_a_time_only_where_it_was_forecast(bare
     text = "".join(page.split())  # 50 s of updates, forecast 36; the training's 63 s, forecast 72
     assert "timeinupdates36sforecast50s1.4×theforecast" in text
     assert "timeofthewholetraining1min12sforecast1min03s0.9×theforecast" in text
+    time = bare.plan["forecasts"]["time"]
+    parts = {"probe": 0.01, **time["parts_hours"]}
+    with_probe = {**bare.plan, "forecasts": {"time": {**time, "parts_hours": parts, "wall_time_hours": 0.03}}}
+    page = Page(_html(replace(bare, plan=with_probe, seconds={**bare.seconds, "probe": 18.0}))).text
+    text = "".join(page.split())
+    assert "timeofthewholetraining1min12sforecast1min03s0.9×theforecast" in text
+    assert "timeoftheprobe36sforecast18s0.5×theforecast" in text
 
 
 @pytest.mark.slow
