@@ -78,6 +78,17 @@ def test_a_probe_is_done_again_only_for_what_its_rates_follow_from(values: dict[
     assert _pipeline(run, with_keys(asked, temperature=0.7))[:2] == ["validate", "probe"]
 
 
+def test_a_training_is_up_to_date_when_a_probe_is_added_that_it_does_not_use(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    (run := tmp_path / "run").mkdir()
+    assert _pipeline(run, values) == [stage.name for stage in STAGES]
+    assert _pipeline(run, _with(values, probe=4)) == ["probe", "plan"]
+    assert _pipeline(run, _with(with_keys(values, temperature=0.7), probe=4))[:3] == ["probe", "plan", "train"]
+    later = ["plan", "train", "evaluate", "register"]
+    assert _pipeline(run, _with(with_keys(values, temperature=0.7), kind="variance", probe=4)) == later
+
+
 def test_keys_of_a_curriculum_change_no_lineage_of_a_run_without_one(values: dict[str, Any]) -> None:
     plain, other = (lineage_keys(parse_config(each)) for each in (values, _with(values, kind="variance")))
     assert plain == lineage_keys(parse_config(_with(values, kind="none")))
