@@ -264,7 +264,31 @@ def data_section(record: Record) -> Section:
         f"{name}: {part['source']}" + (f" (validated content {made[name][:DIGITS]})" if name in made else "")
         for name, part in data["parts"].items()
     ]
-    return Section("Data", tables=tables, notes=[*sources, *data.get("rehearsal", {}).get("warnings", [])])
+    return Section(
+        "Data",
+        charts=[*_pass_rates(record)],
+        tables=tables,
+        notes=[*sources, *data.get("rehearsal", {}).get("warnings", [])],
+    )
+
+
+def _pass_rates(record: Record) -> Iterator[Chart]:
+    """How many training prompts have which pass rate, of a run with a probe that scored any."""
+    found = record.probe
+    if not found.get("scored"):
+        return
+    heights = found["histogram"]
+    centres = (np.arange(len(heights)) + 0.5) / len(heights)
+
+    def draw(axes: Any) -> None:
+        axes.bar(centres, heights, width=0.9 / len(heights), color=drawing.LINE_COLOURS[0])
+        axes.set(xlabel="pass rate", ylabel="prompts", xlim=(0, 1))
+
+    note = (
+        f"of {found['scored']:,} prompts {found['never']:,} are never solved and {found['always']:,} always; "
+        f"mean {figures.percent(found['mean'])}"
+    )
+    yield Chart("Pass rates of the base model on the training prompts", drawing.svg(draw), note)
 
 
 def configuration(record: Record, keys: Mapping[str, str], commit: str) -> Section:
