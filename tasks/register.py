@@ -31,7 +31,7 @@ from tasks.stages.lineage import lineage_keys
 from tasks.stages.mlflow_address import first_cause, tracking_uri
 from tasks.stages.parts import key_of
 from tasks.stages.run import Context, run_stage
-from tasks.stages.table import EVALUATE, PLAN, REGISTER, TRAIN
+from tasks.stages.table import EVALUATE, PLAN, PROBE, REGISTER, TRAIN
 from tasks.tracking.evaluated import log_checkpoints, log_figures, send_evaluated
 from tasks.tracking.live import CURVES
 from tasks.tracking.runs import (
@@ -142,8 +142,8 @@ def _log_evaluation(
 
 
 def _cost(config: RunConfig, run: Path, tracked: Mapping[str, Any]) -> Cost:
-    evaluation = EVALUATE.read_receipt(run).get("seconds", 0.0)
-    return cost_of(config, tracked.get(HARDWARE, ""), TRAIN.read_receipt(run), evaluation)
+    seconds = (stage.read_receipt(run).get("seconds", 0.0) for stage in (EVALUATE, PROBE))
+    return cost_of(config, tracked.get(HARDWARE, ""), TRAIN.read_receipt(run), *seconds)
 
 
 def _trace_evaluation(

@@ -117,6 +117,11 @@ class CurriculumConfig(Section):
     """Completions of each training prompt that are sampled from the base model before the training, for pass rates to
     begin with. 0: none; rates are then those of the training, from its second epoch on."""
 
+    @property
+    def begins_with_probe(self) -> bool:
+        """Whether a training begins with the probe's rates: it goes by none if its kind is 'none'."""
+        return self.probe > 0 and self.kind != "none"
+
     @model_validator(mode="after")
     def _band_is_for_a_band(self) -> CurriculumConfig:
         if self.kind == "band" and self.band is None:

@@ -1,4 +1,4 @@
-"""Wall time of a training: its updates, and what comes on top of them. Imports no torch."""
+"""Wall time of a run's probe and training: the updates, and what comes on top of them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ FLOPS_REPEATED = 2  # gradient_checkpointing repeats the forward pass; lora_drop
 FORWARD = 1 / 3  # of the time of a forward and backward pass
 WEIGHT_BYTES = 4  # per parameter of a saved model, or trained one of a checkpoint; there AdamW's moments come on top
 TURNS = 2  # of a conversation, assumed until a run tells: one that calls a tool, and one after its answer
+PROBE = "probe"  # the part that is no training
 VLLM_START_SECONDS = 60.0  # assumed: nothing short of starting vLLM measures it
 
 
@@ -40,8 +41,8 @@ def wall_time(
     reward_seconds: float | None = None,
     environment: EnvironmentPace | None = None,
 ) -> dict[str, Any]:
-    """Hours of the whole training and of its parts, and GPU hours on a GPU: at the pace of earlier runs, at the one
-    measured, or without either at one assumed for `gpu`.
+    """Hours of the probe, if there is one, and of the whole training, of each part, and GPU hours on a GPU: at the pace
+    of earlier runs, at the one measured, or without either at one assumed for `gpu`.
 
     `held_out_prompts`: sampled in each evaluation; `silent_share`: of the groups, replaced in dynamic sampling;
     `reward_seconds`: of all rewards, per completion; `environment`: as rehearsed. None if not known. Raises
@@ -50,11 +51,12 @@ def wall_time(
     if isinstance(source, Throughput):
         length = min(source.completion_tokens, config.rollout.max_completion_length)
         pace = source.tokens_per_second * plan.num_processes
-        parts = {
+        parts, said = _probed_as_earlier(config, plan, lengths.mean, length, source)
+        parts |= {
             "updates": plan.completions * (lengths.mean + length) / pace,
             "start, evaluations, checkpoints": source.other_seconds,
         }
-        how = source.how
+        how = "; ".join([source.how, *said])
     elif isinstance(source, Pace):
         rounds, said = _rounds(config, plan, silent_share)
         talk = _conversation(config, lengths, source, environment)
@@ -112,6 +114,24 @@ def _conversation(
     )
 
 
+def _probed(config: RunConfig, plan: Plan) -> int:
+    """Completions that each process samples in the probe."""
+    return -(-plan.num_prompts // plan.num_processes) * config.data.curriculum.probe
+
+
+def _probed_as_earlier(
+    config: RunConfig, plan: Plan, prompt_tokens: float, length: float, source: Throughput
+) -> tuple[dict[str, float], Sequence[str]]:
+    """Seconds of the probe, if there is one, and what has to be said about it. `length`: of a completion."""
+    if not (own := _probed(config, plan)):
+        return {}, []
+    if source.sample_seconds is None:
+        each, said = (prompt_tokens + length) / source.tokens_per_second, "the probe at most, as if it trained too, and"
+    else:
+        each, said = source.sample_seconds * length / source.completion_tokens, "the probe"
+    return {PROBE: own * each}, [f"{said} without its start"]
+
+
 def _measured(
     config: RunConfig,
     plan: Plan,
@@ -123,34 +143,38 @@ def _measured(
     reward_seconds: float | None,
     talk: _Conversation,
 ) -> dict[str, float]:
-    """Seconds of each part of a training at a measured pace."""
+    """Seconds of the probe, if there is one, and of each part of a training, at a measured pace."""
     samples = config.rollout.engine != "recorded"
     per_process = plan.generation_batch_size / plan.num_processes * samples
     completion_seconds = talk.sampled * pace.sample_seconds / pace.completions
     scored = (reward_seconds or 0.0) * rounds * per_process * plan.rollouts
     trainings = plan.num_iterations * (1 + FORWARD * (config.model.lora_dropout > 0))
     slices = plan.rollouts * plan.steps_per_generation * (trainings + FORWARD * scorings(config, plan))
-    updates = {
+    uses_vllm = samples and config.rollout.engine_on(has_gpu=gpu is not None) != "transformers"
+    start = pace.start_seconds + VLLM_START_SECONDS * uses_vllm
+    parts = {}
+    if own := _probed(config, plan):
+        parts[PROBE] = start + own * (completion_seconds + (reward_seconds or 0.0)) + talk.waits
+    parts |= {
         "updates": plan.rollouts * rounds * per_process * completion_seconds
         + scored
         + slices * talk.trained * pace.train_seconds
-        + plan.max_steps * pace.step_seconds
+        + plan.max_steps * pace.step_seconds,
+        "start": start,
     }
-    uses_vllm = samples and config.rollout.engine_on(has_gpu=gpu is not None) != "transformers"
-    others = {"start": pace.start_seconds + VLLM_START_SECONDS * uses_vllm}
     if talk.waits and samples:
-        others["waiting for environments"] = plan.rollouts * rounds * talk.waits
+        parts["waiting for environments"] = plan.rollouts * rounds * talk.waits
     if plan.evaluations and held_out_prompts:
         longer = config.evaluation_length / config.rollout.max_completion_length
         own = -(-held_out_prompts // plan.num_processes)
         each = own * (completion_seconds * longer + (reward_seconds or 0.0)) + talk.waits
-        others["evaluations"] = plan.evaluations * each
+        parts["evaluations"] = plan.evaluations * each
     if shape:
         trained = adapter_parameters(shape, config) if config.model.use_peft else shape.parameters
         size = WEIGHT_BYTES * (1 + MOMENTS[config.train.optim]) * trained
         saved = (plan.max_steps - 1) // config.train.save_steps * size
-        others["checkpoints"] = (saved + WEIGHT_BYTES * shape.parameters) * pace.byte_seconds
-    return updates | others
+        parts["checkpoints"] = (saved + WEIGHT_BYTES * shape.parameters) * pace.byte_seconds
+    return parts
 
 
 def _rounds(config: RunConfig, plan: Plan, silent_share: float | None) -> tuple[float, Sequence[str]]:
@@ -199,8 +223,11 @@ def _assumed(
     sampled = FLOPS_SAMPLED * (config.rollout.engine != "recorded")
     flops = shape.active * (FLOPS_TRAINED + sampled + FLOPS_REPEATED * repeated)
     longest = config.rollout.max_completion_length
-    tokens = plan.completions * (lengths.mean + longest) / plan.num_processes
-    return {"updates": tokens * flops / (peak * ASSUMED_UTILISATION)}, (
+    tokens, speed = plan.completions * (lengths.mean + longest) / plan.num_processes, peak * ASSUMED_UTILISATION
+    parts = {}
+    if own := _probed(config, plan):
+        parts[PROBE] = own * (lengths.mean + longest) * shape.active * FLOPS_SAMPLED / speed
+    return parts | {"updates": tokens * flops / speed}, (
         f"no earlier run is known; assumed, not measured: {ASSUMED_UTILISATION:.0%} ({UTILISATION_SOURCE}) of the "
         f"{peak / 1e12:.0f} TFLOP/s of one {gpu.name} per process, completions of full length ({longest} tokens), "
         f"without start, evaluations{', environments' if config.environment.is_used else ''} and checkpoints"

@@ -75,7 +75,7 @@ def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
     files = [run / "dataset" / f"{name}.parquet" for name in ("train", "eval")[: 1 + bool(config.train.eval_steps)]]
     if config.data.curriculum.kind != "none":
         digest.update(config.data.curriculum.model_dump_json().encode())
-        files += [run / PROBED] * bool(config.data.curriculum.probe)
+        files += [run / PROBED] * config.data.curriculum.begins_with_probe
     for file in files:
         with file.open("rb") as data:
             digest.update(hashlib.file_digest(data, "blake2b").digest())

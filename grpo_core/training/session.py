@@ -186,8 +186,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
 
 
 def _first_rates(run: Path, config: RunConfig, num_prompts: int) -> PassRates | None:
-    keys = config.data.curriculum
-    if keys.probe and keys.kind != "none":
+    if config.data.curriculum.begins_with_probe:
         return read_rates(run / PROBED, num_prompts)
     return no_rates(num_prompts) if has_pass_rates(config) else None
 

@@ -19,9 +19,11 @@ from tasks.rendering.page import Cell, Chart, Section, Table
 from tasks.reports.cost import cost_of
 from tasks.reports.record import Record
 from tasks.stages.lineage import DIGITS
-from tasks.stages.table import ALL_STAGES, EVALUATE, TRAIN
+from tasks.stages.table import ALL_STAGES, EVALUATE, PROBE, TRAIN
 
 PACKAGES = ("grpo-flows", "torch", "transformers", "accelerate", "peft", "vllm", "prefect", "mlflow")
+WHOLE = "time of the whole training"
+PROBED = "time of the probe"
 COUNTS = {
     "updates": "updates",
     "rollouts": "generation batches",
@@ -100,13 +102,18 @@ def plan_and_outcome(record: Record) -> Section:
     tokens = result["sampled_tokens"]
     rows.append(["completion tokens sampled", f"at most {plan['max_completion_tokens']:,}", f"{tokens:,}", ""])
     took = {"time in updates": result["train_seconds"]}
-    if TRAIN.name in record.seconds and not (result["resumed_at_step"] or result["roll_backs"]):
-        took["time of the whole training"] = record.seconds[TRAIN.name]
-    hours, time = [0.0, 0.0], forecasts.get("time", {})
+    guesses, time = dict.fromkeys(("time in updates", WHOLE, PROBED), 0.0), forecasts.get("time", {})
     if "parts_hours" in time:
         how.append(f"Time forecast, made before the training: {time['how']}.")
-        hours = [time["parts_hours"]["updates"], time["wall_time_hours"]]
-    for (title, seconds), guess in zip(took.items(), hours, strict=False):
+        parts = time["parts_hours"]
+        probe = parts.get(PROBE.name, 0.0)
+        guesses = dict(zip(guesses, (parts["updates"], time["wall_time_hours"] - probe, probe), strict=True))
+    if TRAIN.name in record.seconds and not (result["resumed_at_step"] or result["roll_backs"]):
+        took[WHOLE] = record.seconds[TRAIN.name]
+    if PROBE.name in record.seconds:
+        took[PROBED] = record.seconds[PROBE.name]
+    for title, seconds in took.items():
+        guess = guesses[title]
         planned_time = (figures.duration(3600 * guess), "forecast") if guess else (figures.NONE, "no forecast")
         ratio = f"{seconds / 3600 / guess:.1f} × the forecast" if guess else ""
         rows.append([title, planned_time, figures.duration(seconds), ratio])
@@ -222,7 +229,7 @@ def time_spent(record: Record, seconds: float) -> Section:
         axes.set(ylabel="seconds")
 
     tokens = record.metrics[-1]["num_tokens"] / in_updates
-    cost = cost_of(record.config, record.hardware, record.result, seconds)
+    cost = cost_of(record.config, record.hardware, record.result, seconds, record.seconds.get(PROBE.name, 0.0))
     return Section(
         "Where the time went",
         f"{figures.duration(total)} in all; {tokens:,.0f} tokens per second while training, prompts and completions.",
@@ -257,7 +264,31 @@ def data_section(record: Record) -> Section:
         f"{name}: {part['source']}" + (f" (validated content {made[name][:DIGITS]})" if name in made else "")
         for name, part in data["parts"].items()
     ]
-    return Section("Data", tables=tables, notes=[*sources, *data.get("rehearsal", {}).get("warnings", [])])
+    return Section(
+        "Data",
+        charts=[*_pass_rates(record)],
+        tables=tables,
+        notes=[*sources, *data.get("rehearsal", {}).get("warnings", [])],
+    )
+
+
+def _pass_rates(record: Record) -> Iterator[Chart]:
+    """How many training prompts have which pass rate, of a run with a probe that scored any."""
+    found = record.probe
+    if not found.get("scored"):
+        return
+    heights = found["histogram"]
+    centres = (np.arange(len(heights)) + 0.5) / len(heights)
+
+    def draw(axes: Any) -> None:
+        axes.bar(centres, heights, width=0.9 / len(heights), color=drawing.LINE_COLOURS[0])
+        axes.set(xlabel="pass rate", ylabel="prompts", xlim=(0, 1))
+
+    note = (
+        f"of {found['scored']:,} prompts {found['never']:,} are never solved and {found['always']:,} always; "
+        f"mean {figures.percent(found['mean'])}"
+    )
+    yield Chart("Pass rates of the base model on the training prompts", drawing.svg(draw), note)
 
 
 def configuration(record: Record, keys: Mapping[str, str], commit: str) -> Section:

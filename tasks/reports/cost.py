@@ -14,9 +14,10 @@ NO_GPU = "CPU"  # what the name of hardware without a GPU begins with
 
 @dataclass(frozen=True)
 class Cost:
-    """`gpu_hours`: GPUs held by training and evaluation times the hours of these stages; None without a GPU, or if the
-    hardware is not known. `at_least`: the training was interrupted, and of earlier attempts only the updates count.
-    `tokens`: completion tokens that the training sampled. `price`: of a GPU hour, None if the configuration has none.
+    """`gpu_hours`: GPUs held by probe, training and evaluation times the hours of these stages; None without a GPU, or
+    if the hardware is not known. `at_least`: the training was interrupted, and of earlier attempts only the updates
+    count. `tokens`: completion tokens that the training sampled. `price`: of a GPU hour, None if the configuration has
+    none.
     """
 
     gpu_hours: float | None
@@ -43,13 +44,19 @@ class Cost:
             yield f"cost at {self.price:g} per GPU hour", f"{front}{self.money:,.2f}"
 
 
-def cost_of(config: RunConfig, hardware: str, result: Mapping[str, Any], evaluation_seconds: float) -> Cost:
+def cost_of(
+    config: RunConfig,
+    hardware: str,
+    result: Mapping[str, Any],
+    evaluation_seconds: float,
+    probe_seconds: float,
+) -> Cost:
     """The cost of a run. hardware: where it trained, "" if unknown; result: the receipt of train."""
     train, servers = config.train, config.rollout.server_gpus
     interrupted = bool(result["resumed_at_step"])
     training_seconds = max(result.get("seconds", 0.0), result["train_seconds"])
     evaluating = (train.num_processes if train.sharding != "none" else 1) + servers
-    seconds = training_seconds * (train.num_processes + servers) + evaluation_seconds * evaluating
+    seconds = (training_seconds + probe_seconds) * (train.num_processes + servers) + evaluation_seconds * evaluating
     has_gpu = bool(hardware) and not hardware.startswith(NO_GPU)
     return Cost(
         seconds / 3600 if has_gpu else None, interrupted, result["sampled_tokens"], config.launch.gpu_hour_price

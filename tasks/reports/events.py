@@ -27,7 +27,7 @@ from tasks.reports.sweep import describe, read_choice
 from tasks.stages.arms import sweep_folder
 from tasks.stages.files import read_json
 from tasks.stages.run_directory import CONFIG, run_folder
-from tasks.stages.table import EVALUATE, REGISTER, TRAIN
+from tasks.stages.table import EVALUATE, PROBE, REGISTER, TRAIN
 from tasks.tracking.runs import HARDWARE, RUN_FILE, run_address, version_address
 
 FAILURE = "Flow run encountered an exception: "  # what Prefect puts before the error
@@ -135,7 +135,7 @@ def _training_figures(run: Path, config: RunConfig) -> dict[str, Any]:
         **{name: result[name] for name in ("stopped_early_at_step", "best_step", "train_seconds")},
         "updates": result["counted"]["updates"],
         "planned_updates": result["planned"]["updates"],
-        **_cost(cost_of(config, _hardware(run), result, 0.0)),
+        **_cost(cost_of(config, _hardware(run), result, 0.0, 0.0)),
     }
 
 
@@ -154,7 +154,8 @@ def run_figures(run: Path, config: RunConfig) -> dict[str, Any]:
     metric, rival = figures.metric_of(config, report), rival_of(report)
     found, said = report["sets"][HELD_OUT], headline(report, metric)
     own, gain = found["policies"]["trained"][metric], found["differences"][rival][metric]
-    cost = cost_of(config, _hardware(run), TRAIN.read_receipt(run), report.get("seconds", 0.0))
+    seconds = (receipt.get("seconds", 0.0) for receipt in (report, PROBE.read_receipt(run)))
+    cost = cost_of(config, _hardware(run), TRAIN.read_receipt(run), *seconds)
     registered = REGISTER.read_receipt(run)
     model, version = registered["model_name"], registered["version"]
     achieved = f"{metric} {figures.amount(metric, own['mean'])} {figures.interval(metric, own)}"

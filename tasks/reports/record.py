@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from grpo_core.errors import GrpoError
 from tasks.rendering.drawing import Row
 from tasks.rendering.figures import metric_of
 from tasks.stages.run_directory import CONFIG, UnknownRunError, find_run, read_config
-from tasks.stages.table import ALL_STAGES, EVALUATE, PLAN, STAGES, TRAIN, VALIDATE
+from tasks.stages.table import ALL_STAGES, EVALUATE, PLAN, PROBE, STAGES, TRAIN, VALIDATE
 
 SAMPLES = "samples.parquet"
 TRACKED = re.compile(r"[0-9a-f]{32}|.+@.+|.+/\d+")  # an MLflow run id, MODEL@ALIAS, MODEL/VERSION
@@ -29,10 +29,10 @@ class NotEvaluatedError(GrpoError):
 
 @dataclass(frozen=True)
 class Record:
-    """`data`, `plan`, `result`, `evaluation`: the receipts of validate, plan, train and evaluate. `seconds`: of each
-    stage that has been done. `metrics`: one row per update. `findings`: of the health policy. `batches`: completions of
-    the first and of the last generation batch, if they are there. `samples`: those of the evaluation. `hardware`: where
-    it was trained, "" if unknown."""
+    """`data`, `plan`, `result`, `evaluation`, `probe`: the receipts of validate, plan, train, evaluate and probe, empty
+    if the stage is not part of the run. `seconds`: of each stage that has been done. `metrics`: one row per update.
+    `findings`: of the health policy. `batches`: completions of the first and of the last generation batch, if they are
+    there. `samples`: those of the evaluation. `hardware`: where it was trained, "" if unknown."""
 
     config: RunConfig
     data: dict[str, Any]
@@ -45,6 +45,7 @@ class Record:
     batches: list[pl.DataFrame]
     samples: pl.DataFrame
     hardware: str = ""
+    probe: dict[str, Any] = field(default_factory=dict)
 
     @property
     def metric(self) -> str:
@@ -85,11 +86,12 @@ def read_record(
         raise NotEvaluatedError(
             f"run {run.name!r} has no evaluation ({evaluation}); make it: grpo stage evaluate --run {run.name}"
         )
+    config = config or read_config(run)
     receipts = {stage: _json(stage.receipt_path(run)) for stage in ALL_STAGES}
     receipts |= {stage: _json(folder / stage.receipt) for stage, folder in [(TRAIN, training), (EVALUATE, evaluation)]}
     recorded = sorted((training / "completions").glob("*.parquet"))
     return Record(
-        config=config or read_config(run),
+        config=config,
         data=receipts[VALIDATE],
         plan=receipts[PLAN],
         result=receipts[TRAIN],
@@ -100,6 +102,7 @@ def read_record(
         batches=[pl.read_parquet(path) for path in dict.fromkeys([*recorded[:1], *recorded[-1:]])],
         samples=pl.read_parquet(evaluation / SAMPLES),
         hardware=_json(training / "mlflow.json").get("hardware", ""),
+        probe=receipts[PROBE] if PROBE.is_asked(config) else {},
     )
 
 

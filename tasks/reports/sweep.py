@@ -28,6 +28,7 @@ from tasks.reports.cost import cost_of
 from tasks.reports.record import NotEvaluatedError, Record, read_record
 from tasks.stages.arms import arm_prefix
 from tasks.stages.run_directory import find_runs, read_config
+from tasks.stages.table import PROBE
 from tasks.stages.trials import read_trials
 from tasks.tracking.early_stop import stopped_arms
 
@@ -231,7 +232,10 @@ def choice_section(choice: Choice, arms: Records) -> Section:
 
 
 def _gpu_hours(records: Sequence[Record]) -> str:
-    costs = [cost_of(it.config, it.hardware, it.result, it.evaluation.get("seconds", 0.0)).gpu_hours for it in records]
+    costs = []
+    for it in records:
+        seconds = (it.evaluation.get("seconds", 0.0), it.seconds.get(PROBE.name, 0.0))
+        costs.append(cost_of(it.config, it.hardware, it.result, *seconds).gpu_hours)
     return figures.NONE if any(it is None for it in costs) else figures.number(sum(it or 0.0 for it in costs))
 
 

@@ -89,7 +89,7 @@ class Parts:
 
     @cached_property
     def curriculum(self) -> Named:
-        """Which prompts are trained on, if not all alike."""
+        """Which prompts are trained on, if not all alike, and whether their pass rates are known before."""
         keys = self.config.data.curriculum
         return {} if keys == CurriculumConfig() else flatten({"data": {"curriculum": keys.model_dump(mode="json")}})
 
@@ -134,8 +134,9 @@ class Parts:
         """The trained policy."""
         held_out = flatten({"evaluation": self._determining["held_out"] or {}})
         evaluations = {f"{name} (while training)": value for name, value in held_out.items()}
-        steps = self.steps | self.curriculum | self._passing
-        return steps | {"seed": self.config.seed} | self.model | self.section("algorithm") | evaluations
+        # Of kind 'none', a training takes all prompts alike and reads no rates of a probe.
+        taken = {} if self.config.data.curriculum.kind == "none" else self.curriculum | self._passing
+        return self.steps | taken | {"seed": self.config.seed} | self.model | self.section("algorithm") | evaluations
 
     @cached_property
     def evaluation(self) -> Named:

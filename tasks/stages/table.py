@@ -52,6 +52,8 @@ class Stage:
     """Whether an interrupted attempt leaves an unfinished output that the next attempt continues."""
     reads: tuple[Stage, ...] = ()
     """The stages whose output it works on, as far as the run has them."""
+    unused: Callable[[RunConfig], Collection[Stage]] = lambda config: ()
+    """Those of `reads` whose output makes no difference in a run."""
     asked_by: str = ""
     """The configuration key by which a run has this stage, if it is set; "": every run has it."""
     prompts: Callable[[RunConfig], Collection[str]] = lambda config: ()
@@ -68,7 +70,8 @@ class Stage:
 
     def inputs(self, config: RunConfig) -> tuple[Stage, ...]:
         """The stages whose output it works on in a run."""
-        return tuple(read for read in self.reads if read.is_asked(config))
+        unused = self.unused(config)
+        return tuple(read for read in self.reads if read.is_asked(config) and read not in unused)
 
     def path(self, run: Path) -> Path:
         return run / self.output
@@ -159,6 +162,7 @@ TRAIN = Stage(
     gpu=True,
     resumable=True,
     reads=(VALIDATE, PROBE, PLAN),
+    unused=lambda config: () if config.data.curriculum.begins_with_probe else (PROBE,),
     prompts=lambda config: ("train", "eval") if config.train.eval_steps else ("train",),
 )
 EVALUATE = Stage(

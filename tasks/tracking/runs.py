@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 import mlflow
-from mlflow.entities import Dataset, DatasetInput, InputTag, Param
+from mlflow.entities import Dataset, DatasetInput, InputTag, Param, Run
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import (
     MLFLOW_DATASET_CONTEXT,
@@ -278,7 +278,7 @@ def _earlier_throughput(config: RunConfig, hardware: str) -> Throughput | None:
         order_by=["attributes.start_time DESC"],
         max_results=EARLIER_RUNS,
     )
-    paces, lengths, turns, names, others = [], [], [], [], []
+    paces, lengths, turns, names, others, sampled = [], [], [], [], [], []
     for run in runs:
         if _sampling(run.data.params) != _sampling(parameters(config)):
             continue
@@ -287,12 +287,13 @@ def _earlier_throughput(config: RunConfig, hardware: str) -> Throughput | None:
         tokens = run.data.metrics.get("num_tokens")
         if seconds and tokens:
             paces.append(tokens / seconds / int(run.data.params["train.num_processes"]))
-            sampled = 1 - run.data.metrics.get("conversations/environment_share", 0.0)
-            lengths.append(run.data.metrics["completions/mean_length"] / sampled)
+            own = 1 - run.data.metrics.get("conversations/environment_share", 0.0)
+            lengths.append(run.data.metrics["completions/mean_length"] / own)
             turns.append(run.data.metrics.get("conversations/mean_turns", 0.0))
             names.append(run.data.tags[HARDWARE])
             whole = (max(metric.timestamp for metric in history) - run.info.start_time) / 1000
             others.append(max(whole - seconds, 0.0))
+            sampled += _sample_seconds(run)
     if not paces:
         return None
     return Throughput(
@@ -302,7 +303,21 @@ def _earlier_throughput(config: RunConfig, hardware: str) -> Throughput | None:
         f"{statistics.median(paces):,.0f} tokens/s per process, {_length(lengths, turns)} at their end, "
         f"{statistics.median(others):,.0f} s of a training outside its updates",
         statistics.median(others),
+        statistics.median(sampled) if sampled else None,
     )
+
+
+def _sample_seconds(run: Run) -> list[float]:
+    """Seconds in which each process sampled and scored a completion at the run's end; empty if its times do not tell:
+    samples were taken ahead, or groups replaced."""
+    params, metrics = run.data.params, run.data.metrics
+    if params.get("rollout.max_staleness") != "0" or params.get("rollout.dynamic_sample") != "False":
+        return []
+    try:
+        seconds, batch = metrics["time/generate"] + metrics["time/score"], int(params["plan.generation_batch_size"])
+    except KeyError:
+        return []
+    return [seconds * int(params["train.num_processes"]) / batch]
 
 
 def _sampling(params: Mapping[str, str]) -> tuple[bool, dict[str, str]]:

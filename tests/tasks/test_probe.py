@@ -19,7 +19,7 @@ from tasks.stages.condition import refuse_outdated_inputs
 from tasks.stages.errors import StageError
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.run import Context
-from tasks.stages.table import PROBE, STAGES, TRAIN, stages_of
+from tasks.stages.table import PLAN, PROBE, STAGES, TRAIN, VALIDATE, stages_of
 from tests.conftest import config_values, with_keys, write_sums
 from tests.tasks.stages import small_stages
 from tests.tasks.stages.small_stages import configure, do
@@ -60,6 +60,9 @@ def test_a_run_has_a_probe_if_it_asks_for_one(values: dict[str, Any], tmp_path: 
         refuse_outdated_inputs(PROBE, run, parse_config(values))
     with pytest.raises(StageError, match=r"it cannot be set either: data.curriculum.probe=4 goes by pass rates"):
         refuse_outdated_inputs(PROBE, run, parse_config({**values, "rewards": [{"function": "char_length"}]}))
+    recorded = with_keys(values, engine="recorded", recording=str(run))
+    with pytest.raises(StageError, match=r"(?s)it cannot be set either: .*engine='recorded'.*remove data.curriculum"):
+        refuse_outdated_inputs(PROBE, run, parse_config(recorded))
     with pytest.raises(StageError, match=r"(?s)stage validate --run run .*stage probe --run run .*stage plan"):
         refuse_outdated_inputs(TRAIN, run, parse_config(_with(values, probe=4)))
 
@@ -76,6 +79,19 @@ def test_a_probe_is_done_again_only_for_what_its_rates_follow_from(values: dict[
     assert _pipeline(run, _with(with_keys(values, temperature=0.7), kind="variance", probe=5)) == ["probe", *later]
     write_sums(tmp_path / "train.parquet", 10, 30)
     assert _pipeline(run, with_keys(asked, temperature=0.7))[:2] == ["validate", "probe"]
+
+
+def test_a_training_is_up_to_date_when_a_probe_is_added_that_it_does_not_use(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    (run := tmp_path / "run").mkdir()
+    assert _pipeline(run, values) == [stage.name for stage in STAGES]
+    assert _pipeline(run, _with(values, probe=4)) == ["probe", "plan"]
+    assert _pipeline(run, _with(with_keys(values, temperature=0.7), probe=4))[:3] == ["probe", "plan", "train"]
+    used = _with(with_keys(values, temperature=0.7), kind="variance", probe=4)
+    assert _pipeline(run, used) == ["plan", "train", "evaluate", "register"]
+    assert TRAIN.inputs(parse_config(used)) == (VALIDATE, PROBE, PLAN)
+    assert TRAIN.inputs(parse_config(_with(values, probe=4))) == (VALIDATE, PLAN)
 
 
 def test_keys_of_a_curriculum_change_no_lineage_of_a_run_without_one(values: dict[str, Any]) -> None:

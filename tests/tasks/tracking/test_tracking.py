@@ -168,17 +168,21 @@ def test_an_experiment_opens_as_model_training_unless_somebody_chose_otherwise(r
 def test_the_pace_of_earlier_runs_is_that_of_the_same_hardware(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _config(run, registry={"experiment": "paces"})
     client = connect()
+    (run / "plan.json").write_text(json.dumps({"plan": {"max_steps": 4, "generation_batch_size": 20}}))
     for name, tokens in {"here": 100, "NVIDIA H200": 9000}.items():
         monkeypatch.setattr(tracking, "find_gpu", lambda name=name: None if name == "here" else Gpu(name))
         (run / name).mkdir()
         run_id = open_tracking_run(config, run, run / name)["run_id"]
         begun = client.get_run(run_id).info.start_time
-        for metric, value in {"step_time": 2.0, "num_tokens": tokens, "completions/mean_length": 5.0}.items():
+        measured = {"step_time": 2.0, "num_tokens": tokens, "completions/mean_length": 5.0}
+        times = {"time/generate": 0.75, "time/score": 0.25} if name == "here" else {}
+        for metric, value in (measured | times).items():
             client.log_metric(run_id, metric, value, timestamp=begun + 9000)
         client.set_terminated(run_id)
     here, there, any_of_them = (earlier_throughput(config, name) for name in (name_hardware(None), "h200", ""))
     assert here and there and any_of_them
     assert (here.tokens_per_second, there.tokens_per_second) == (50, 4500)
+    assert (here.sample_seconds, there.sample_seconds) == (1 / 20, None)
     assert here.other_seconds == pytest.approx(7)  # of the 9 until the last update was done
     assert f"on {name_hardware(None)}: 50 tokens/s per process" in here.how
     assert "on NVIDIA H200, CPU" in any_of_them.how
