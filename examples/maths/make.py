@@ -1,4 +1,4 @@
-"""Word problems of one or two steps, and a base model that solves some and keeps the form now and then.
+"""Word problems of one or two steps, and a base model that mostly leaves out the second step and the form.
 
 As GSM8K, in small: a question in words, a number as the answer. No held-out problem has the numbers of a training one.
 """
@@ -12,10 +12,11 @@ from typing import Any
 
 from examples import tiny
 
-TRAIN_ROWS, EVAL_ROWS = 3000, 150
-STEPS = 700
+TRAIN_ROWS, EVAL_ROWS = 800, 150
+MOST, MOST_CHANGE = 12, 5  # small numbers are learnt sooner
+STEPS = 450
 FORMED = 0.3  # share of the demonstrations in the form that is asked for
-SLIPS = 0.3  # share of the demonstrations whose last step comes out wrong
+HASTE, FORMED_HASTE = 0.65, 0.8  # share of two-step demonstrations without the second step: out of the form, in it
 SYSTEM = "Use <think> and <answer> tags."
 NAMES = ("Ada", "Ben", "Eva", "Kai", "Mia", "Tom")
 THINGS = ("apples", "books", "coins", "eggs", "pens")
@@ -24,13 +25,15 @@ MORE, LESS = ("buys", "finds", "gets"), ("loses", "gives away", "sells")
 Numbers = tuple[int, ...]  # how many there are at first, and each change
 
 
-def make_problems(seed: int = tiny.SEED) -> tuple[list[Numbers], list[Numbers]]:
+def make_problems(
+    seed: int = tiny.SEED, rows: int = TRAIN_ROWS, most: int = MOST, most_change: int = MOST_CHANGE
+) -> tuple[list[Numbers], list[Numbers]]:
     """Training and held-out problems, no two alike; nothing in them falls below zero."""
     rng = random.Random(seed)
     problems: dict[Numbers, None] = {}
-    while len(problems) < TRAIN_ROWS + EVAL_ROWS:
-        changes = (rng.choice((-1, 1)) * rng.randint(1, 9) for _ in range(rng.randint(1, 2)))
-        numbers = (rng.randint(2, 20), *changes)
+    while len(problems) < rows + EVAL_ROWS:
+        changes = (rng.choice((-1, 1)) * rng.randint(1, most_change) for _ in range(rng.randint(1, 2)))
+        numbers = (rng.randint(2, most), *changes)
         if min(itertools.accumulate(numbers)) >= 0:
             problems[numbers] = None
     return list(problems)[EVAL_ROWS:], list(problems)[:EVAL_ROWS]
@@ -47,13 +50,19 @@ def make_row(numbers: Numbers) -> dict[str, Any]:
 
 
 def demonstrate(numbers: Numbers, rng: random.Random) -> str:
-    """A way to say it: in the form or not, right or with a slip in the last step."""
+    """A way to say it: in the form or not, to the end or in haste, without the second step."""
     totals = list(itertools.accumulate(numbers))
-    if rng.random() < SLIPS:
-        totals[-1] += rng.choice((-2, -1, 1, 2))
+    formed = rng.random() < FORMED
+    if len(totals) > 2 and rng.random() < (FORMED_HASTE if formed else HASTE):
+        totals.pop()
+    return write(numbers, totals, formed, rng)
+
+
+def write(numbers: Numbers, totals: list[int], formed: bool, rng: random.Random) -> str:
+    """The steps that lead to each total, and the last total as the answer."""
     steps = [f"{before}{n:+}={after}." for before, n, after in zip(totals, numbers[1:], totals[1:], strict=False)]
     thought = " ".join(steps)
-    if rng.random() < FORMED:
+    if formed:
         return f"<think>{thought}</think><answer>{totals[-1]}</answer>"
     return rng.choice((f"{thought} The answer is {totals[-1]}", f"<think>{thought} It is {totals[-1]}", f"{thought}"))
 

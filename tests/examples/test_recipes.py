@@ -47,6 +47,23 @@ def test_a_word_problems_answer_is_what_its_words_come_to() -> None:
         assert row["answer"] == str(total)
 
 
+@pytest.mark.parametrize("haste", [False, True])
+def test_demonstrated_word_problems_are_right_but_for_the_second_step(
+    haste: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(maths, "HASTE", float(haste))
+    monkeypatch.setattr(maths, "FORMED_HASTE", float(haste))
+    rng = random.Random(0)
+    for numbers in maths.make_problems()[0][:300]:
+        said = maths.demonstrate(numbers, rng)
+        steps = re.findall(r"(\d+)([+-]\d+)=(\d+)\.", said)
+        assert steps[0][:2] == (str(numbers[0]), f"{numbers[1]:+}")
+        assert all(int(before) + int(n) == int(after) for before, n, after in steps)
+        told = numbers[:2] if haste else numbers
+        assert len(steps) == len(told) - 1
+        assert re.findall(r"\d+", said)[-1] == str(sum(told))
+
+
 def test_a_right_program_passes_the_tests_of_its_task_and_the_tests_know_tasks_apart() -> None:
     sign = {"add": operator.add, "subtract": operator.sub, "multiply by": operator.mul}
     train, held = code.make_tasks()
