@@ -1,10 +1,11 @@
 """Whether a curriculum learns from fewer samples: a recipe trained with each kind and with none, paired by seed.
 
-    python -m benchmarks.curriculum [--seeds 3] [--updates 40] [--output benchmarks/results/curriculum]
+    python -m benchmarks.curriculum [half | most] [--seeds 3] [--output benchmarks/results/curriculum]
 
-The quickstart's base and held-out sums, on PROMPTS prompts in batches of COMPLETIONS: half of the prompts are the
-quickstart's own, of two digits, half have one or three, which this base never gets right. What a probe samples counts:
-the curve of an arm with a probe begins that much later. Writes OUTPUT.json after each training, and OUTPUT.png.
+The quickstart's base and held-out sums. In the case `half`, half of the prompts are the quickstart's own, of two
+digits, half have one or three, which this base never gets right; in the case `most`, four of five have three. What a
+probe samples counts: the curve of an arm with a probe begins that much later. Writes OUTPUT.json after each training,
+and OUTPUT.png; OUTPUT ends in -most for that case unless it is given.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -34,52 +35,102 @@ from grpo_core.config.files import dump_config, parse_config
 from grpo_core.planning.plan import make_plan, plan_inputs
 
 ROOT = Path(__file__).parents[1]
-PROMPTS, HELD_OUT, COMPLETIONS = 512, 200, 256
+RESULTS = Path("benchmarks/results")
 EVALUATIONS = 8  # per training
 REACHED = 0.9  # of the gain without a curriculum, whose samples are counted
 HALVED = "the band, probe, batches of half the size"  # about as many groups with a signal per update as with none
-ARMS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "easy to hard, probe": {"kind": "easy_to_hard", "probe": 4},
-    "band 0.1 to 0.9, probe": {"kind": "band", "band": [0.1, 0.9], "probe": 4},
-    "p(1 − p), probe": {"kind": "variance", "probe": 4},
-    "p(1 − p)": {"kind": "variance"},
-    HALVED: {"kind": "band", "band": [0.1, 0.9], "probe": 4},
+BAND = {"kind": "band", "band": [0.1, 0.9], "probe": 4}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A data set of which a part is out of reach, and what trains on it."""
+
+    title: str
+    prompts: int
+    out_of_reach: int  # of the prompts
+    digits: tuple[int, ...]  # of the numbers in these
+    held_out: int
+    completions: int  # per update
+    updates: int
+    arms: dict[str, dict[str, Any]]
+
+
+CASES = {
+    "half": Case(
+        "half of the prompts out of reach",
+        prompts=512,
+        out_of_reach=256,
+        digits=(1, 3),
+        held_out=200,
+        completions=256,
+        updates=40,
+        arms={
+            "none": {},
+            "easy to hard, probe": {"kind": "easy_to_hard", "probe": 4},
+            "band 0.1 to 0.9, probe": BAND,
+            "p(1 − p), probe": {"kind": "variance", "probe": 4},
+            "p(1 − p)": {"kind": "variance"},
+            HALVED: BAND,
+        },
+    ),
+    "most": Case(
+        "four of five prompts out of reach",
+        prompts=640,
+        out_of_reach=512,
+        digits=(3,),
+        held_out=300,
+        completions=64,
+        updates=120,
+        arms={"none": {}, "band 0.1 to 0.9, probe": BAND},
+    ),
 }
-COLOURS = ("#444444", "#b8c4d6", "#d9822b", "#2f5d9b", "#7fb2e5", "#b5472f")
+COLOURS = {
+    "none": "#444444",
+    "easy to hard, probe": "#b8c4d6",
+    "band 0.1 to 0.9, probe": "#d9822b",
+    "p(1 − p), probe": "#2f5d9b",
+    "p(1 − p)": "#7fb2e5",
+    HALVED: "#b5472f",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.curriculum", description="Curricula beside none.")
+    parser.add_argument("case", nargs="?", choices=CASES, default="half")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--updates", type=int, default=40)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/curriculum"))
+    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    for document in learn(arguments.seeds, arguments.updates):
-        arguments.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    draw(document, arguments.output.with_suffix(".png"))
+    case = CASES[arguments.case]
+    output = arguments.output or RESULTS / ("curriculum" if arguments.case == "half" else "curriculum-most")
+    for document in learn(case, range(arguments.seeds)):
+        output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    draw(case, document, output.with_suffix(".png"))
 
 
-def learn(seeds: int, updates: int) -> Iterator[dict[str, Any]]:
+def learn(case: Case, seeds: Iterable[int]) -> Iterator[dict[str, Any]]:
     """After each training all that there are, and the differences to the one without a curriculum."""
     subprocess.run([sys.executable, "-m", "examples.arithmetic.make"], check=True, cwd=ROOT)
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        for seed in range(seeds):
+        for seed in seeds:
             probed = Path(scratch, f"probe-{seed}")  # one for all arms of the seed
-            for arm, curriculum in ARMS.items():
-                run = _make_run(Path(scratch, f"run-{len(found)}"), curriculum, seed, updates, _batch(arm))
+            for arm, curriculum in case.arms.items():
+                batch = case.completions // 2 if arm == HALVED else case.completions
+                run = _make_run(Path(scratch, f"run-{len(found)}"), case, curriculum, seed, batch)
                 if curriculum.get("probe"):
                     if not probed.exists():
                         _python("grpo_core.probe", run, "--output", probed)
                     shutil.copytree(probed, run / "probe")
                 _python("grpo_core.train", run)
-                found.append({"arm": arm, "seed": seed, **_outcome(run, _batch(arm))})
+                found.append({"arm": arm, "seed": seed, **_outcome(run, batch)})
                 print(json.dumps(found[-1]), flush=True)
                 probe = json.loads((probed / "report.json").read_text()) if probed.exists() else None
                 yield {
-                    "prompts": PROMPTS,
-                    "completions_per_update": COMPLETIONS,
+                    "prompts": case.prompts,
+                    "out_of_reach": case.out_of_reach,
+                    "held_out": case.held_out,
+                    "completions_per_update": case.completions,
                     "probe": probe,
                     "trainings": found,
                     "paired": paired(found),
@@ -87,12 +138,12 @@ def learn(seeds: int, updates: int) -> Iterator[dict[str, Any]]:
 
 
 def paired(trainings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each arm beside none, by seed: how much more held-out reward at the end, and on the mean over the training; and
-    how many samples, its probe's included, until REACHED of what training with none gains, as a multiple of those that
-    this takes (null: not reached)."""
+    """Each arm beside none, by seed: how much more held-out reward at the end, on the mean over the training, and after
+    as many samples as none has in all, the probe's included; and how many samples, so counted, until REACHED of what
+    training with none gains, as a multiple of those that this takes (null: not reached)."""
     by_arm = {(each["arm"], each["seed"]): each for each in trainings}
     found = []
-    for arm in ARMS:
+    for arm in dict.fromkeys(each["arm"] for each in trainings):
         pairs = [
             (by_arm["none", seed], each)
             for (name, seed), each in by_arm.items()
@@ -102,6 +153,7 @@ def paired(trainings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             continue
         more = [each["curve"][-1][1] - none["curve"][-1][1] for none, each in pairs]
         means = [_mean(each) - _mean(none) for none, each in pairs]
+        equal = [_after(none["curve"][-1][0], each) - none["curve"][-1][1] for none, each in pairs]
         ratios = []
         for none, each in pairs:
             first, last = none["curve"][0][1], none["curve"][-1][1]
@@ -109,6 +161,7 @@ def paired(trainings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             ratios.append(own / needed if own and needed else None)
         found.append({"arm": arm, "more_reward": more, "standard_error": _standard_error(more)})
         found[-1] |= {"more_on_the_mean": means, "standard_error_of_that": _standard_error(means)}
+        found[-1] |= {"more_after_equal_samples": equal, "standard_error_after_equal_samples": _standard_error(equal)}
         found[-1] |= {"times_the_samples": ratios}
     return found
 
@@ -117,9 +170,18 @@ def _mean(training: Mapping[str, Any]) -> float:
     return mean(reward for _, reward in training["curve"])
 
 
+def _after(samples: float, training: Mapping[str, Any]) -> float:
+    """Held-out reward after so many samples, the probe's included, in a straight line between two evaluations."""
+    at, rewards = zip(*training["curve"], strict=True)
+    return float(np.interp(samples - training["probed"], at, rewards))
+
+
 def _samples_to(goal: float, training: Mapping[str, Any]) -> float | None:
-    """Samples until the held-out reward is first there, in a straight line between two evaluations."""
+    """Samples until the held-out reward is first there, in a straight line between two evaluations; those of the first
+    evaluation if it is there by then."""
     curve = training["curve"]
+    if curve[0][1] >= goal:
+        return training["probed"] + curve[0][0]
     for (before, low), (after, high) in itertools.pairwise(curve):
         if high >= goal > low:
             return training["probed"] + before + (after - before) * (goal - low) / (high - low)
@@ -130,35 +192,31 @@ def _standard_error(values: Sequence[float]) -> float | None:
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
-def _batch(arm: str) -> int:
-    return COMPLETIONS // 2 if arm == HALVED else COMPLETIONS
-
-
-def _make_run(run: Path, curriculum: dict[str, Any], seed: int, updates: int, batch: int) -> Path:
+def _make_run(run: Path, case: Case, curriculum: dict[str, Any], seed: int, batch: int) -> Path:
     """A run directory as the stages validate and plan leave it."""
     recipe = tomllib.loads((ROOT / "configs" / "quickstart.toml").read_text())
     values = copy.deepcopy({key: value for key, value in recipe.items() if key not in ("promotion", "registry")})
     values["seed"] = seed
     values["data"]["curriculum"] = curriculum
     values["rollout"]["engine"] = "transformers"
-    values["train"] |= {"max_steps": updates, "per_device_train_batch_size": batch, "warmup_steps": 3}
-    values["train"] |= {"eval_steps": max(updates // EVALUATIONS, 1), "save_steps": 10_000}
+    values["train"] |= {"max_steps": case.updates, "per_device_train_batch_size": batch, "warmup_steps": 3}
+    values["train"] |= {"eval_steps": case.updates // EVALUATIONS, "save_steps": 10_000}
     config = parse_config(values)
     (run / "dataset").mkdir(parents=True)
-    for name, rows in (("train", PROMPTS), ("eval", HELD_OUT)):
+    for name, rows in (("train", case.prompts - case.out_of_reach), ("eval", case.held_out)):
         prompts = pl.read_parquet(ROOT / values["data"][name]).head(rows)
         if name == "train":
-            prompts = pl.concat([prompts.head(rows // 2), _other_sums(rows - rows // 2)])
+            prompts = pl.concat([prompts, _other_sums(case.out_of_reach, case.digits)])
         prompts.write_parquet(run / "dataset" / f"{name}.parquet")
     (run / "config.toml").write_text(dump_config(config))
-    (run / "plan.json").write_text(json.dumps({"plan": asdict(make_plan(plan_inputs(config, PROMPTS)))}))
+    (run / "plan.json").write_text(json.dumps({"plan": asdict(make_plan(plan_inputs(config, case.prompts)))}))
     return run
 
 
-def _other_sums(count: int) -> pl.DataFrame:
-    """Sums of numbers of one and of three digits, half of each."""
+def _other_sums(count: int, digits: Sequence[int]) -> pl.DataFrame:
+    """Sums of two numbers of so many digits, as many of each."""
     draw = random.Random(0)
-    limits = [(1, 9), (100, 999)] * (count // 2)
+    limits = [(10 ** (it - 1), 10**it - 1) for it in digits] * (count // len(digits))
     pairs = [(draw.randint(*limit), draw.randint(*limit)) for limit in limits]
     return pl.DataFrame({"prompt": [f"{a}+{b}=" for a, b in pairs], "answer": [str(a + b) for a, b in pairs]})
 
@@ -182,7 +240,7 @@ def _outcome(run: Path, batch: int) -> dict[str, Any]:
     }
 
 
-def draw(document: Mapping[str, Any], path: Path) -> None:
+def draw(case: Case, document: Mapping[str, Any], path: Path) -> None:
     """Held-out reward over the samples, mean over the seeds; one standard error around none is shaded."""
     import matplotlib
 
@@ -190,7 +248,8 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for arm, colour in zip(ARMS, COLOURS, strict=True):
+    for arm in case.arms:
+        colour = COLOURS[arm]
         trainings = [each for each in document["trainings"] if each["arm"] == arm]
         curves = np.array([each["curve"] for each in trainings])  # (seeds, evaluations, 2)
         samples, rewards = curves[0, :, 0] + trainings[0]["probed"], curves[:, :, 1].mean(0)
@@ -200,7 +259,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
             axes.fill_between(samples, rewards - error, rewards + error, color=colour, alpha=0.15, linewidth=0)
     axes.set(xlabel="samples, the probe's included", ylabel="held-out reward")
     seeds = len({each["seed"] for each in document["trainings"]})
-    axes.set_title(f"Sums, half of the prompts out of reach: mean of {seeds} seeds", fontsize=11)
+    axes.set_title(f"Sums, {case.title}: mean of {seeds} seeds", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=110)
