@@ -74,9 +74,9 @@ tests: setup $(PEER)
 e2e: setup $(PEER) ## the long tests: servers, browser, faults
 	$(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --durations 15
 
-pictures: setup ## write docs/images/*.png: pages from the browser test, curves of recipes from their record
+pictures: setup ## write docs/images/*.png: pages from the browser tests, curves of recipes from their record
 	$(BIN)/python -m benchmarks.recipe_curves
-	GRPO_PICTURES=docs/images $(BIN)/python -m pytest -m e2e tests/e2e/test_browser.py
+	GRPO_PICTURES=docs/images $(BIN)/python -m pytest -m e2e tests/e2e/test_browser.py tests/e2e/test_day.py
 
 reference: setup ## write docs/reference/configuration.md from the keys' descriptions
 	$(BIN)/python -m flows.cli.keys_page docs/reference/configuration.md

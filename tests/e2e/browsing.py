@@ -79,7 +79,8 @@ def open_afresh(page: Page, run: str, state: re.Pattern[str] | str = FINAL) -> N
 def open_artifact(page: Page, run: str, key: str) -> None:
     page.goto(run)
     page.get_by_role("listitem").filter(has_text="Artifacts").click()
-    link = page.get_by_role("link", name=re.compile(rf"(?<![\w-]){key}(?![\w-])")).first
+    named = page.get_by_role("link", name=re.compile(rf"(?<![\w-]){key}(?![\w-])"))
+    link = page.locator("a[href*='/artifacts/']").and_(named).first  # a flow may have the same name
     page.goto(urljoin(run, link.get_attribute("href")))  # the list is drawn again and again, under a click too
 
 
