@@ -105,16 +105,17 @@ def test_a_sweep_is_started_from_the_form_and_watched(served: Served, page: Page
 
 
 def _watch_an_arm(served: Served, page: Page, picture: Picture, sweep: str) -> None:
+    assert f"{SLOW}: handed over" in served.messages_with(id_of(sweep), f"{SLOW}: handed over")
+    open_afresh(page, sweep, "Running")
     page.get_by_role("listitem").filter(has_text="Subflow Runs").click()
     page.get_by_role("link", name=SLOW).first.click()
     page.wait_for_url(re.compile(f"flow-run/(?!{id_of(sweep)})"))
     arm = page.url
     wait_for_updates(page)
+    wait_until(page, "Completed")
     open_artifact(page, arm, "training-live")
     page.get_by_text("tokens/s").first.wait_for()
     picture("live")
-    page.goto(arm)
-    wait_until(page, "Completed")
     assert served.tasks(id_of(arm), 5) == [(stage, "Completed") for stage in STAGES]
     open_afresh(page, arm)
     picture("pipeline", TIMELINE)
