@@ -53,11 +53,15 @@ def test_another_vllm_is_refused_with_the_one_that_is_needed(monkeypatch: pytest
 
 def test_one_copy_of_the_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
+    freed: list[threading.Event] = []
 
     def plain_weights(model: Any) -> dict[str, torch.Tensor]:
-        assert not [copy for copy in made if copy() is not None]
+        # The thread that has sent a copy lets go of it a moment after it has said that it is sent.
+        assert all(event.wait(60) for event in freed)
         tensor = torch.zeros(1)
         made.append(weakref.ref(tensor))
+        freed.append(threading.Event())
+        weakref.finalize(tensor, freed[-1].set)
         return {"weight": tensor}
 
     monkeypatch.setattr(vllm_server, "plain_weights", plain_weights)
