@@ -67,6 +67,7 @@ def test_a_run_has_a_probe_if_it_asks_for_one(values: dict[str, Any], tmp_path: 
         refuse_outdated_inputs(TRAIN, run, parse_config(_with(values, probe=4)))
 
 
+@pytest.mark.slow
 def test_a_probe_is_done_again_only_for_what_its_rates_follow_from(values: dict[str, Any], tmp_path: Path) -> None:
     (run := tmp_path / "run").mkdir()
     asked = _with(values, kind="variance", probe=4)

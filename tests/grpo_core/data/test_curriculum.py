@@ -92,6 +92,7 @@ def test_a_band_with_too_few_prompts_for_a_generation_batch_takes_the_nearest_to
     assert Counter(rows.tolist()) == {1: 2, 2: 2, 3: 2, 4: 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sources", [(), (PlannedSource("a", 8, 8), PlannedSource("b", 12, 6), PlannedSource("c", 20, 6))]
 )

@@ -82,6 +82,7 @@ def test_language_tells_languages_apart(code: str) -> None:
     assert [value > 0.9 for value in values] == [other == code for other in ARTICLE_1]  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_language_is_not_fooled_by_a_beginning_in_it_or_by_no_language_at_all() -> None:
     (mixed,) = language([f"{ARTICLE_1['en']} {ARTICLE_1['de']}"], "en")
     assert mixed is not None and 0.3 < mixed < 0.7

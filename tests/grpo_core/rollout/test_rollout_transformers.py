@@ -309,6 +309,7 @@ def test_first_tokens_are_drawn_with_the_models_probabilities(model: Any, tokeni
     assert max(deviations) < 4.5
 
 
+@pytest.mark.slow
 @given(
     logits=st.lists(st.floats(-6, 6, width=32), min_size=1, max_size=12),
     seen=st.sets(st.integers(0, 11)),

@@ -158,6 +158,7 @@ def test_what_cannot_be_tried_says_what_there_is(model: str) -> None:
         promote(model, "3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["promote", "rollback"])
 def test_a_command_for_a_model_that_is_not_there_answers_in_a_sentence(command: str) -> None:
     """Prefect would say it with tracebacks."""

@@ -106,6 +106,7 @@ def test_the_weights_are_on_disk_once_and_cannot_be_written_into(version: Any, r
     assert {path.name for path in run.iterdir()} == {"training"}
 
 
+@pytest.mark.slow
 def test_the_version_says_what_it_needs_takes_and_where_it_comes_from(version: Any, answer: str) -> None:
     folder = Path(mlflow.artifacts.download_artifacts("models:/sums/1"))
     card = mlflow.models.get_model_info("models:/sums/1")

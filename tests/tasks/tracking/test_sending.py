@@ -191,6 +191,7 @@ def test_a_continued_training_makes_no_database_where_it_is_started(
     mlflow.set_tracking_uri(None)
 
 
+@pytest.mark.slow
 def test_of_an_update_that_was_done_again_mlflow_shows_the_newer_figures(run: dict[str, Any], tmp_path: Path) -> None:
     """Some of the updates that are done again had been sent, some had not."""
     run_id = run["run_id"]

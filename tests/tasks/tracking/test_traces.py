@@ -220,6 +220,7 @@ def test_traces_are_sent_while_a_training_runs_and_of_a_batch_sampled_again_the_
     assert sorted(steps) == ["1"] * 4 + ["3"] * 4
 
 
+@pytest.mark.slow
 def test_no_failure_of_traces_ends_a_training_and_zero_sends_none(
     tracked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -108,6 +108,7 @@ def test_what_mlflow_refuses_is_not_called_a_server_that_does_not_answer_and_lea
     assert made.info.status == "FAILED"
 
 
+@pytest.mark.slow
 def test_a_damaged_note_of_the_mlflow_run_begins_another_run_or_is_named(run: Path) -> None:
     (run / "training" / "mlflow.json").write_text("")
     with pytest.raises(StageError, match=r"mlflow\.json, which .* is missing or damaged.*grpo stage train --run"):
