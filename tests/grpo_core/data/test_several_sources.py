@@ -91,7 +91,7 @@ KINDS = [
 def test_a_curriculum_fills_each_sources_places_of_every_batch_with_others_of_its_prompts(
     plan: Plan, config: CurriculumConfig, seed: int, data: st.DataObject
 ) -> None:
-    """So what the plan counts of each source holds with every curriculum, whatever the rates, and however few known."""
+    """What the plan counts of each source is right with every curriculum, whatever pass rates are known, few or all."""
     sources, epoch = source_rows(plan), data.draw(st.integers(0, 3))
     size, n = plan.prompts_per_generation, sources[-1].stop
     tries = np.array(data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)))

@@ -46,7 +46,8 @@ def _answers(talk: Conversation) -> list[str]:
 
 
 def test_reasoning_gym_asks_and_its_own_verifier_rewards() -> None:
-    gym = pytest.importorskip("reasoning_gym")
+    import reasoning_gym as gym
+
     task = gym.create_dataset("leg_counting", seed=7, size=1, min_animals=2)[0]
     other = gym.create_dataset("spell_backward", seed=3, size=1)
     right, wrong = json.dumps(task["answer"]), '"no idea"'
@@ -68,14 +69,14 @@ def test_reasoning_gym_asks_and_its_own_verifier_rewards() -> None:
 
 @pytest.mark.e2e
 def test_a_row_can_name_the_data_set_of_reasoning_gym() -> None:
-    gym = pytest.importorskip("reasoning_gym")
+    import reasoning_gym as gym
+
     (named,) = _hold({"environment_factory": "reasoning-gym"}, [["."]], [{"seed": 3, "dataset": "spell_backward"}])
     asked = gym.create_dataset("spell_backward", seed=3, size=1)[0]["question"]
     assert asked in FORMAT.tokenizer.decode(named.prompt_ids)
 
 
 def test_textarena_plays_against_draws_that_follow_from_the_seed() -> None:
-    pytest.importorskip("textarena")
     config = {"environment_factory": "textarena", "environment_args": {"game": "TicTacToe-v0", "players": 2}}
     moves = [call("move", f'{{"action": "[{number}]"}}') for number in range(9)]
     keys = {"max_turns": 12}
@@ -93,7 +94,6 @@ def test_textarena_plays_against_draws_that_follow_from_the_seed() -> None:
 
 @pytest.mark.e2e
 def test_textarena_s_games_for_one_player_answer() -> None:
-    pytest.importorskip("textarena")
     alone = {"environment_factory": "textarena", "environment_args": {"game": "GuessTheNumber-v0"}}
     guesses = [call("move", f'{{"action": "[{number}]"}}') for number in (10, 5, 15, 3)]
     (talk,) = _hold(alone, [[*guesses, "."]], [{"seed": 1}])
