@@ -13,7 +13,8 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ async def judge(
     shortest = _question(rubric, low, high, "?", "?", "?")
     assert shortest is not None
     hide = functools.partial(hide_key, key, api_key_env)
-    with open_cache(_folder(cache)) as opened:
+    with open_cache(_folder(cache)) as opened, shared.call():
         async with connect(base_url, key, max_retries, request_timeout) as client:
             call = _Call(client, opened, shared, body, range(low, high + 1), budget, hide)
             grades = await _grade_all(call, to_ask, shortest)
@@ -145,16 +146,24 @@ class _Shared:
     refused: int = 0  # questions
     loop: asyncio.AbstractEventLoop | None = None
     turns: asyncio.Semaphore = field(default_factory=asyncio.Semaphore)  # `concurrency` of them
+    calls: set[object] = field(default_factory=set)  # that have begun and not ended
     asking: set[asyncio.Task[None]] = field(default_factory=set)  # one per question
-    failure: RewardError | None = None  # while it is set, and anything is under way, nothing more is asked
+    failure: RewardError | None = None  # while it is set nothing more is asked; forgotten once no call is open
 
-    def enter(self) -> None:
-        """Prepare for a call. The calls of a generation batch share one event loop."""
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """One call, from before its client connects until that has closed. The calls of a generation batch share one
+        event loop."""
         if self.loop is not asyncio.get_running_loop():
-            self.loop, self.asking = asyncio.get_running_loop(), set()
+            self.loop, self.calls, self.asking = asyncio.get_running_loop(), set(), set()
             self.turns = asyncio.Semaphore(self.concurrency)
-        if not self.asking:
+        if not self.calls:
             self.failure = None
+        self.calls.add(call := object())
+        try:
+            yield
+        finally:
+            self.calls.discard(call)
 
     def start(self, tasks: Iterable[asyncio.Task[None]]) -> None:
         for task in tasks:
@@ -200,7 +209,6 @@ async def _grade_all(call: _Call, questions: Collection[str], shortest: str) -> 
     After the first failure nothing more is asked, in any call; what is under way, and paid for, is kept.
     """
     shared = call.shared
-    shared.enter()
     grades: dict[str, int | None] = {}
     refusals: list[str] = []
     failures: list[RewardError] = []

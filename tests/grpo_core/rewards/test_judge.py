@@ -6,6 +6,8 @@ import asyncio
 import logging
 import threading
 import tomllib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from grpo_core.errors import RewardError
 from grpo_core.fingerprint import determining
 from grpo_core.rewards import scoring
 from grpo_core.rewards.builtin.judge import RUBRIC, _question, grade_of, judge
+from grpo_core.rewards.builtin.judge_client import connect
 from grpo_core.rewards.contract import check, resolve
 from grpo_core.rewards.scoring import Batch, score, score_arriving
 from tests.conftest import config_values
@@ -307,6 +310,38 @@ def test_gradings_under_way_when_another_fails_are_kept(
         assert graded(server.url, "a", "b", "c") == [1, 1, 0]
         assert len(server.questions) == 1
     assert contents(tmp_path / "cache")["tokens"] == 300
+
+
+def test_a_call_that_begins_while_a_failed_one_closes_asks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing, closed, second_open = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    @asynccontextmanager
+    async def slow_to_close(*arguments: Any) -> AsyncIterator[Any]:
+        if closing.is_set():
+            second_open.set()
+        async with connect(*arguments) as client:
+            try:
+                yield client
+            finally:
+                closing.set()
+                await closed.wait()
+
+    async def two_calls(url: str) -> list[Any]:
+        arguments = {"model": "m", "base_url": url, "cache": str(tmp_path / "cache"), "max_retries": 0}
+        first = asyncio.create_task(judge(["p"], ["bad"], **arguments))
+        await closing.wait()
+        second = asyncio.create_task(judge(["p"], ["good"], **arguments))
+        await second_open.wait()
+        closed.set()
+        return await asyncio.gather(first, second, return_exceptions=True)
+
+    monkeypatch.setattr("grpo_core.rewards.builtin.judge.connect", slow_to_close)
+    with judging(lambda *_: (401, {"error": {"message": "who are you?"}})) as server:
+        failures = asyncio.run(two_calls(server.url))
+        assert len(server.questions) == 1
+    assert all(isinstance(failure, RewardError) for failure in failures)
 
 
 @pytest.mark.slow
