@@ -4,8 +4,9 @@
 
 The quickstart's base and held-out sums. In the case `half`, half of the prompts are the quickstart's own, of two
 digits, half have one or three, which this base never gets right; in the case `most`, four of five have three. What a
-probe samples counts: the curve of an arm with a probe begins that much later. Writes OUTPUT.json after each training,
-and OUTPUT.png; OUTPUT ends in -most for that case unless it is given.
+probe samples counts: the curve of an arm with a probe begins that much later. As many trainings run side by side as
+there are cores, with one thread each. Writes OUTPUT.json after each training, and OUTPUT.png; OUTPUT ends in -most for
+that case unless it is given.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import json
 import math
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -36,10 +37,9 @@ from grpo_core.planning.plan import make_plan, plan_inputs
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path("benchmarks/results")
-EVALUATIONS = 8  # per training
 REACHED = 0.9  # of the gain without a curriculum, whose samples are counted
 HALVED = "the band, probe, batches of half the size"  # about as many groups with a signal per update as with none
-BAND = {"kind": "band", "band": [0.1, 0.9], "probe": 4}
+BAND = {"kind": "band", "band": [0.1, 0.9]}
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Case:
     held_out: int
     completions: int  # per update
     updates: int
+    evaluations: int
+    learning_rate: float
     arms: dict[str, dict[str, Any]]
 
 
@@ -65,29 +67,39 @@ CASES = {
         held_out=200,
         completions=256,
         updates=40,
+        evaluations=8,
+        learning_rate=1e-4,  # the quickstart's
         arms={
             "none": {},
             "easy to hard, probe": {"kind": "easy_to_hard", "probe": 4},
-            "band 0.1 to 0.9, probe": BAND,
+            "band 0.1 to 0.9, probe": BAND | {"probe": 4},
             "p(1 − p), probe": {"kind": "variance", "probe": 4},
             "p(1 − p)": {"kind": "variance"},
-            HALVED: BAND,
+            HALVED: BAND | {"probe": 4},
         },
     ),
     "most": Case(
         "four of five prompts out of reach",
-        prompts=640,
-        out_of_reach=512,
+        prompts=1280,
+        out_of_reach=1024,
         digits=(3,),
         held_out=300,
         completions=64,
-        updates=120,
-        arms={"none": {}, "band 0.1 to 0.9, probe": BAND},
+        updates=480,
+        evaluations=16,
+        learning_rate=1e-5,
+        arms={
+            "none": {},
+            "band 0.1 to 0.9": BAND,
+            "p(1 − p)": {"kind": "variance"},
+            "band 0.1 to 0.9, probe": BAND | {"probe": 4},
+        },
     ),
 }
 COLOURS = {
     "none": "#444444",
     "easy to hard, probe": "#b8c4d6",
+    "band 0.1 to 0.9": "#e9b44c",
     "band 0.1 to 0.9, probe": "#d9822b",
     "p(1 − p), probe": "#2f5d9b",
     "p(1 − p)": "#7fb2e5",
@@ -108,33 +120,39 @@ def main() -> None:
     draw(case, document, output.with_suffix(".png"))
 
 
-def learn(case: Case, seeds: Iterable[int]) -> Iterator[dict[str, Any]]:
+def learn(case: Case, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
     """After each training all that there are, and the differences to the one without a curriculum."""
     subprocess.run([sys.executable, "-m", "examples.arithmetic.make"], check=True, cwd=ROOT)
     found: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for seed in seeds:
-            probed = Path(scratch, f"probe-{seed}")  # one for all arms of the seed
-            for arm, curriculum in case.arms.items():
-                batch = case.completions // 2 if arm == HALVED else case.completions
-                run = _make_run(Path(scratch, f"run-{len(found)}"), case, curriculum, seed, batch)
-                if curriculum.get("probe"):
-                    if not probed.exists():
-                        _python("grpo_core.probe", run, "--output", probed)
-                    shutil.copytree(probed, run / "probe")
-                _python("grpo_core.train", run)
-                found.append({"arm": arm, "seed": seed, **_outcome(run, batch)})
-                print(json.dumps(found[-1]), flush=True)
-                probe = json.loads((probed / "report.json").read_text()) if probed.exists() else None
-                yield {
-                    "prompts": case.prompts,
-                    "out_of_reach": case.out_of_reach,
-                    "held_out": case.held_out,
-                    "completions_per_update": case.completions,
-                    "probe": probe,
-                    "trainings": found,
-                    "paired": paired(found),
-                }
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
+        trainings = [
+            pool.submit(_train, Path(scratch, f"{seed}-{position}"), case, arm, seed)
+            for position, arm in enumerate(case.arms)
+            for seed in seeds
+        ]
+        for training in as_completed(trainings):
+            found.append(training.result())
+            found.sort(key=lambda each: (each["seed"], list(case.arms).index(each["arm"])))
+            print(json.dumps(training.result()), flush=True)
+            yield {
+                "prompts": case.prompts,
+                "out_of_reach": case.out_of_reach,
+                "held_out": case.held_out,
+                "completions_per_update": case.completions,
+                "learning_rate": case.learning_rate,
+                "trainings": found,
+                "paired": paired(found),
+            }
+
+
+def _train(run: Path, case: Case, arm: str, seed: int) -> dict[str, Any]:
+    batch = case.completions // 2 if arm == HALVED else case.completions
+    curriculum = case.arms[arm]
+    _make_run(run, case, curriculum, seed, batch)
+    if "probe" in curriculum:
+        _python("grpo_core.probe", run)
+    _python("grpo_core.train", run)
+    return {"arm": arm, "seed": seed, **_outcome(run, batch)}
 
 
 def paired(trainings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -192,7 +210,7 @@ def _standard_error(values: Sequence[float]) -> float | None:
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
-def _make_run(run: Path, case: Case, curriculum: dict[str, Any], seed: int, batch: int) -> Path:
+def _make_run(run: Path, case: Case, curriculum: dict[str, Any], seed: int, batch: int) -> None:
     """A run directory as the stages validate and plan leave it."""
     recipe = tomllib.loads((ROOT / "configs" / "quickstart.toml").read_text())
     values = copy.deepcopy({key: value for key, value in recipe.items() if key not in ("promotion", "registry")})
@@ -200,7 +218,8 @@ def _make_run(run: Path, case: Case, curriculum: dict[str, Any], seed: int, batc
     values["data"]["curriculum"] = curriculum
     values["rollout"]["engine"] = "transformers"
     values["train"] |= {"max_steps": case.updates, "per_device_train_batch_size": batch, "warmup_steps": 3}
-    values["train"] |= {"eval_steps": case.updates // EVALUATIONS, "save_steps": 10_000}
+    values["train"] |= {"learning_rate": case.learning_rate}
+    values["train"] |= {"eval_steps": case.updates // case.evaluations, "save_steps": 10_000}
     config = parse_config(values)
     (run / "dataset").mkdir(parents=True)
     for name, rows in (("train", case.prompts - case.out_of_reach), ("eval", case.held_out)):
@@ -210,7 +229,6 @@ def _make_run(run: Path, case: Case, curriculum: dict[str, Any], seed: int, batc
         prompts.write_parquet(run / "dataset" / f"{name}.parquet")
     (run / "config.toml").write_text(dump_config(config))
     (run / "plan.json").write_text(json.dumps({"plan": asdict(make_plan(plan_inputs(config, case.prompts)))}))
-    return run
 
 
 def _other_sums(count: int, digits: Sequence[int]) -> pl.DataFrame:
@@ -222,7 +240,7 @@ def _other_sums(count: int, digits: Sequence[int]) -> pl.DataFrame:
 
 
 def _python(module: str, *arguments: object) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", module, *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
