@@ -25,6 +25,16 @@ from torch import Tensor
 
 from benchmarks.cases import QWEN
 from benchmarks.gpu_check import Row, append
+from benchmarks.gpu_reference import (
+    DEVICE,
+    ON_GPU,
+    device_seconds,
+    distance,
+    draw_sequences,
+    gradient,
+    plain,
+    plain_head,
+)
 from benchmarks.side_ours import replayed, run_directory
 from benchmarks.vs_trl import OutOfMemoryError, run
 from benchmarks.workload import Workload, training_flops, write
@@ -33,14 +43,11 @@ from grpo_core.config.inputs import ModelConfig
 from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.logprobs import chosen_logprobs
 from grpo_core.model.policy import Policy
-from grpo_core.model.sequences import Sequences, pad
 from grpo_core.planning.hardware import find_gpu
 from grpo_core.planning.memory import peak_memory
 from grpo_core.planning.plan import load_plan
 from tasks.processes.launch import on_this_machine, process_environment
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 PRECISION = "bf16" if ON_GPU else "no"
 PACKED = {"no": "flex", "bf16": "varlen"} if ON_GPU else {"no": "padded", "bf16": "padded"}  # kinds of attention
 SMALL = (  # a model that every check but memory and speed trains: 40 million parameters, or 100 thousand on a CPU
@@ -78,7 +85,7 @@ def hardware(scratch: Path, report: Report) -> None:
         report(Row(f"GPU {number}: {found.name}", memory, "sm 8 or later", capability >= 8))
     size = 8192
     product = torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16)
-    rate = 2 * size**3 / _seconds(lambda: product @ product) / 1e12
+    rate = 2 * size**3 / device_seconds(lambda: product @ product) / 1e12
     report(Row("a bfloat16 matrix product", f"{rate:.0f} TFLOP/s"))
 
 
@@ -91,7 +98,7 @@ def attention(scratch: Path, report: Report) -> None:
             policy = Policy(_model(scratch, kind), 0.9, bf16=precision == "bf16")
             expected = plain(_model(scratch, kind), sequences, 0.9)
             logprobs, _ = policy(policy.prepare(sequences))
-            found = [[logprobs.detach()], _gradient(policy.master, logprobs)]
+            found = [[logprobs.detach()], gradient(policy.master, logprobs)]
             way, wanted = policy.attention if policy.packs else policy.why_not, PACKED[precision]
             report(Row(f"{precision}, {kind}: packed for", way, wanted, way == wanted))
             half = plain(_model(scratch, kind).bfloat16(), sequences, 0.9) if precision == "bf16" else expected
@@ -120,7 +127,7 @@ def head(scratch: Path, report: Report) -> None:
         return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad  # type: ignore[return-value]
 
     found = work()
-    expected = _plain_head(hidden.detach(), weight.detach(), targets, 0.9)
+    expected = plain_head(hidden.detach(), weight.detach(), targets, 0.9)
     bound = 2e-2 if ON_GPU else EXACT  # bfloat16 products
     for name, ours, plainly in zip(
         ("log-probabilities", "entropies", "gradient of the states", "gradient of the weights"),
@@ -130,7 +137,7 @@ def head(scratch: Path, report: Report) -> None:
     ):
         away = distance([ours], [plainly])
         report(Row(f"{name} from float32", f"{away:.1e}", f"at most {bound:.0e}", away <= bound))
-    report(Row(f"forward and backward, V = {vocabulary:,}", f"{1e6 * _seconds(work) / tokens:.1f} us per token"))
+    report(Row(f"forward and backward, V = {vocabulary:,}", f"{1e6 * device_seconds(work) / tokens:.1f} us per token"))
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -246,7 +253,7 @@ def speed(scratch: Path, report: Report) -> None:
     if ON_GPU:
         size = 8192
         matrix = torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16)
-        share = training_flops(LARGE) / ours / (2 * size**3 / _seconds(lambda: matrix @ matrix))
+        share = training_flops(LARGE) / ours / (2 * size**3 / device_seconds(lambda: matrix @ matrix))
         report(Row("of what a matrix product does here", f"{share:.0%}"))
     rows = min(32, LARGE.completions)
     settings = {"precision": PRECISION, "rows": rows, "checkpointing": False}
@@ -259,56 +266,6 @@ def speed(scratch: Path, report: Report) -> None:
     else:
         report(Row(f"TRL, {rows} rows, not tuned", f"{theirs:.3f} s per update"))
         report(Row("times as fast as TRL", f"{theirs / ours:.2f}"))
-
-
-def draw_sequences(workload: Workload) -> Sequences:
-    """Groups of random prompts and completions, of lengths that differ."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(low: int, high: int) -> list[int]:
-        length = int(torch.randint(low, high + 1, (), generator=generator))
-        return torch.randint(2, workload.vocabulary, (length,), generator=generator).tolist()
-
-    prompts = [draw(*workload.prompt_lengths) for _ in range(workload.prompts)]
-    rows = [
-        (number, prompt, draw(1, workload.completion))
-        for number, prompt in enumerate(prompts)
-        for _ in range(workload.group)
-    ]
-    return Sequences(
-        pad([prompt + completion for _, prompt, completion in rows], torch.int64),
-        torch.tensor([len(prompt) for _, prompt, _ in rows]),
-        torch.tensor([len(completion) for _, _, completion in rows]),
-        torch.tensor([number for number, _, _ in rows]),
-    )
-
-
-def plain(model: Any, sequences: Sequences, temperature: float) -> tuple[list[Tensor], list[Tensor]]:
-    """Log-probabilities and gradient by transformers alone: padded rows, all logits. ([(B, T)], one per parameter)"""
-    ids = sequences.input_ids.to(DEVICE)
-    logits = model(input_ids=ids[:, :-1]).logits.float() / temperature
-    chosen = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
-    places = torch.arange(int(sequences.completion_lengths.max()))
-    columns = (sequences.prompt_lengths[:, None] - 1 + places).clamp(max=chosen.shape[1] - 1)
-    inside = (places < sequences.completion_lengths[:, None]).to(DEVICE)
-    logprobs = chosen.gather(1, columns.to(DEVICE)) * inside
-    return [logprobs.detach()], _gradient(model, logprobs)
-
-
-def distance(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Norm of the difference relative to the norm of what is expected."""
-    ours, plainly = (torch.cat([part.flatten().double() for part in parts]) for parts in (found, expected))
-    return ((ours - plainly).norm() / plainly.norm()).item()
-
-
-def _gradient(model: Any, logprobs: Tensor) -> list[Tensor]:
-    """Gradient of a weighted sum of the log-probabilities; empty for a frozen model."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
-        return []
-    model.zero_grad()
-    (logprobs * torch.linspace(-1, 1, len(logprobs), device=DEVICE)[:, None]).sum().backward()
-    return [parameter.grad.detach().clone() for parameter in trained]
 
 
 def _model(scratch: Path, kind: str) -> Any:
@@ -371,32 +328,6 @@ def _trained(scratch: Path, name: str, settings: dict[str, Any], *, stopped: boo
     subprocess.run(command, env=environment, check=True)
     files = sorted((run / "training" / "model").glob("*.safetensors"))
     return [weights for file in files for _, weights in sorted(load_file(file).items())]
-
-
-def _plain_head(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> list[Tensor]:
-    """Log-probabilities, entropies and both gradients in float32, a few tokens at a time."""
-    states, matrix = hidden.float().requires_grad_(), weight.float().requires_grad_()
-    found = []
-    for part in range(0, len(targets), 512):
-        log_p = (states[part : part + 512] @ matrix.T / temperature).log_softmax(-1)
-        chosen = log_p.gather(1, targets[part : part + 512, None]).squeeze(1)
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        (chosen.sum() + entropy.sum()).backward()
-        found.append((chosen.detach(), entropy.detach()))
-    assert states.grad is not None and matrix.grad is not None
-    return [*(torch.cat(parts) for parts in zip(*found, strict=True)), states.grad, matrix.grad]
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    """Median time of a piece of work, done on the device too."""
-    found = []
-    for _ in range(6):
-        start = time.perf_counter()
-        work()
-        if ON_GPU:
-            torch.cuda.synchronize()
-        found.append(time.perf_counter() - start)
-    return median(found[1:])
 
 
 if __name__ == "__main__":

@@ -11,18 +11,14 @@ import logging
 import os
 import pwd
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import boto3
 import httpx2
 import psycopg2
 import pytest
@@ -32,6 +28,17 @@ from grpo_core.config.files import load_config
 from tasks.stages import table
 from tasks.tracking.traces import preview, send_rest_of_rollouts
 from tests.conftest import make_model, write_sums
+from tests.e2e.databases import (
+    BUCKET_KEY,
+    DEADLINE,
+    WORD,
+    bucket_server,
+    environment_of,
+    postgres,
+    process_of,
+    s3,
+    wait_until,
+)
 from tests.e2e.traced import assert_traced, traces_of
 from tests.made_up import sampled, write_sampled
 from tests.serving import OFFERED, Served, free_ports, prefect_server
@@ -40,11 +47,7 @@ from tests.tasks.reports.test_rollouts import EVIL
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
-DEADLINE = 300.0  # of what starts
-STOP_SECONDS = 120
 STAGES = [stage.name for stage in table.STAGES]
-WORD = "of-this-test"  # every password
-BUCKET_KEY = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": WORD, "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     bucket_port, mlflow_port = free_ports(2)
     bucket, mlflow_url = f"http://127.0.0.1:{bucket_port}", f"http://127.0.0.1:{mlflow_port}"
     with ExitStack() as stack:
-        database = stack.enter_context(_postgres())
-        stack.enter_context(_bucket(bucket, folder / "bucket.log"))
+        database = stack.enter_context(postgres())
+        stack.enter_context(bucket_server(bucket, folder / "bucket.log"))
         prefect_environment = {
             **_documented("docs/how-to/servers/prefect.env"),
             "PREFECT_HOME": str(folder / "prefect"),
@@ -94,8 +97,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
             "MLFLOW_WORKERS": "1",
         }
         command = [sys.executable, "-m", "mlflow", "server", "--app-name", "basic-auth"]
-        process = stack.enter_context(_process(command, folder / "mlflow.log", mlflow_environment))
-        _until(lambda: httpx2.get(f"{mlflow_url}/health").is_success, process, folder / "mlflow.log")
+        process = stack.enter_context(process_of(command, folder / "mlflow.log", mlflow_environment))
+        wait_until(lambda: httpx2.get(f"{mlflow_url}/health").is_success, process, folder / "mlflow.log")
         user = {"username": "grpo", "password": WORD}
         create = f"{mlflow_url}/api/2.0/mlflow/users/create"
         httpx2.post(create, json=user, auth=("admin", WORD), timeout=DEADLINE).raise_for_status()
@@ -138,7 +141,7 @@ def test_a_triggered_run_is_in_both_databases_and_its_model_in_the_bucket(server
     assert _rows(servers, "mlflow", "SELECT name, version FROM model_versions") == [("arithmetic", 1)]
     [(steps,)] = _rows(servers, "mlflow", "SELECT count(*) FROM metrics WHERE key = 'reward'")
     assert steps == 4
-    stored = _s3(servers.bucket).list_objects_v2(Bucket="grpo-artifacts")["Contents"]
+    stored = s3(servers.bucket).list_objects_v2(Bucket="grpo-artifacts")["Contents"]
     assert any(found["Key"].endswith("model.safetensors") for found in stored)
 
 
@@ -147,7 +150,7 @@ def test_the_registered_model_is_fetched_through_the_tracking_server(
 ) -> None:
     """With the password of MLflow alone: a client has no key of the bucket."""
     fetch = "import mlflow, sys; mlflow.artifacts.download_artifacts('models:/arithmetic/1', dst_path=sys.argv[1])"
-    subprocess.run([sys.executable, "-c", fetch, str(tmp_path)], env=_environment(servers.worker), check=True)
+    subprocess.run([sys.executable, "-c", fetch, str(tmp_path)], env=environment_of(servers.worker), check=True)
     [weights] = tmp_path.rglob("model.safetensors")
     assert weights.read_bytes() == (registered / "training" / "model" / "model.safetensors").read_bytes()
 
@@ -265,7 +268,7 @@ def test_a_stage_runs_with_both_servers_behind_nginx(servers: Servers, registere
     }
     command = ["nginx", "-c", str(tmp_path / "nginx.conf")]
     with (
-        _process(command, tmp_path / "nginx.log", {}),
+        process_of(command, tmp_path / "nginx.log", {}),
         _serving(https, tmp_path / "serve.log", servers.prefect),
     ):
         run_id = servers.prefect.trigger("register/local", run="small", force=True)
@@ -288,102 +291,17 @@ def _replaced(text: str, changes: Mapping[str, str]) -> str:
     return text
 
 
-def _environment(values: Mapping[str, str]) -> dict[str, str]:
-    """This process's, with nothing of Prefect, MLflow or a bucket in it but what is given."""
-    foreign = ("PREFECT_", "MLFLOW_", "AWS_", "GRPO_")
-    return {**{key: value for key, value in os.environ.items() if not key.startswith(foreign)}, **values}
-
-
-@contextmanager
-def _process(
-    command: Sequence[str],
-    log: Path,
-    values: Mapping[str, str],
-    user: int | None = None,
-    stop: signal.Signals = signal.SIGTERM,
-) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env=_environment(values),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            user=user,
-            start_new_session=True,
-        )
-    try:
-        yield process
-    finally:
-        process.send_signal(stop)
-        try:
-            process.wait(timeout=STOP_SECONDS)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def _until(is_ready: Callable[[], Any], process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while process.poll() is None and time.monotonic() < deadline:
-        with suppress(httpx2.HTTPError, psycopg2.OperationalError):
-            if is_ready():
-                return
-        time.sleep(0.2)
-    raise RuntimeError(f"it does not answer:\n{log.read_text()[-4000:]}")
-
-
 @contextmanager
 def _serving(worker: Mapping[str, str], log: Path, prefect: Served) -> Iterator[None]:
     """`grpo serve` until the body ends."""
-    with _process([sys.executable, "-m", "flows.cli.main", "serve"], log, worker) as process:
+    with process_of([sys.executable, "-m", "flows.cli.main", "serve"], log, worker) as process:
 
         def is_ready() -> bool:
             is_said = "rollback/local" in log.read_text()
             return is_said and len(prefect.filter("deployments")) == OFFERED
 
-        _until(is_ready, process, log)
+        wait_until(is_ready, process, log)
         yield
-
-
-@contextmanager
-def _postgres() -> Iterator[str]:
-    """HOST:PORT of a PostgreSQL server with the databases prefect and mlflow, each owned by a user of its name."""
-    found = [shutil.which("postgres"), *map(str, Path("/usr/lib/postgresql").glob("*/bin/postgres"))]
-    programs = [Path(path).parent for path in found if path]
-    assert programs, "there is no PostgreSQL here: install the Debian package postgresql"
-    user = _unprivileged()
-    (port,) = free_ports(1)
-    with tempfile.TemporaryDirectory(prefix="postgres-") as name:  # pytest's folders are closed to another user
-        folder = Path(name)
-        data, log = folder / "data", folder / "log"
-        (folder / "password").write_text(WORD)
-        if user is not None:
-            for path in (folder, folder / "password"):
-                os.chown(path, user, -1)
-        initdb = [programs[-1] / "initdb", "-D", data, "-U", "postgres", "--auth=scram-sha-256", "-N"]
-        made = subprocess.run([*initdb, f"--pwfile={folder / 'password'}"], user=user, capture_output=True, text=True)
-        assert made.returncode == 0, made.stderr
-        options = ["-D", data, "-k", folder, "-h", "127.0.0.1", "-p", str(port)]
-        command = [str(part) for part in (programs[-1] / "postgres", *options)]
-        with _process(command, log, {}, user, signal.SIGINT) as process:
-            server = {"host": "127.0.0.1", "port": port, "password": WORD}
-            _until(lambda: psycopg2.connect(user="postgres", **server).close() is None, process, log)
-            connection = psycopg2.connect(user="postgres", **server)
-            connection.autocommit = True
-            with connection.cursor() as cursor:
-                for database in ("prefect", "mlflow"):
-                    cursor.execute(f"CREATE ROLE {database} LOGIN PASSWORD '{WORD}'")
-                    cursor.execute(f"CREATE DATABASE {database} OWNER {database}")
-            connection.close()
-            yield f"127.0.0.1:{port}"
-
-
-def _unprivileged() -> int | None:
-    """Whom to run PostgreSQL as, which refuses root."""
-    if os.geteuid() != 0:
-        return None
-    known = {entry.pw_name: entry.pw_uid for entry in pwd.getpwall()}
-    return known.get("postgres", known.get("nobody"))
 
 
 def _rows(servers: Servers, database: str, query: str) -> list[tuple[Any, ...]]:
@@ -394,23 +312,3 @@ def _rows(servers: Servers, database: str, query: str) -> list[tuple[Any, ...]]:
             return cursor.fetchall()
     finally:
         connection.close()
-
-
-@contextmanager
-def _bucket(url: str, log: Path) -> Iterator[None]:
-    """An S3 server (moto) with the bucket of the documented environment."""
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", url.rpartition(":")[2]]
-    with _process(command, log, BUCKET_KEY) as process:
-        _until(lambda: httpx2.get(url).is_success, process, log)
-        _s3(url).create_bucket(Bucket="grpo-artifacts")
-        yield
-
-
-def _s3(url: str) -> Any:
-    return boto3.client(
-        "s3",
-        endpoint_url=url,
-        region_name=BUCKET_KEY["AWS_DEFAULT_REGION"],
-        aws_access_key_id=BUCKET_KEY["AWS_ACCESS_KEY_ID"],
-        aws_secret_access_key=BUCKET_KEY["AWS_SECRET_ACCESS_KEY"],
-    )

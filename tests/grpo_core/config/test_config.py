@@ -33,7 +33,7 @@ NUMBERS = [
 ]
 
 
-def _with(key: str, value: Any) -> dict[str, Any]:
+def with_key(key: str, value: Any) -> dict[str, Any]:
     """VALUES with one key set."""
     values = copy.deepcopy(VALUES)
     *sections, last = key.split(".")
@@ -259,7 +259,7 @@ def test_a_mistake_is_named_with_its_key_and_a_way_out(change: dict[str, Any], m
 @given(key=st.sampled_from(NUMBERS), value=st.booleans() | st.sampled_from(["1", "1e9", "true", "yes", ""]))
 def test_neither_text_nor_truth_values_are_taken_for_numbers(key: str, value: Any) -> None:
     with pytest.raises(ConfigError) as error:
-        parse_config(_with(key, value))
+        parse_config(with_key(key, value))
     assert f"{key} = {value!r}: Input should be a valid" in str(error.value)
 
 
@@ -267,18 +267,13 @@ def test_neither_text_nor_truth_values_are_taken_for_numbers(key: str, value: An
 @pytest.mark.parametrize("bounds", [[True, 2], [0, "1"]])
 def test_bounds_are_numbers(key: str, bounds: list[Any]) -> None:
     with pytest.raises(ConfigError, match=rf"{key}\.[01] = .*: Input should be a valid number"):
-        parse_config(_with(key, bounds))
+        parse_config(with_key(key, bounds))
 
 
 @pytest.mark.parametrize("value", ["true", "no", 1, 0])
 def test_truth_values_are_true_or_false(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"model\.use_peft = .*: Input should be a valid boolean"):
-        parse_config(_with("model.use_peft", value))
-
-
-def test_the_transformers_engine_takes_a_temperature_that_vllm_would_raise() -> None:
-    config = parse_config({**VALUES, "rollout": {"engine": "transformers", "temperature": 0.009}})
-    assert config.rollout.temperature == 0.009
+        parse_config(with_key("model.use_peft", value))
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
@@ -341,62 +336,6 @@ def test_every_key_says_what_it_means_and_what_it_accepts() -> None:
     described = list(describe_keys())
     assert [key for key, _, accepts, meaning in described if not (accepts and meaning)] == []
     assert {"seed", "train.learning_rate", "rewards.function"} <= {key for key, *_ in described}
-
-
-@pytest.mark.parametrize(
-    ("given", "capability", "meant"),
-    [
-        ("auto", None, "no"),
-        ("auto", (7, 5), "no"),
-        ("auto", (8, 0), "bf16"),
-        ("auto", (10, 0), "bf16"),
-        ("no", (9, 0), "no"),
-        ("bf16", None, "bf16"),
-    ],
-)
-def test_the_precision_follows_from_the_gpu_where_it_is_not_given(
-    given: str, capability: tuple[int, int] | None, meant: str
-) -> None:
-    config = parse_config(_with("train.mixed_precision", given))
-    assert config.with_precision(capability) == parse_config(_with("train.mixed_precision", meant))
-    assert parse_config(VALUES).train.mixed_precision == "auto"
-
-
-@pytest.mark.parametrize("engine", ["auto", "vllm", "vllm-server", "transformers"])
-@pytest.mark.parametrize("processes", [1, 2, 3, 4])
-def test_the_processes_that_sample_together_divide_those_that_train(engine: str, processes: int) -> None:
-    values = _with("rollout", {"engine": engine, "vllm_tensor_parallel_size": 2})
-    values["train"] = {"num_processes": processes}
-    if engine in ("auto", "vllm") and processes % 2:
-        with pytest.raises(ConfigError, match=f"train.num_processes={processes} is no multiple of it"):
-            parse_config(values)
-    else:
-        parse_config(values)
-
-
-@pytest.mark.parametrize("engine", ["auto", "vllm", "vllm-server", "transformers"])
-@pytest.mark.parametrize("precision", ["auto", "no", "bf16"])
-def test_float32_in_vllm_on_a_gpu_is_named_with_what_to_set(engine: str, precision: str) -> None:
-    values = _with("rollout.engine", engine) | {"train": {"mixed_precision": precision}}
-    notes = parse_config(values).gpu_notes
-    assert bool(notes) == (precision == "no" and engine != "transformers")
-    assert all("set train.mixed_precision to 'bf16'" in note for note in notes)
-
-
-@pytest.mark.parametrize("engine", ["auto", "vllm", "vllm-server", "transformers"])
-@pytest.mark.parametrize("sharding", ["none", "full", "hybrid"])
-def test_a_whole_copy_to_sample_with_is_named_where_the_model_is_sharded(engine: str, sharding: str) -> None:
-    train = {"num_processes": 2, "mixed_precision": "bf16", "sharding": sharding}
-    notes = parse_config(_with("rollout.engine", engine) | {"train": train}).gpu_notes
-    assert bool(notes) == (engine == "transformers" and sharding != "none")
-    assert all("a whole copy of the model" in note and "rollout.engine to 'vllm'" in note for note in notes)
-
-
-@pytest.mark.parametrize("sharding", ["full", "hybrid"])
-def test_sharding_needs_several_processes(sharding: str) -> None:
-    with pytest.raises(ConfigError, match=f"sharding='{sharding}' with num_processes=1: a single process holds"):
-        parse_config(VALUES | {"train": {"sharding": sharding}})
-    parse_config(VALUES | {"train": {"sharding": sharding, "num_processes": 2}})
 
 
 def test_a_configuration_cannot_be_changed_by_accident() -> None:

@@ -3,61 +3,18 @@
 from __future__ import annotations
 
 import random
-import threading
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from grpo_core.rollout.types import Completion, Request, Sampling
+from grpo_core.rollout.types import Request
 from grpo_core.rollout.vllm import client as vllm_client
-from grpo_core.rollout.vllm.client import ServerError, Unavailable, Weights
 from grpo_core.rollout.vllm.server import VLLMServerEngine
+from tests.grpo_core.rollout.asking import SAMPLING, Asking, ask, model, plain, requests, wait_until_back
 from tests.grpo_core.rollout.pretend_vllm import connected, plain_ids, pretended
 from tests.grpo_core.rollout.vllm_engine import hold
-
-SAMPLING = Sampling(4, 1.0)
-
-
-class Asking:
-    """Requests that a thread asks an engine for: `ids` by request once `join` has returned, or the error raised."""
-
-    def __init__(self, engine: VLLMServerEngine, requests: list[Request]):
-        self.found: dict[int, list[Completion]] = {}
-        self.thread = threading.Thread(target=self._work, args=(engine, requests), daemon=True)
-        self.thread.start()
-
-    def _work(self, engine: VLLMServerEngine, requests: list[Request]) -> None:
-        for step in engine.generate(requests, SAMPLING):
-            self.found |= dict(step)
-
-    def join(self) -> list[list[list[int]]]:
-        self.thread.join(60)
-        assert not self.thread.is_alive()
-        return [[each.ids for each in group] for _, group in sorted(self.found.items())]
-
-
-def requests(count: int, completions: int = 1) -> list[Request]:
-    return [Request([3 + number, 4], completions, 100 * number) for number in range(count)]
-
-
-def plain(asked: list[Request]) -> list[list[list[int]]]:
-    return [
-        [plain_ids(each.prompt_ids, each.seed + number, SAMPLING.max_tokens) for number in range(each.num_completions)]
-        for each in asked
-    ]
-
-
-def ask(engine: VLLMServerEngine, asked: list[Request]) -> None:
-    assert Asking(engine, asked).join() == plain(asked)
-
-
-def model(value: float = 1.0) -> torch.nn.Linear:
-    linear = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.constant_(linear.weight, value)
-    return linear
 
 
 def test_the_turns_of_a_conversation_are_asked_of_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,15 +90,6 @@ def test_what_a_dead_server_was_asked_is_asked_of_another_and_it_comes_back_with
     assert [" is left out: " in line for line in lines] == [True, False], lines
     assert "1 of 2 sample now" in lines[0]
     assert " is back (2 of 2 sample now)" in lines[1]
-
-
-def wait_until_back(engine: VLLMServerEngine) -> None:
-    async def back() -> None:
-        for task in [*engine.router.bringing_back.values()]:
-            await task
-
-    engine._run(back())
-    assert len(engine.router.up) == len(engine.servers)
 
 
 @pytest.mark.slow
@@ -300,126 +248,3 @@ def test_what_a_dead_server_was_asked_keeps_its_place(tmp_path: Path, monkeypatc
         other.open.set()
         assert asking.join() == plain(requests(6))
         assert [prompt[0] - 3 for prompt in other.asked] == [1, 0, 2, 3, 4, 5]
-
-
-def test_a_server_that_another_training_has_taken_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pretended(128, 128) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
-        servers[0].owner, servers[0].version = "another", "another-1"
-        ask(engine, requests(6))
-        engine.sync_weights(model(2.0))
-        assert engine.compute_logprobs([[3, 4]]) == [[-2.0]]
-        servers[1].owner = "another"
-        with pytest.raises(ServerError, match=r"serves another trainer, another.*serves another trainer, another"):
-            engine.sync_weights(model(3.0))
-    assert "is left out" in capfd.readouterr().out
-
-
-def test_without_any_server_the_error_names_all_of_them_and_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with (
-        pretended(128, 128) as servers,
-        connected(tmp_path, monkeypatch, servers, model(), vllm_server_timeout=0.05) as engine,
-    ):
-        for server in servers:
-            server.kill()
-        with pytest.raises(ServerError) as raised:
-            for _ in engine.generate(requests(4), SAMPLING):
-                pass
-        said = str(raised.value)
-        assert "not available for 0.05 s (rollout.vllm_server_timeout)" in said
-        for server in servers:
-            assert f"{server.url}: " in said
-        with pytest.raises(ServerError, match="not available"):
-            engine.sync_weights(model(2.0))
-        with pytest.raises(ServerError, match="not available"):
-            engine.compute_logprobs([[3, 4]])
-
-
-def test_weights_on_their_way_to_the_only_server_are_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sending, go_on = threading.Event(), threading.Event()
-    with pretended(128) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
-        give = engine.servers[0].send
-
-        def slow(*arguments: Any) -> None:
-            sending.set()
-            assert go_on.wait(60)
-            give(*arguments)
-
-        engine.servers[0].send = slow
-        servers[0].kill()
-        engine._run(engine.router.connect())  # which notices
-        syncing = threading.Thread(target=engine.sync_weights, args=(model(2.0),), daemon=True)
-        syncing.start()
-        servers[0].start()
-        assert sending.wait(60)
-        engine.router.seconds = 0.0  # the time is over
-        syncing.join(0.1)
-        assert syncing.is_alive()
-        go_on.set()
-        syncing.join(60)
-        assert engine.compute_logprobs([[3, 4]]) == [[-2.0]]
-
-
-def test_a_server_that_is_not_up_at_the_start_joins_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pretended(128, 128) as servers:
-        servers[1].kill()
-        with connected(tmp_path, monkeypatch, servers, model(5.0)) as engine:
-            ask(engine, requests(4))
-            servers[1].start()
-            wait_until_back(engine)
-            assert engine.compute_logprobs([[3, 4]]) == [[-5.0], [-5.0]]
-
-
-def test_a_server_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pretended(128, 128) as servers:
-        servers[1].started["dtype"] = "float16"
-        with (
-            pytest.raises(ServerError, match=f"{servers[1].url} computes in float16"),
-            connected(tmp_path, monkeypatch, servers, model()),
-        ):
-            pass
-
-
-def test_servers_get_their_weights_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    both = threading.Barrier(2, timeout=60)
-
-    def send(*_: Any) -> None:
-        both.wait()
-
-    with (
-        pretended(128, 128) as servers,
-        connected(tmp_path, monkeypatch, servers, model(), send=send) as engine,
-    ):
-        engine.sync_weights(model())
-
-
-def test_a_server_that_dies_while_it_gets_weights_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = model(1.0)
-    with pretended(128, 128) as servers, connected(tmp_path, monkeypatch, servers, policy) as engine:
-        give = engine.servers[0].send
-
-        def die_first(server: Any, weights: Weights) -> None:
-            if server.url == servers[0].url and not servers[0].life.is_set():
-                servers[0].kill()
-                raise Unavailable("the connection is broken")
-            give(server, weights)
-
-        for server in engine.servers:
-            server.send = die_first
-        engine.sync_weights(model(2.0))
-        assert engine.compute_logprobs([[3, 4]]) == [[-2.0]]
-        ask(engine, requests(4))
-
-
-def test_other_processes_sample_where_the_main_process_brought_the_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pretended(128, 128) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
-        monkeypatch.setattr(engine.servers[0], "restore", mock.AsyncMock(side_effect=Unavailable("not there yet")))
-        assert engine._run(engine.router.hand_over([1])) == [1]
-        assert [server.url for server in engine.router.up] == [servers[1].url]
