@@ -25,6 +25,7 @@ from grpo_core.planning.shapes import PromptLengths
 from tasks.data.sources import validated_pass_rates
 from tasks.data.validated import validated
 from tasks.processes.pace import measured_pace
+from tasks.rendering.markdown import escape
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import GPU_DEPLOYMENT, PLAN, PROBE, VALIDATE
 from tasks.tracking.runs import earlier_throughput
@@ -82,7 +83,7 @@ def _work(context: Context) -> dict[str, Any]:
     for source, counts in sources.items():
         how = ", ".join(f"{name} {value:,}" for name, value in counts.items() if name != "prompts_seen")
         table.append({"quantity": f"prompts of {source}", "value": f"{counts['prompts_seen']:,}", "how": how})
-    table += [{"quantity": name, "value": value, "how": how} for name, value, how in forecast_rows(forecasts)]
+    table += [{"quantity": name, "value": value, "how": escape(how)} for name, value, how in forecast_rows(forecasts)]
     if taken:
         get_run_logger().info("epoch 1 takes %s", taken)
         table.append({"quantity": "epoch 1 takes", "value": taken, "how": "pass rates of the base model"})

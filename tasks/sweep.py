@@ -80,7 +80,7 @@ def choose(sweep: str, alias: str) -> State[Path]:
     gain = asdict(choice.best.gain)
     log_choice(
         sweep,
-        f"**{verdict.headline}.** {verdict.sentence}\n\nOn one page: `sweep/{PAGE}` under Artifacts.",
+        f"**{escape(verdict.headline)}.** {escape(verdict.sentence)}\n\nOn one page: `sweep/{PAGE}` under Artifacts.",
         f"{choice.metric} {figures.amount(choice.metric, choice.best.value)}, {figures.gain(choice.metric, gain)} "
         f"{figures.interval(choice.metric, gain)}, of {len(arms)} arms",
         {f"best/{choice.metric}": choice.best.value, "arms": float(len(arms))},

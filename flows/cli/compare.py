@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.terminal import refuse
+from flows.cli.terminal import Terminal, refuse
+from tasks.rendering.visible import visible
 from tasks.stages.files import write_text
 
 if TYPE_CHECKING:
@@ -33,29 +33,29 @@ def compare(
     if not 2 <= len(runs) <= MOST_RUNS or len({*runs}) < len(runs):
         refuse(f"{' '.join(runs)}: from two to {MOST_RUNS} runs can be compared, each named once")
     records = {run: load_record(run) for run in runs}
-    console = Console()
+    terminal = Terminal()
     for section in comparison(records):
-        show(section, console)
+        show(section, terminal)
     if html:
         write_text(html, comparison_page(records))
-        console.print(f"\nthe same with curves: {html}", soft_wrap=True, highlight=False)
+        terminal.print(f"\nthe same with curves: {html}", soft_wrap=True)
 
 
-def show(section: page.Section, console: Console) -> None:
+def show(section: page.Section, terminal: Terminal) -> None:
     """Print a section of a comparison."""
-    console.print(f"\n{section.title}", style="bold", markup=False, highlight=False)
+    terminal.print(f"\n{section.title}", style="bold")
     if section.text:
-        console.print(section.text, style="dim", markup=False, highlight=False)
+        terminal.print(section.text, style="dim")
     for it in section.tables:
         table = Table(title=it.title or None, title_justify="left", title_style="")
         for place, name in enumerate(it.head):
-            table.add_column(Text(name), justify="right" if place and not it.words else "left", overflow="fold")
+            table.add_column(name, justify="right" if place and not it.words else "left", overflow="fold")
         for row in it.rows:
-            table.add_row(*(Text(cell) if isinstance(cell, str) else _two_lines(*cell) for cell in row))
-        console.print(table)
+            table.add_row(*(cell if isinstance(cell, str) else _two_lines(*cell) for cell in row))
+        terminal.print(table)
     for note in section.notes:
-        console.print(note, style="yellow", markup=False, highlight=False)
+        terminal.print(note, style="yellow")
 
 
 def _two_lines(main: str, small: str) -> Text:
-    return Text.assemble(main, "\n", (small, "dim"))
+    return Text.assemble(visible(main), "\n", (visible(small), "dim"))

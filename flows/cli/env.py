@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from flows.cli.rewards import read_row, rewards_table
-from flows.cli.terminal import refusals, refuse
+from flows.cli.terminal import LONGEST, Terminal, refusals, refuse
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.environments.calls import ToolCall
@@ -24,6 +23,7 @@ from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.rewards.contract import check_environments, rewards_of
 from grpo_core.rewards.scoring import short
 from grpo_core.system.libraries import quiet_libraries
+from tasks.rendering.visible import shortened
 
 if TYPE_CHECKING:
     from grpo_core.environments.setting import Setting
@@ -67,15 +67,15 @@ def try_environment(
         setting = make_setting(run, tokenizer)
         assert setting is not None
         prompt_ids = setting.encode(values)
-    console = Console(highlight=False, soft_wrap=True)
+    terminal = Terminal(soft_wrap=True)
     with refusals(str(config), started=True):
         from grpo_core.data.prompts import Prompts
         from grpo_core.rollout.collect import sample_and_score
         from grpo_core.rollout.types import Request, Sampling
 
         tools = setting.environments.tools(setting.environments.name_for(values))
-        _introduce(console, run, row, values, tools, lines is None)
-        engine: Any = _Typed(console, setting, tools, lines)
+        _introduce(terminal, run, row, values, tools, lines is None)
+        engine: Any = _Typed(terminal, setting, tools, lines)
         most = run.rollout.max_completion_length
         # A conversation's seed is the number of its row, so the row stands at its place.
         prompts = Prompts([dict(values)] * (row + 1), [prompt_ids] * (row + 1), len(prompt_ids))
@@ -85,14 +85,14 @@ def try_environment(
             )
         finally:
             setting.environments.close()
-        _summarize(console, run, sample)
+        _summarize(terminal, run, sample)
 
 
 class _Typed:
     """An engine whose turns come from the terminal or a script."""
 
-    def __init__(self, console: Console, setting: Setting, tools: Mapping[str, Any], lines: Iterator[str] | None):
-        self.console, self.turns, self.tools, self.lines = console, setting.turns, tools, lines
+    def __init__(self, terminal: Terminal, setting: Setting, tools: Mapping[str, Any], lines: Iterator[str] | None):
+        self.terminal, self.turns, self.tools, self.lines = terminal, setting.turns, tools, lines
         self.seen = 0  # tokens of the conversation that have been shown
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Stream:
@@ -121,7 +121,7 @@ class _Typed:
             except GrpoError as error:
                 if self.lines is not None:
                     raise
-                self.console.print(str(error), style="red", markup=False)
+                self.terminal.print(str(error), style="red")
 
     def _line(self) -> str:
         try:
@@ -131,10 +131,10 @@ class _Typed:
 
     def _show(self, who: str, ids: Sequence[int], note: str) -> None:
         style = {"policy": POLICY, "environment": ENVIRONMENT}.get(who, "")
-        said = Text(self.turns.tokenizer.decode(ids).strip("\n"), style=style)
+        said = Text(shortened(self.turns.tokenizer.decode(ids).strip("\n"), LONGEST), style=style)
         said.highlight_words(self.turns.tokenizer.all_special_tokens, "dim")
-        self.console.print(Text(f"\n{who}: {len(ids):,} tokens, {note}", style="bold"))
-        self.console.print(said)
+        self.terminal.print(f"\n{who}: {len(ids):,} tokens, {note}", style="bold")
+        self.terminal.print(said)
 
 
 def read_turn(line: str, tools: Mapping[str, Any]) -> str | list[ToolCall]:
@@ -196,30 +196,29 @@ def _parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _introduce(
-    console: Console, run: RunConfig, row: int, values: Mapping[str, Any], tools: Mapping[str, Any], is_typed: bool
+    terminal: Terminal, run: RunConfig, row: int, values: Mapping[str, Any], tools: Mapping[str, Any], is_typed: bool
 ) -> None:
     limits = run.environment
-    console.print(
+    terminal.print(
         f"row {row}: at most {limits.max_turns} turns, {limits.max_tool_calls} tool calls and "
         f"{run.rollout.max_completion_length:,} tokens after the prompt",
         style="bold",
-        markup=False,
     )
     for column, value in values.items():
         if column != "prompt":
-            console.print(f"  {column}: {short(value)}", style="dim", markup=False)
+            terminal.print(f"  {column}: {short(value)}", style="dim")
     for name, tool in tools.items():
         described = " ".join(tool["function"]["description"].split())
-        console.print(f"  {name}({', '.join(_parameters(tool))})  {described}", markup=False)
+        terminal.print(f"  {name}({', '.join(_parameters(tool))})  {described}")
     if is_typed:
         with suppress(ImportError):
             import readline  # noqa: F401  (arrow keys and history at the prompt)
         name, tool = next(iter(tools.items()), ("tool", {}))
         example = _example(name, [*_parameters(tool)] if tool else [])
-        console.print(USAGE.format(example=example), style="yellow", markup=False)
+        terminal.print(USAGE.format(example=example), style="yellow")
 
 
-def _summarize(console: Console, run: RunConfig, sample: Sample) -> None:
+def _summarize(terminal: Terminal, run: RunConfig, sample: Sample) -> None:
     """Why the conversation ended, its tokens, and the rewards."""
     import numpy as np
 
@@ -229,15 +228,14 @@ def _summarize(console: Console, run: RunConfig, sample: Sample) -> None:
     assert said is not None
     if said.failure:
         refuse(f"the environment failed: {said.failure}; in training, this conversation would have no reward", 1)
-    console.print(Text(f"\nended: {_end(run, sample)}", style="bold"))
-    console.print(
+    terminal.print(f"\nended: {_end(run, sample)}", style="bold")
+    terminal.print(
         f"tokens: prompt {len(sample.prompt_ids):,}; policy {completion.sampled_tokens:,}, trained; environment "
         f"{said.environment_tokens:,}, not trained. Waited for the environment: {said.seconds:.2f} s",
-        markup=False,
     )
     given = np.array([sample.rewards])
     (values,), (counts,), (total,) = given, counted(given, run.rewards), weighted_sum(given, run.rewards)
-    console.print(rewards_table(run.rewards, values, counts, total))
+    terminal.print(rewards_table(run.rewards, values, counts, total))
 
 
 def _end(run: RunConfig, sample: Sample) -> str:

@@ -13,11 +13,9 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Column, Table
 
-from flows.cli.terminal import print_refusal
+from flows.cli.terminal import Terminal, print_refusal
 from grpo_core.config.files import load_config, parse_config
 from grpo_core.config.inputs import CurriculumConfig
 from grpo_core.config.rollout import RolloutConfig
@@ -344,30 +342,30 @@ def _say(line: str) -> None:
 
 
 def _show(answer: Mapping[str, Any]) -> None:
-    console = Console()
+    terminal = Terminal()
     for error in answer["errors"]:
         print_refusal(error)
     if not answer["valid"]:
         if answer["fixes"]:
-            console.print(_fixes_table(answer["fixes"]))
+            terminal.print(_fixes_table(answer["fixes"]))
         return
     figures = {field.name: answer[field.name] for field in dataclasses.fields(Plan) if field.name in answer}
     table = Table("quantity", "value", title=f"plan (batch rules: {answer['rules']})")
     for row in plan_rows(figures):
         table.add_row(*row)
-    console.print(table)
+    terminal.print(table)
     if sources := [*source_table(answer.get("sources", {}))]:
         table = Table(*sources[0])
         for line in sources[1:]:
             table.add_row(*line)
-        console.print(table)
+        terminal.print(table)
     for note in answer["notes"]:
-        console.print(note, style="yellow", markup=False, highlight=False)
+        terminal.print(note, style="yellow")
     if answer["forecasts"]:
         table = Table("forecast", "value", Column("how", overflow="fold"))  # keys are long
         for row in forecast_rows(answer["forecasts"]):
-            table.add_row(*map(escape, row))
-        console.print(table)
+            table.add_row(*row)
+        terminal.print(table)
 
 
 def _fixes_table(fixes: list[dict[str, Any]]) -> Table:

@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
 
-from flows.cli.terminal import refusals
+from flows.cli.terminal import Terminal, refusals
 from grpo_core.config.files import load_config
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
@@ -28,6 +25,7 @@ from grpo_core.rewards.contract import Reward, resolve_here, rewards_of
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.rewards.scoring import Batch, score
 from grpo_core.system.libraries import quiet_libraries
+from tasks.rendering.visible import shortened
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,17 +36,17 @@ app = typer.Typer(no_args_is_help=True, help="The built-in rewards, and what a c
 @app.command("list")
 def list_rewards() -> None:
     """List the built-in rewards: range, columns they read, arguments, meaning."""
-    console = Console()
+    terminal = Terminal()
     for name, record in sorted(BUILTIN.items()):
         low, high = record.range
         columns, arguments = _parameters(name)
-        console.print(f"{name}   [{low:g} to {high:g}]", style="bold", markup=False, highlight=False)
+        terminal.print(f"{name}   [{low:g} to {high:g}]", style="bold")
         lines = [
             _first_sentence(record.function),
             columns and f"columns: {columns}",
             arguments and f"arguments: {arguments}",
         ]
-        console.print(Padding(Text("\n".join(filter(None, lines))), (0, 0, 0, 4)))
+        terminal.print(Padding("\n".join(filter(None, lines)), (0, 0, 0, 4)))
 
 
 @app.command("try")
@@ -78,13 +76,13 @@ def try_rewards(
         batch = _batch(run, rewards, row, completions)
     with refusals(str(config), started=True):
         given = np.array(score(rewards, batch)).T  # (N, K)
-    console = Console()
-    console.print(f"row {row}", *_shown(batch.rows[0], rewards), sep="\n", markup=False, highlight=False)
+    terminal = Terminal()
+    terminal.print(f"row {row}", *_shown(batch.rows[0], rewards), sep="\n")
     for text, values, counts, total in zip(
         completions, given, counted(given, run.rewards), weighted_sum(given, run.rewards), strict=True
     ):
-        console.print(f"\ncompletion {text!r}", markup=False, highlight=False)
-        console.print(rewards_table(run.rewards, values, counts, total))
+        terminal.print(f"\ncompletion {shortened(repr(text))}")
+        terminal.print(rewards_table(run.rewards, values, counts, total))
 
 
 def _parameters(name: str) -> tuple[str, str]:
@@ -159,7 +157,7 @@ def _shown(row: Mapping[str, Any], rewards: Sequence[Reward]) -> list[str]:
     """The row's prompt and the columns that the rewards read, as lines of text."""
     own = [reward for reward in rewards if reward.scores(row)]
     read = dict.fromkeys(["prompt", *(column for reward in own for column in reward.columns)])
-    return [f"{column}: {row[column]!r}" for column in read]
+    return [f"{column}: {shortened(repr(row[column]))}" for column in read]
 
 
 def rewards_table(rewards: Sequence[RewardConfig], given: np.ndarray, counts: np.ndarray, total: float) -> Table:
@@ -168,7 +166,7 @@ def rewards_table(rewards: Sequence[RewardConfig], given: np.ndarray, counts: np
     table.columns[0].footer, table.columns[4].footer = "reward", _figure(total)
     for reward, value, count in zip(rewards, given, counts, strict=True):
         adds, why = _figure(reward.weight * count), "; ".join(_why(reward, by_name))
-        table.add_row(reward.name, _figure(value), _figure(count), f"{reward.weight:g}", adds, escape(why))
+        table.add_row(reward.name, _figure(value), _figure(count), f"{reward.weight:g}", adds, why)
     return table
 
 

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.padding import Padding
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.terminal import refuse, say
+from flows.cli.terminal import Terminal, refuse, say
 from grpo_core.errors import GrpoError
 from grpo_core.system.libraries import quiet_libraries
 from tasks.stages.files import write_text
@@ -93,36 +92,36 @@ def _print(found: Rollouts, colour: str, tokenizer: Any) -> None:
     from tasks.reports.conversations import trained_on
     from tasks.reports.rollouts import by_step, describe, pieces_of
 
-    console = Console()
+    terminal = Terminal()
     if found.prompt is not None:
-        console.print(_table(by_step(found)))
+        terminal.print(_table(by_step(found)))
     pieces = pieces_of(found, tokenizer) if colour else [None for _ in found.rows]
     for row, of_row in zip(found.rows, pieces, strict=True):
-        console.print(Text(f"\n{describe(row)}", style="bold"))
-        _print_sample(console, trained_on(row), of_row, colour)
-    console.print(Text(f"\n{found.summary}", style="dim"))
+        terminal.print(f"\n{describe(row)}", style="bold")
+        _print_sample(terminal, trained_on(row), of_row, colour)
+    terminal.print(f"\n{found.summary}", style="dim")
     if colour:
-        console.print(Text(f"Colour: {found.colours[colour]}.", style="dim"))
+        terminal.print(f"Colour: {found.colours[colour]}.", style="dim")
 
 
-def _print_sample(console: Console, sample: Mapping[str, Any], pieces: Sequence[Piece] | None, colour: str) -> None:
+def _print_sample(terminal: Terminal, sample: Mapping[str, Any], pieces: Sequence[Piece] | None, colour: str) -> None:
     """A rollout as the page has it: prompt, then completion or turns."""
     [policy] = sample["policies"]
     for role, text in [*sample["prompt"], *([("reset", sample["opening"])] if sample["opening"] else [])]:
-        console.print(_indented(Text(f"{role}: {text}" if role else text, style="dim")))
+        terminal.print(_indented(Text(f"{role}: {text}" if role else text, style="dim")))
     if pieces is not None:
-        console.print(_indented(_coloured(pieces, colour)))
+        terminal.print(_indented(_coloured(pieces, colour)))
     elif policy["conversation"] is None:
-        console.print(_indented(Text(policy["completion"])))
+        terminal.print(_indented(Text(policy["completion"])))
     else:
         for turn in policy["conversation"]["turns"]:
             said = [turn["text"], *(f"→ {call}" for call in turn["calls"])]
             head = f"{turn['who']}: " if turn["who"] else ""
-            console.print(_indented(Text(head + "\n".join(filter(None, said)), style=TURN_STYLES[turn["kind"]])))
+            terminal.print(_indented(Text(head + "\n".join(filter(None, said)), style=TURN_STYLES[turn["kind"]])))
         if failure := policy["conversation"]["failure"]:
-            console.print(_indented(Text(f"The environment failed: {failure}", style="red")))
+            terminal.print(_indented(Text(f"The environment failed: {failure}", style="red")))
     given = policy["rewards"] or policy["conversation"]["rewards"]
-    console.print(_indented(Text(given, style="dim")))
+    terminal.print(_indented(Text(given, style="dim")))
 
 
 def _coloured(pieces: Sequence[Piece], colour: str) -> Text:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from flows.cli.terminal import refusals, refuse, say
+from flows.cli.terminal import Terminal, refusals, refuse, say
 from flows.serving.environment import TAG, configure
 from flows.serving.find_server import server_for_command
 from flows.serving.up_file import find_up
@@ -75,7 +74,7 @@ def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
     from tasks.reports.record import read_record
     from tasks.reports.report import PAGE
 
-    console = Console()
+    terminal = Terminal()
     report, training, registration = (stage.read_receipt(folder) for stage in (EVALUATE, TRAIN, REGISTER))
     counted = training["counted"]
     up = find_up()
@@ -86,7 +85,7 @@ def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
         table = Table(*head, title=f"{name}: {figures['num_prompts']:,} prompts, {drawn}")
         for row in rows:
             table.add_row(*row)
-        console.print(table)
+        terminal.print(table)
     record = read_record(folder, config)
     made = [stage.read_receipt(folder)["made_at"] for stage in stages_of(config)]
     if record.metrics and min(made) > time.time() - seconds:
@@ -95,8 +94,8 @@ def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
         table = Table("stage", "seconds", title="Where the time went")
         for name, value in [("start of command and Prefect", rest), *timed]:
             table.add_row(name, f"{value:.1f}")
-        console.print(table)
-    console.print(
+        terminal.print(table)
+    terminal.print(
         "\n".join(f"{sentence}." for sentence in verdicts(report, metric_of(config, report))) + "\n"
         f"{counted['updates']} of {training['planned']['updates']} planned updates, "
         f"{counted['completions']:,} completions; pipeline took {seconds:.0f} s\n"
@@ -106,5 +105,4 @@ def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
         f"report      {EVALUATE.path(folder) / PAGE}\n"
         f"look at it  {where}",
         soft_wrap=True,
-        highlight=False,
     )

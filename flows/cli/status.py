@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from flows.cli.terminal import say
+from flows.cli.terminal import Terminal, say
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.system.progress import RANKS, Record, read_records
@@ -47,7 +46,7 @@ def list_runs() -> None:
         stages = "all" if all(stage.name in done for stage in STAGES) else ", ".join(done) or "none"
         last = datetime.fromtimestamp(_last(folder, done))
         table.add_row(folder.name, stages, f"{last:{WHEN}}", _figure(folder, done))
-    Console().print(table)
+    Terminal().print(table)
 
 
 def _done(folder: Path) -> dict[str, dict[str, Any]]:
@@ -117,7 +116,7 @@ def show_status(folder: Path) -> bool:
             made = f"{datetime.fromtimestamp(made_at(stage, folder)):{WHEN}}"
             figure = _key_figure(stage, config, receipt)
         table.add_row(stage.name, condition.state, condition.reason, made, figure, style=COLOURS[condition.state])
-    Console().print(table)
+    Terminal().print(table)
     for stage in stages_of(config):
         ranks = stage.partial(folder) / RANKS
         if not now[stage.name].is_up_to_date and (line := progress_line(stage, ranks, time.time())):

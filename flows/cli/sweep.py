@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 
 from flows.cli.compare import show
 from flows.cli.plan import plan_of
-from flows.cli.terminal import refusals, say
+from flows.cli.terminal import Terminal, refusals, say
 from flows.serving.environment import TAG, configure
 from flows.serving.find_server import server_for_command
 from grpo_core.config.evaluation import HELD_OUT
@@ -105,7 +104,7 @@ def sweep(
         folder = sweep_of(asked)(str(config), changes_of(config, overrides), options)
     choice, arms = read_choice(asked.name)
     for section in sweep_sections(choice, arms):
-        show(section, Console())
+        show(section, Terminal())
     verdict = describe(choice)
     say(f"\n{verdict.headline}. {verdict.sentence}\npage        {folder / PAGE}")
 
@@ -135,7 +134,7 @@ def _show_plan(sweep: Sweep) -> None:
     if not sweep.search:
         table.add_section()
         table.add_row(f"{len(sweep.arms)} arms", f"{sum(updates):,}", *_forecast(*hours))
-    Console().print(table)
+    Terminal().print(table)
     if sweep.search:
         say(
             f"These are the ends of the ranges. Each of {sweep.num_arms} arms has values between them, proposed by "

@@ -9,11 +9,14 @@ from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.text import Text
 from typer.core import TyperGroup
 
 from grpo_core.errors import GrpoError
+from tasks.rendering.visible import shortened
 
 FAILED, REFUSED = 1, 2
+LONGEST = 20_000  # characters of a text that is printed: a list of mistakes may be long
 
 
 class Refusal(GrpoError):
@@ -41,12 +44,23 @@ class Commands(TyperGroup):
             raise
 
 
+class Terminal(Console):
+    """Where commands print. A string, also one in a table, is shown as it is: it has no markup or control characters,
+    and at most LONGEST characters. A `Text` is printed with its style, so what it says has to be `visible` before."""
+
+    def __init__(self, *, stderr: bool = False, soft_wrap: bool = False):
+        super().__init__(stderr=stderr, soft_wrap=soft_wrap, markup=False, emoji=False, highlight=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(shortened(text, LONGEST).expandtabs(), **options)  # rich measures a tab as nothing
+
+
 def say(text: str) -> None:
-    Console().print(text, markup=False, highlight=False, soft_wrap=True)
+    Terminal(soft_wrap=True).print(text)
 
 
 def print_refusal(message: str) -> None:
-    Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
+    Terminal(stderr=True, soft_wrap=True).print(message, style="red")
 
 
 def refuse(message: str, exit_status: int = REFUSED) -> NoReturn:

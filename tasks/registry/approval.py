@@ -13,7 +13,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import turns
 from grpo_core.evaluation.outcomes import deciding_metric, outcomes, samples_of
 from tasks.registry.gate import Contestant
-from tasks.rendering.visible import shortened
+from tasks.rendering.visible import shortened, visible
 
 WAITING, REJECTED = "waiting", "rejected"
 BY, WORDS = "promotion.by", "promotion.words"
@@ -53,7 +53,8 @@ def decision_of(accepted: bool, asks: bool, force: bool, approval: Approval | No
 
 def tags_of(approval: Approval | None) -> dict[str, str | None]:
     """The version's tags; None removes those of an earlier answer."""
-    return {BY: approval.by if approval else None, WORDS: approval.words or None if approval else None}
+    by, words = (visible(approval.by), visible(approval.words)) if approval else (None, None)
+    return {BY: by, WORDS: words or None}
 
 
 def largest_changes(config: RunConfig, candidate: Contestant, rival: Contestant) -> tuple[Change, ...]:

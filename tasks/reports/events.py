@@ -2,7 +2,7 @@
 ended.
 
 docs/reference/events.md has them in one table. Payloads are flat and have no NaN: templates of automations name their
-keys, and JSON has none.
+keys, and JSON has none. Their texts are `shortened`: Prefect's server refuses large events.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from prefect.utilities.urls import url_for
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
 from tasks.rendering import figures
+from tasks.rendering.visible import shortened
 from tasks.reports.cost import Cost, cost_of
 from tasks.reports.report import PAGE, headline, rival_of
 from tasks.reports.sweep import describe, read_choice
@@ -196,4 +197,6 @@ def _addresses(run: Path) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return shortened(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value

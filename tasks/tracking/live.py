@@ -26,6 +26,7 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from grpo_core.planning.plan import Plan
 from tasks.rendering.drawing import Row, draw_curves
 from tasks.rendering.figures import duration
+from tasks.rendering.visible import shortened
 from tasks.tracking.runs import run_page
 
 OUTPUT, CURVES = "output.log", "curves.png"
@@ -90,7 +91,7 @@ class Output:
 
     def _log(self, line: str) -> None:
         level = logging.WARNING if line.startswith("health:") else logging.INFO
-        self.log.log(level, "%s", line[:LONGEST_LINE])
+        self.log.log(level, "%s", shortened(line, LONGEST_LINE))
 
 
 class Figures:

@@ -36,6 +36,7 @@ from grpo_core.planning.hardware import find_gpu, name_hardware
 from grpo_core.planning.pace import Throughput
 from tasks.data.places import data_set
 from tasks.data.sources import Source, sources_of
+from tasks.rendering.markdown import escape
 from tasks.stages.arms import sweep_folder
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json, write_text
@@ -127,7 +128,7 @@ def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
     client = connect()
     experiment_id = open_experiment(client, config.registry.experiment)
     tags = {
-        MLFLOW_RUN_NOTE: f"Not evaluated yet. Training of `{config.model.name_or_path}` in `{run}`.",
+        MLFLOW_RUN_NOTE: f"Not evaluated yet. Training of {escape(config.model.name_or_path)} in `{run}`.",
         MLFLOW_SOURCE_NAME: "grpo-flows",
         MLFLOW_SOURCE_TYPE: "LOCAL",
         HARDWARE: (hardware := name_hardware(find_gpu())),

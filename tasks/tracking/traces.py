@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ TRACED_FILE = "mlflow_traced"  # in a training's folder: when the newest generat
 LONGEST_TEXT = 50_000  # characters of a message
 LONGEST_PREVIEW = 1000  # characters of prompt and completion in the table of traces: PostgreSQL refuses more
 LONGEST_TAG = 250
+LINK = re.compile(r"\](?=[(:])")  # in a link, a picture and a definition of either (CommonMark 0.31, 4.7, 6.3, 6.4)
 TRACES_PER_REQUEST = 25
 SECONDS_BETWEEN_BATCHES = 2.0
 SECONDS_AFTER_FAILURE = 60.0
@@ -319,8 +321,9 @@ def _spans(it: Told) -> Iterator[Span]:
 
 
 def _text(text: str) -> str:
-    """The text for a page that renders it as Markdown, and would load a picture from wherever it says."""
-    return shortened(text, LONGEST_TEXT).replace("![", "!\\[")
+    """The text for a page that renders it as Markdown: without its links, which hide where they lead, and pictures,
+    which the page would load from there."""
+    return LINK.sub("]\\\\", shortened(text, LONGEST_TEXT))
 
 
 def _span(it: Told, number: int, name: str, kind: str, inputs: Any, outputs: Any) -> Span:

@@ -32,8 +32,8 @@ from tests.e2e.browsing import (
     wait_until,
 )
 from tests.e2e.picturing import SHOWN, TIMELINE, Picture, assert_fits
+from tests.hostile import HOSTILE, read
 from tests.serving import Served, serving
-from tests.tasks.rendering.test_markdown import HOSTILE, read
 
 pytestmark = pytest.mark.e2e
 

@@ -40,9 +40,9 @@ from tests.e2e.databases import (
     wait_until,
 )
 from tests.e2e.traced import assert_traced, traces_of
+from tests.hostile import EVIL
 from tests.made_up import sampled, write_sampled
 from tests.serving import OFFERED, Served, free_ports, prefect_server
-from tests.tasks.reports.test_rollouts import EVIL
 
 pytestmark = pytest.mark.e2e
 

@@ -23,8 +23,8 @@ from tasks.reports.evaluation_tables import rows_of, verdicts
 from tasks.stages.run import Context
 from tasks.tracking.runs import connect
 from tests.conftest import config_values
+from tests.hostile import HOSTILE, read, render
 from tests.pages import Page
-from tests.tasks.rendering.test_markdown import HOSTILE, read, render
 
 
 @pytest.fixture(scope="module")

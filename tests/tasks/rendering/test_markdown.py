@@ -8,46 +8,14 @@ import polars as pl
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from markdown_it import MarkdownIt
 
 from tasks.data.repeats import FINDING
 from tasks.rendering.markdown import escape, table
 from tasks.reports.data_report import markdown
-from tests.pages import Page
+from tests.hostile import HOSTILE, read, render
 
-HOSTILE = [
-    "<script>alert(1)</script>",
-    "<img src=x onerror=alert(1)>",
-    "[a](javascript:alert(1))",
-    "![t](http://evil.example/x.png)",
-    "![t][x]\n\n[x]: http://evil.example/x.png",
-    "<http://evil.example> http://evil.example www.evil.example a@evil.example",
-    "`code` ```` **bold** _it_ ~~gone~~",
-    "a | b || c \\| d \\\\| e \\",
-    "&lt;b&gt; &#60;b&#62;",
-    "# one\n## two\r\n- three\n1. four\n> five\n    six\n---\n===\u2028seven\u0085eight\vnine",
-    "\tindented",
-    "    indented ",
-    "\u202egnp.exe\u202c \u2066isolated\u2069",
-]
 MARKS = st.text("<>[]()!`*_~|\\&#;:/.@-+=>$^{}\"'?,% \n\r\t1ahtpw\xa0\u202a\u202e\u2066\u2069", max_size=40)
 TEXTS = st.sampled_from(HOSTILE) | MARKS | st.text(max_size=40)
-RENDERER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
-
-
-def render(source: str) -> tuple[list[str], str]:
-    """Its elements, and its text without white space."""
-    page = Page(RENDERER.render(source))
-    return [tag for tag, _ in page.tags], "".join(page.text.split())
-
-
-def read(text: str) -> str:
-    """`text` as it is to be read, without white space; nothing shows U+0000 (CommonMark 0.31, section 2.3)."""
-    for line_break in ("\r\n", *"\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"):
-        text = text.replace(line_break, "⏎")
-    for code in ("202a", "202b", "202c", "202d", "202e", "2066", "2067", "2068", "2069"):
-        text = text.replace(chr(int(code, 16)), f"\\u{code}")
-    return "".join(text.replace("\0", "\ufffd").split())
 
 
 @pytest.mark.parametrize(

@@ -19,20 +19,12 @@ from grpo_core.config.files import dump_config, parse_config
 from tasks.data.completions import NoRolloutsError
 from tasks.rendering.visible import UNSHOWN, shortened, visible
 from tasks.reports.rollouts import choose_rollouts, rollouts_page
+from tests.hostile import EVIL
 from tests.made_up import sampled, values_of, write_sampled
 from tests.pages import Page
-from tests.tasks.rendering.test_markdown import HOSTILE
 
 G = 4
 REWARDS = [{"function": "numeric_match"}, {"function": "length", "weight": 0.5, "args": {"target": 3}}]
-EVIL = [
-    *HOSTILE,
-    "[red]rich[/red] [link=http://evil.example]markup[/link] [/]",
-    "\x1b[2J\x1b]0;title\x07 \x1b]8;;http://evil.example\x1b\\click\x1b]8;;\x1b\\ \x9b31m \x00 \x08\x08 \r over \x7f",
-    "\u202egnp.exe\u202c \u2066isolated\u2069 \u200fmark\u061c \u2028 \ufeff",
-    "</pre></div></details><script>alert(1)</script>{{ 7 * 7 }}{% raw %}",
-    "x" * 2_000_000 + "the end",
-]
 
 
 def _write_run(folder: Path, batches: list[list[dict[str, Any]]], training: str = "training") -> Path:
