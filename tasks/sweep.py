@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +17,7 @@ from prefect.states import Completed
 
 from tasks.rendering import figures
 from tasks.rendering.markdown import escape, table
+from tasks.reports.record import Record
 from tasks.reports.report import PAGE
 from tasks.reports.sweep import Choice, choice_section, describe, read_choice, read_outcomes, sweep_page
 from tasks.stages.arms import sweep_folder
@@ -65,18 +66,14 @@ def choose(sweep: str, alias: str) -> State[Path]:
     folder, an artifact, the sweep's MLflow run. Returns the folder."""
     folder = sweep_folder(sweep)
     choice, arms = read_choice(sweep)
-    verdict, section = describe(choice), choice_section(choice, arms)
+    verdict = describe(choice)
     write_text(folder / PAGE, sweep_page(sweep, choice, arms))
     write_text(folder / TABLE, _csv(choice))
     if registered := REGISTER.read_receipt(run_folder(choice.arm)):
         with answering():
             connect().set_registered_model_alias(registered["model_name"], alias, registered["version"])
     get_run_logger().info("%s. %s", verdict.headline, verdict.sentence)
-    [shown] = section.tables
-    rows = [[" ".join(cell) if isinstance(cell, tuple) else cell for cell in row] for row in shown.rows]
-    said = escape(f"{verdict.headline}. {verdict.sentence}")
-    page = f"# {escape(sweep)}\n\n{said}\n\n{table([shown.head, *rows])}\n\n{escape(section.text)}\n"
-    create_markdown_artifact(key="sweep", markdown=page, description=escape(verdict.headline))
+    create_markdown_artifact(key="sweep", markdown=_markdown(sweep, choice, arms), description=escape(verdict.headline))
     gain = asdict(choice.best.gain)
     log_choice(
         sweep,
@@ -87,6 +84,14 @@ def choose(sweep: str, alias: str) -> State[Path]:
         {"sweep": folder / PAGE, "": folder / TABLE},
     )
     return Completed(message=verdict.headline, data=folder)
+
+
+def _markdown(sweep: str, choice: Choice, arms: Mapping[str, Record]) -> str:
+    verdict, section = describe(choice), choice_section(choice, arms)
+    [shown] = section.tables
+    rows = [[" ".join(cell) if isinstance(cell, tuple) else cell for cell in row] for row in shown.rows]
+    said = escape(f"{verdict.headline}. {verdict.sentence}")
+    return f"# {escape(sweep)}\n\n{said}\n\n{table([shown.head, *rows])}\n\n{escape(section.text)}\n"
 
 
 def _csv(choice: Choice) -> str:

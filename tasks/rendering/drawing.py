@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from tasks.rendering.visible import shortened
+
 Points = Sequence[tuple[float, float]]
 Row = dict[str, float]
 
@@ -48,6 +50,7 @@ SMOOTHED_FROM = 40  # points; fewer have markers
 WINDOW = 10  # points of the running mean; the same for runs of any length, so that they can be compared
 MOST_POINTS = 600  # per line; more are averaged
 BINS = 40
+LONGEST_LABEL = 40  # characters of a category, which leave room for the picture
 
 
 def svg(draw: Callable[[Any], None], size: tuple[float, float] = PANEL) -> str:
@@ -217,7 +220,7 @@ def forest(
             color=colours[policy],
             label=policy,
         )
-    axes.set_yticks(range(len(rows)), [label for label, _ in rows])
+    axes.set_yticks(range(len(rows)), [shortened(" ".join(label.split()), LONGEST_LABEL) for label, _ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.tick_params(left=False)
     axes.grid(False, axis="y")

@@ -9,6 +9,8 @@ from typing import Any
 
 import jinja2
 
+from tasks.rendering.visible import visible
+
 Cell = str | tuple[str, str]  # text, or text and a smaller line below it
 
 
@@ -100,6 +102,7 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("tasks.rendering"),
         autoescape=True,
+        finalize=lambda value: visible(value) if type(value) is str else value,  # not what is HTML already
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
