@@ -224,7 +224,7 @@ def _example(config: RunConfig, run: Path) -> Example:
 
 
 def _tags(config: RunConfig, run: Path, report: dict[str, Any]) -> dict[str, Any]:
-    """Tags of the model version: its run, its data, and its figures."""
+    """Tags of the model version: its run and its figures."""
     plan, metric = PLAN.read_receipt(run)["plan"], figures.metric_of(config, report)
     return {
         "run": config.name,
@@ -234,5 +234,4 @@ def _tags(config: RunConfig, run: Path, report: dict[str, Any]) -> dict[str, Any
             for policy, of_policy in found["policies"].items()
         },
         **{f"plan.{key}": plan[key] for key in PLAN_TAGS},
-        **{f"data.{name}": digest for name, digest in dataset_digests(run).items()},
     }

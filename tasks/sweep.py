@@ -15,8 +15,10 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
+from grpo_core.config.evaluation import HELD_OUT
 from tasks.rendering import figures
 from tasks.rendering.markdown import escape, table
+from tasks.reports.cost import sum_metrics
 from tasks.reports.record import Record
 from tasks.reports.report import PAGE
 from tasks.reports.sweep import Choice, choice_section, describe, read_choice, read_outcomes, sweep_page
@@ -80,7 +82,11 @@ def choose(sweep: str, alias: str) -> State[Path]:
         f"**{escape(verdict.headline)}.** {escape(verdict.sentence)}\n\nOn one page: `sweep/{PAGE}` under Artifacts.",
         f"{choice.metric} {figures.amount(choice.metric, choice.best.value)}, {figures.gain(choice.metric, gain)} "
         f"{figures.interval(choice.metric, gain)}, of {len(arms)} arms",
-        {f"best/{choice.metric}": choice.best.value, "arms": float(len(arms))},
+        {
+            f"eval/{HELD_OUT}/trained/{choice.metric}": choice.best.value,
+            "arms": float(len(arms)),
+            **sum_metrics(record.cost for record in arms.values()),
+        },
         {"sweep": folder / PAGE, "": folder / TABLE},
     )
     return Completed(message=verdict.headline, data=folder)

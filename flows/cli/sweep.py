@@ -128,12 +128,14 @@ def _show_plan(sweep: Sweep) -> None:
     times = [answer["forecasts"]["time"] for answer in plans]
     updates = [answer["max_steps"] for answer in plans]
     hours = [[it.get(key) for it in times] for key in ("wall_time_hours", "gpu_hours")]
-    table = Table(Column("arm", overflow="fold"), "updates", "time", "GPU hours", title=f"sweep {sweep.name}")
+    table = Table(Column("arm", overflow="fold"), "updates", "time", title=f"sweep {sweep.name}")
+    if has_gpu := any(hours[1]):
+        table.add_column("GPU hours")
     for arm, count, wall, gpu in zip(sweep.arms, updates, *hours, strict=True):
-        table.add_row(arm.label, f"{count:,}", *_forecast([wall], [gpu]))
+        table.add_row(arm.label, f"{count:,}", *_forecast([wall], [gpu])[: 1 + has_gpu])
     if not sweep.search:
         table.add_section()
-        table.add_row(f"{len(sweep.arms)} arms", f"{sum(updates):,}", *_forecast(*hours))
+        table.add_row(f"{len(sweep.arms)} arms", f"{sum(updates):,}", *_forecast(*hours)[: 1 + has_gpu])
     Terminal().print(table)
     if sweep.search:
         say(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pandera.polars as pa
 import polars as pl
@@ -16,6 +17,7 @@ from tasks.data.repeats import NONE, key_of, shown
 from tasks.data.rows import Rows
 
 RULE = "own_schema"
+CHANGES = "and the training would read the rows unchanged"
 _NO_CASE = pl.DataFrame(schema={"failure_case": pl.String, "column": pl.String, "check": pl.String, "index": pl.Int64})
 
 
@@ -25,9 +27,11 @@ def load_schema(name: str) -> pa.DataFrameSchema:
     if not (isinstance(model, type) and issubclass(model, pa.DataFrameModel)):
         raise ConfigError(f"data.schema = {name!r} is no pandera.polars.DataFrameModel")
     try:
-        return model.to_schema()
+        schema = model.to_schema()
     except Exception as error:  # pandera raises errors of many kinds
         raise ConfigError(f"data.schema = {name!r} is no valid schema: {error}") from error
+    _check_it_only_looks(f"data.schema = {name!r}", schema)
+    return schema
 
 
 def read_schema(path: Path) -> pa.DataFrameSchema:
@@ -35,11 +39,57 @@ def read_schema(path: Path) -> pa.DataFrameSchema:
     if not is_file(path):
         raise ConfigError(f"{path}: cannot be read: no such file")
     try:
-        return pa.DataFrameSchema.from_yaml(path.read_text())
+        schema = pa.DataFrameSchema.from_yaml(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except Exception as error:
         raise ConfigError(f"{path}: no schema as `grpo data schema` writes it: {error}") from error
+    _check_it_only_looks(str(path), schema)
+    return schema
+
+
+def _check_it_only_looks(name: str, schema: pa.DataFrameSchema) -> None:
+    """Raises ConfigError if the schema would change what it checks, which the training reads as it is, or would not
+    find every row that breaks a rule."""
+    if wrong := [*_frame_settings(schema), *_column_settings(schema), *_check_settings(schema)]:
+        raise ConfigError("\n".join(f"{name}: {it}" for it in wrong))
+
+
+def _frame_settings(schema: Any) -> Iterator[str]:
+    if schema.coerce:
+        yield f"coerce changes types, {CHANGES}; write the types that the columns have"
+    if schema.add_missing_columns:
+        yield f"add_missing_columns adds columns, {CHANGES}; add them by data.columns"
+    if schema.drop_invalid_rows:
+        yield "drop_invalid_rows hides the rows that break a rule; set data.checks.own_schema to 'drop' instead"
+    if schema.strict == "filter":
+        yield f"strict = 'filter' leaves columns out, {CHANGES}; set it to true or false"
+    if schema.dtype is not None:
+        yield "a dtype for all columns is not checked by pandera; give each column its type"
+
+
+def _column_settings(schema: pa.DataFrameSchema) -> Iterator[str]:
+    for name, column in schema.columns.items():
+        if column.coerce and not schema.coerce:
+            yield f"column {name!r}: coerce changes its type, {CHANGES}; write the type that it has"
+        if column.default is not None:
+            yield f"column {name!r}: a default fills it, {CHANGES}; fill it by data.columns"
+        if column.drop_invalid_rows:
+            yield f"column {name!r}: drop_invalid_rows hides rows; set data.checks.own_schema to 'drop' instead"
+        if column.unique and column.regex:
+            yield f"column {name!r}: unique is not checked of columns that a pattern names; name each column"
+
+
+def _check_settings(schema: Any) -> Iterator[str]:
+    found = [("", check) for check in schema.checks]
+    found += [(f"column {name!r}: ", check) for name, column in schema.columns.items() for check in column.checks]
+    for where, check in found:
+        if check.groupby is not None:
+            yield f"{where}check {check.name}: groupby is not supported by pandera for polars; compare rows otherwise"
+        if check.raise_warning:
+            yield f"{where}check {check.name}: raise_warning hides rows; set data.checks.own_schema to 'warn' instead"
+        if check.n_failure_cases is not None:
+            yield f"{where}check {check.name}: n_failure_cases hides the rows after the first; leave it out"
 
 
 def hold_against(parts: Mapping[str, Rows], schema: pa.DataFrameSchema) -> tuple[list[str], pl.DataFrame]:

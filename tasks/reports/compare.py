@@ -17,9 +17,7 @@ from grpo_core.evaluation.statistics import Difference, paired_difference
 from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import series
 from tasks.rendering.page import Cell, Chart, Section, Table, Verdict, render
-from tasks.reports.cost import cost_of
 from tasks.reports.record import Record
-from tasks.stages.table import PROBE
 
 LAST = 0.1  # share of the updates that count as the end of a training
 ENDS = (
@@ -111,8 +109,7 @@ def end_of_training(record: Record) -> dict[str, str]:
     if record.result:
         found["completions"] = f"{record.result['counted']['completions']:,}"
         found["time in updates"] = figures.duration(record.result["train_seconds"])
-        seconds = (record.evaluation.get("seconds", 0.0), record.seconds.get(PROBE.name, 0.0))
-        found |= dict(cost_of(record.config, record.hardware, record.result, *seconds).rows())
+        found |= dict(record.cost.rows())
     for metric in map(TRAINED.__getitem__, ENDS):
         values = [row[metric.name] for row in rows if metric.name in row]
         if values:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,12 @@ class Cost:
         yield "GPU hours", figures.NONE if self.gpu_hours is None else f"{front}{figures.number(self.gpu_hours)}"
         if self.money is not None:
             yield f"cost at {self.price:g} per GPU hour", f"{front}{self.money:,.2f}"
+
+
+def sum_metrics(costs: Iterable[Cost]) -> dict[str, float]:
+    """The sums of metrics that all of these have, such as of a sweep's arms."""
+    each = [it.metrics for it in costs]
+    return {name: sum(it[name] for it in each) for name in each[0] if all(name in it for it in each)}
 
 
 def cost_of(

@@ -16,6 +16,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from tasks.rendering.drawing import Row
 from tasks.rendering.figures import metric_of
+from tasks.reports.cost import Cost, cost_of
 from tasks.stages.run_directory import CONFIG, UnknownRunError, find_run, read_config
 from tasks.stages.table import ALL_STAGES, EVALUATE, PLAN, PROBE, STAGES, TRAIN, VALIDATE
 
@@ -51,6 +52,11 @@ class Record:
     def metric(self) -> str:
         """The metric by which policies are compared: accuracy or reward."""
         return metric_of(self.config, self.evaluation)
+
+    @property
+    def cost(self) -> Cost:
+        seconds = self.evaluation.get("seconds", 0.0), self.seconds.get(PROBE.name, 0.0)
+        return cost_of(self.config, self.hardware, self.result, *seconds)
 
 
 def load_record(reference: str) -> Record:

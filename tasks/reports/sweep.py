@@ -6,9 +6,10 @@ are simultaneous (Bonferroni), so that with the stated confidence all of them ho
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
@@ -24,11 +25,10 @@ from tasks.rendering import figures
 from tasks.rendering.drawing import LINE_COLOURS
 from tasks.rendering.page import Section, Table, Verdict
 from tasks.reports.compare import Records, comparison, outcomes_per_prompt, page_of
-from tasks.reports.cost import cost_of
+from tasks.reports.cost import Cost, sum_metrics
 from tasks.reports.record import NotEvaluatedError, Record, read_record
 from tasks.stages.arms import arm_prefix
 from tasks.stages.run_directory import find_runs, read_config
-from tasks.stages.table import PROBE
 from tasks.stages.trials import read_trials
 from tasks.tracking.early_stop import stopped_arms
 
@@ -211,8 +211,8 @@ def choice_section(choice: Choice, arms: Records) -> Section:
                 figures.amount(metric, setting.value),
                 (figures.gain(metric, gain), figures.interval(metric, gain)),
                 "yes" if setting.may_be_best else "no",
-                f"{len(setting.arms)}",
-                _gpu_hours([arms[name] for name in setting.arms.values()]),
+                f"{len(setting.arms)}" if choice.by_seeds else figures.NONE,
+                *_costs([arms[name].cost for name in setting.arms.values()]),
             ]
         )
     text = (
@@ -226,17 +226,19 @@ def choice_section(choice: Choice, arms: Records) -> Section:
         )
     if choice.by_seeds:
         text += " Intervals are Student's over seeds; the prompts are taken as given."
-    head = ["setting", metric, "over the base", "may be the best", "seeds", "GPU hours"]
+    names = ["setting", metric, "over the base", "may be the best", "seeds", "GPU hours", "cost"]
+    known = [any(cell != figures.NONE for cell in column) for column in zip(*rows, strict=True)]
+    head = [*itertools.compress(names, known)]
+    rows = [[*itertools.compress(row, known)] for row in rows]
     notes = [f"{name}: {reason}" for name, reason in choice.stopped.items()]
     return Section("Choice", text, tables=[Table(head, rows)], notes=notes)
 
 
-def _gpu_hours(records: Sequence[Record]) -> str:
-    costs = []
-    for it in records:
-        seconds = (it.evaluation.get("seconds", 0.0), it.seconds.get(PROBE.name, 0.0))
-        costs.append(cost_of(it.config, it.hardware, it.result, *seconds).gpu_hours)
-    return figures.NONE if any(it is None for it in costs) else figures.number(sum(it or 0.0 for it in costs))
+def _costs(costs: Sequence[Cost]) -> Iterator[str]:
+    """GPU hours and money of several arms together, where these are known of all."""
+    total = sum_metrics(costs)
+    for name in ("cost/gpu_hours", "cost/money"):
+        yield figures.number(total[name]) if name in total else figures.NONE
 
 
 def shown_arms(choice: Choice, arms: Records) -> tuple[dict[str, Record], int]:

@@ -37,14 +37,14 @@ from grpo_core.planning.pace import Throughput
 from tasks.data.places import data_set
 from tasks.data.sources import Source, sources_of
 from tasks.rendering.markdown import escape
-from tasks.stages.arms import sweep_folder
+from tasks.stages.arms import arm_prefix, sweep_folder
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json, write_text
 from tasks.stages.lineage import DIGITS, lineage_keys
 from tasks.stages.mlflow_address import TrackingError, describe, tracking_uri
 from tasks.stages.run_directory import kept_rewards, storage_root
 from tasks.stages.table import PLAN, VALIDATE
-from tasks.tracking.view import VIEW, experiment_tags
+from tasks.tracking.view import SWEEP, VIEW, experiment_tags
 
 RUN_FILE = "mlflow.json"  # in a training's folder: run_id, experiment_id, start_time (ms), hardware of its MLflow run
 PARAMS_PER_REQUEST = 100  # MLflow's maximum
@@ -136,9 +136,12 @@ def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
     }
     with suppress(KeyError, OSError):  # a user without a name, as in some containers
         tags[MLFLOW_USER] = getpass.getuser()
-    if config.registry.sweep and (parent := read_json(sweep_folder(config.registry.sweep) / RUN_FILE)):
-        tags[MLFLOW_PARENT_RUN_ID] = parent["run_id"]
-    info = client.create_run(experiment_id, run_name=config.name, tags=tags).info
+    name = config.name
+    if sweep := config.registry.sweep:
+        tags[SWEEP], name = sweep, name.removeprefix(arm_prefix(sweep))
+        if parent := read_json(sweep_folder(sweep) / RUN_FILE):
+            tags[MLFLOW_PARENT_RUN_ID] = parent["run_id"]
+    info = client.create_run(experiment_id, run_name=name, tags=tags).info
     try:
         _describe(client, info.run_id, config, run)
     except BaseException:

@@ -14,7 +14,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE, MLFLOW_SOURCE_NAME, MLFLOW
 from tasks.stages.arms import sweep_folder
 from tasks.stages.files import read_json, write_text
 from tasks.tracking.runs import RUN_FILE, answering, brief_requests, connect, open_experiment
-from tasks.tracking.view import RESULT
+from tasks.tracking.view import RESULT, SWEEP
 
 
 def open_sweep_run(sweep: str, experiment: str) -> str:
@@ -32,6 +32,7 @@ def open_sweep_run(sweep: str, experiment: str) -> str:
             MLFLOW_RUN_NOTE: "A sweep; nothing is chosen yet.",
             MLFLOW_SOURCE_NAME: "grpo-flows",
             MLFLOW_SOURCE_TYPE: "LOCAL",
+            SWEEP: sweep,
         }
         info = client.create_run(experiment_id, run_name=sweep, tags=tags).info
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -16,9 +16,10 @@ VIEW = "grpo-results"
 KIND = "mlflow.experimentKind"
 MODEL_TRAINING = "custom_model_development"
 RESULT = "result"  # tag of a run: its figure with the interval, and the gain, as text
+SWEEP = "sweep"  # tag of a run: the sweep that it is, or is an arm of
 COLUMNS = {  # and their widths in pixels
     f"tags.`{RESULT}`": 350,
-    "metrics.`reward`": 80,
+    "metrics.`reward`": 110,
     "metrics.`cost/gpu_hours`": 120,
     "metrics.`cost/money`": 100,
     "metrics.`cost/sampled_tokens`": 160,
@@ -26,6 +27,7 @@ COLUMNS = {  # and their widths in pixels
     f"metrics.`eval/{HELD_OUT}/trained/reward`": 210,
     "tags.`hardware`": 160,
     "attributes.`Models`": 160,
+    f"tags.`{SWEEP}`": 160,
 }
 
 

@@ -122,11 +122,15 @@ def test_a_sweep_that_was_killed_and_interrupted_goes_on_and_does_nothing_twice(
     candidate = client.get_model_version_by_alias("sums", "candidate")
     assert candidate.tags["run"] == chosen
     runs = {run.info.run_name: run for run in client.search_runs([client.get_run(candidate.run_id).info.experiment_id])}
-    assert runs.keys() == {"sums.sweep", first, second}
+    assert runs.keys() == {"sums.sweep", "seed-0", "seed-1"}
+    assert {run.data.tags["sweep"] for run in runs.values()} == {"sums.sweep"}
     parent = runs["sums.sweep"]
-    assert {runs[arm].data.tags["mlflow.parentRunId"] for arm in (first, second)} == {parent.info.run_id}
+    assert {runs[arm].data.tags["mlflow.parentRunId"] for arm in ("seed-0", "seed-1")} == {parent.info.run_id}
     assert {run.info.status for run in runs.values()} == {"FINISHED"}
     assert parent.data.metrics["arms"] == 2
+    tokens = [runs[arm].data.metrics["cost/sampled_tokens"] for arm in ("seed-0", "seed-1")]
+    assert parent.data.metrics["cost/sampled_tokens"] == sum(tokens)
+    assert "eval/held-out/trained/reward" in parent.data.metrics
     promoted = subprocess.run([*command[:3], "promote", "sums"], capture_output=True, text=True, timeout=240)
     assert promoted.returncode == 1
     assert "an arm of the sweep 'sums.sweep', which chooses on 'held-out'" in promoted.stderr
@@ -146,7 +150,7 @@ def test_an_arm_that_falls_behind_is_stopped_and_stays_so(command: list[str], tm
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'storage' / 'mlflow' / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("grpo").experiment_id
     status = {run.info.run_name: run.info.status for run in client.search_runs([experiment])}
-    assert status == {"sums.sweep": "FINISHED", first: "FINISHED", second: "KILLED"}
+    assert status == {"sums.sweep": "FINISHED", "learning_rate-0.01": "FINISHED", "learning_rate-0.02": "KILLED"}
     again = subprocess.run(started, capture_output=True, text=True, timeout=480)
     assert again.returncode == 0, again.stdout + again.stderr
     assert again.stderr.count(", skipped") == 2, again.stderr

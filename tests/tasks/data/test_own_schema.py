@@ -46,6 +46,16 @@ class Pair:
 def graded(completions, answer: list[str], points: list[float], note: list[str | None]):
     return [0.0 for _ in completions]
 """
+ODD = """
+import pandera.polars as pa
+import polars as pl
+
+class Graded(pa.DataFrameModel):
+    level: int = pa.Field({level})
+
+    class Config:
+        {settings}
+"""
 
 
 @pytest.fixture
@@ -144,6 +154,54 @@ def test_what_is_no_model_is_refused(values: dict[str, Any], name: str, said: st
     values["data"]["schema"] = name
     with pytest.raises(ConfigError, match=re.escape(said)):
         screen(parse_config(values))
+
+
+@pytest.mark.parametrize(
+    ("level", "settings", "said"),
+    [
+        ("", "coerce = True", "coerce changes types"),
+        ("", "add_missing_columns = True", "add_missing_columns adds columns"),
+        ("", "drop_invalid_rows = True", "set data.checks.own_schema to 'drop'"),
+        ("", "strict = 'filter'", "strict = 'filter' leaves columns out"),
+        ("", "dtype = pl.String", "give each column its type"),
+        ("coerce=True", "", "column 'level': coerce changes its type"),
+        ("default=3", "", "column 'level': a default fills it"),
+        ("alias='le.*', regex=True, unique=True", "", "column 'le.*': unique is not checked"),
+        ("le=5, raise_warning=True", "", "set data.checks.own_schema to 'warn'"),
+        ("le=5, n_failure_cases=1", "", "n_failure_cases hides the rows after the first"),
+        ("no_such_check=5", "", "custom check 'no_such_check' is not available"),
+    ],
+)
+def test_a_schema_that_would_change_the_rows_or_hide_some_is_refused(
+    values: dict[str, Any], tmp_path: Path, level: str, settings: str, said: str
+) -> None:
+    model = ODD.format(level=level, settings=settings or "pass")
+    (tmp_path / "own_rules.py").write_text(model)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        screen(parse_config(values))
+
+
+@pytest.mark.parametrize(
+    ("level", "settings", "wrong"),
+    [
+        ("alias='level', le=5", "", [4]),
+        ("le=5", "strict = False", [4]),
+        ("le=5", "name = 'mine'", [4]),
+        ("isin=[1, 2, 3, 4, 5]", "", [4]),
+        ("nullable=False, le=8", "", [4, 5]),
+        ("le=8, ignore_na=False", "", [4, 5]),
+    ],
+)
+def test_what_a_schema_may_say_is_checked_in_each_row(
+    values: dict[str, Any], tmp_path: Path, level: str, settings: str, wrong: list[int]
+) -> None:
+    """Of the rows, the fifth has level 9 and the sixth has none."""
+    rows = _read(values["data"]["train"])
+    rows[4]["level"], rows[5]["level"] = 9, None
+    _write(Path(values["data"]["train"]), rows)
+    is_nullable = "" if "nullable" in level else "nullable=True, "
+    (tmp_path / "own_rules.py").write_text(ODD.format(level=is_nullable + level, settings=settings or "pass"))
+    assert screen(parse_config(values)).findings.filter(check="own_schema")["row"].to_list() == wrong
 
 
 def test_lineage_follows_the_schema_and_its_source(values: dict[str, Any], tmp_path: Path) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_core.config.files import parse_config
-from tasks.reports.cost import cost_of
-from tests.made_up import values_of
+from tasks.reports.compare import comparison_page
+from tasks.reports.cost import cost_of, sum_metrics
+from tasks.reports.record import read_record
+from tasks.reports.report import report_page
+from tasks.reports.sweep import choice_section, make_choice
+from tests.made_up import made_up_run, metrics_of, outcomes_of, samples_of, values_of
+from tests.pages import Page
 
 RESULT = {"resumed_at_step": None, "seconds": 7200.0, "train_seconds": 5000.0, "sampled_tokens": 1_234_567}
 SERVERS = {"engine": "vllm-server", "vllm_num_servers": 2, "vllm_data_parallel_size": 2}
@@ -54,3 +61,31 @@ def test_an_interrupted_training_cost_at_least_what_is_known() -> None:
         "GPU hours": "at least 1.000",
         "cost at 2 per GPU hour": "at least 2.00",
     }
+
+
+def test_a_price_is_in_report_comparison_and_sweep(tmp_path: Path) -> None:
+    """Two hours of training and a quarter of evaluation on one GPU, at 2 per hour."""
+    records = {}
+    for rate in (0.1, 0.2):
+        name = f"sums.sweep.rate-{rate}"
+        launch, registry = {"gpu_hour_price": 2.0}, {"sweep": "sums.sweep"}
+        values = values_of(name, train={"learning_rate": rate}, launch=launch, registry=registry)
+        samples = samples_of({"base": outcomes_of(0, 0.3), "trained": outcomes_of(1, 0.2 + rate)})
+        record = read_record(made_up_run(tmp_path / name, values, samples, metrics_of()))
+        result = {**record.result, "seconds": 7200.0}
+        evaluation = {**record.evaluation, "seconds": 900.0}
+        records[name] = replace(record, result=result, evaluation=evaluation, hardware="NVIDIA L4", seconds={})
+    record = records["sums.sweep.rate-0.1"]
+    assert (record.cost.gpu_hours, record.cost.money) == (2.25, 4.5)
+    report = Page(report_page(record, 900.0, {}, "", "")).text
+    for text in (report, Page(comparison_page(records)).text):
+        assert "cost at 2 per GPU hour" in text and "4.50" in text
+    choice = make_choice(records)
+    [shown] = choice_section(choice, records).tables
+    assert [*shown.head] == ["setting", "accuracy", "over the base", "may be the best", "GPU hours", "cost"]
+    assert all([*row[-2:]] == ["2.250", "4.500"] for row in shown.rows)
+    total = sum_metrics(it.cost for it in records.values())
+    assert (total["cost/gpu_hours"], total["cost/money"]) == (4.5, 9.0)
+    free = {name: replace(it, hardware="CPU with 2 cores") for name, it in records.items()}
+    assert [*choice_section(choice, free).tables[0].head] == ["setting", "accuracy", "over the base", "may be the best"]
+    assert [*sum_metrics(it.cost for it in free.values())] == ["cost/sampled_tokens"]
