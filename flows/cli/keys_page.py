@@ -30,7 +30,7 @@ PAGES = {  # what explains a section, seen from the page
 REPEATED = ("rewards", "data.sources", "evaluation.sets", "promotion.guards")  # one table of TOML per item: [[rewards]]
 HEAD = """# Configuration
 
-For users who writes a configuration: each key with its default, what it accepts and what it
+For those who write a configuration: each key with its default, what it accepts and what it
 means. `grpo keys` prints the same. `make reference` writes this page from the code, so do not edit it.
 
 A configuration is a TOML file. A section is a table, `[train]`. One in double brackets may come

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from tasks.registry.champion import Outcome
 from tasks.rendering.visible import visible
 from tasks.reports import events
 from tasks.reports.compare import comparison_page
-from tasks.reports.record import Record, read_record
+from tasks.reports.record import read_record
 from tasks.reports.report import report_page
 from tasks.reports.sweep import make_choice, sweep_page
 from tasks.sweep import _markdown as sweep_markdown
@@ -69,35 +70,24 @@ def test_samples_of_an_evaluation_are_shown_as_text(text: str) -> None:
     _assert_only_text(_shown([{"role": "user", "content": text}]), "role")
 
 
-@pytest.fixture(scope="module")
-def arms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Record]]:
-    """By hostile text two arms of a sweep over `model.name_or_path`: of the better one, it is the model's name, a
+def test_sweeps_comparisons_and_evaluations_show_models_categories_and_answers_as_text(tmp_path: Path) -> None:
+    """Two arms of a sweep over `model.name_or_path`: of the better one, all hostile texts are the model's name, a
     category of the prompts and what they are answered."""
-    found: dict[str, dict[str, Record]] = {}
-    for number, text in enumerate(it for it in EVIL[:-1:3] if "\0" not in it):
-        for model in ("plain", text):
-            name = f"arm-{number}-{model == text}"
-            values = values_of(name, model={"name_or_path": model}, registry={"sweep": "sums.sweep"})
-            right = {"base": outcomes_of(0, 0.3), "trained": np.full(NUM_PROMPTS, float(model == text))}
-            samples = samples_of(right, completion=text, categories=(text, "others"))
-            run = made_up_run(tmp_path_factory.mktemp("runs") / name, values, samples, metrics_of())
-            found.setdefault(text, {})[name] = read_record(run)
-    return found
-
-
-@pytest.mark.slow
-def test_sweeps_comparisons_and_evaluations_show_models_categories_and_answers_as_text(
-    arms: dict[str, dict[str, Record]],
-) -> None:
-    for text, records in arms.items():
-        choice = make_choice(records)
-        best = records[choice.arm]
-        assert best.config.model.name_or_path == text
-        _assert_only_text(evaluation_markdown(best.evaluation, "accuracy"), text)
-        _assert_only_text(sweep_markdown("sums.sweep", choice, records), text)
-        pages = [sweep_page("sums.sweep", choice, records), comparison_page(records)]
-        for page in map(Page, [*pages, report_page(best, 1.0, {}, "", "")]):
-            assert not {tag for tag, _ in page.tags} & {"script", "img", "link", "iframe"}
-            assert not page.references
-            assert all(it in "\n\t" or is_seen(it) for it in page.text)
-            assert "".join(visible(text).split()) in "".join(page.text.split())
+    text = "\n".join(it.replace("\0", "") for it in EVIL[:-1])
+    arms = {}
+    for model in ("plain", text):
+        values = values_of("arm", model={"name_or_path": model}, registry={"sweep": "sums.sweep"})
+        right = {"base": outcomes_of(0, 0.3), "trained": np.full(NUM_PROMPTS, float(model == text))}
+        samples = samples_of(right, completion=text, categories=(text, "others"))
+        name = "hostile" if model == text else "plain"
+        arms[name] = read_record(made_up_run(tmp_path / name, values, samples, metrics_of()))
+    choice = make_choice(arms)
+    assert choice.arm == "hostile"
+    _assert_only_text(evaluation_markdown(arms["hostile"].evaluation, "accuracy"), text)
+    _assert_only_text(sweep_markdown("sums.sweep", choice, arms), text)
+    pages = [sweep_page("sums.sweep", choice, arms), comparison_page(arms)]
+    for page in map(Page, [*pages, report_page(arms["hostile"], 1.0, {}, "", "")]):
+        assert not {tag for tag, _ in page.tags} & {"script", "img", "link", "iframe"}
+        assert not page.references
+        assert all(it in "\n\t" or is_seen(it) for it in page.text)
+        assert "".join(visible(text).split()) in "".join(page.text.split())

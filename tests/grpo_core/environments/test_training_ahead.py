@@ -67,7 +67,7 @@ class Turns:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rolls_back", [False, True])
+@pytest.mark.parametrize("rolls_back", [False, pytest.param(True, marks=pytest.mark.e2e)])
 def test_conversations_go_on_with_new_weights_and_each_prompt_is_trained_as_planned(
     folder: Path, counting: Environments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rolls_back: bool
 ) -> None:

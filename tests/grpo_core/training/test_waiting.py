@@ -48,8 +48,11 @@ def _own(gpu: Gpu) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "packs", "loss_types"),
-    [({}, True, ["dapo"]), (EVERYTHING, True, get_args(LossType)), (EVERYTHING, False, ["dapo"])],
-    ids=["plain", "everything", "everything, padded"],
+    [
+        pytest.param({}, True, ["dapo"], id="plain"),
+        pytest.param(EVERYTHING, True, get_args(LossType), id="everything"),
+        pytest.param(EVERYTHING, False, ["dapo"], id="everything, padded", marks=pytest.mark.e2e),
+    ],
 )
 def test_no_pass_waits_for_the_one_before(
     smooth_model_folder: Path, tmp_path: Path, keys: dict[str, Any], packs: bool, loss_types: list[str]
