@@ -136,6 +136,7 @@ def test_the_counts_of_mixed_data_are_those_of_its_configuration() -> None:
     assert rows == [*source_table(counts)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", sorted(RECIPE_PAGES.glob("*.md")), ids=lambda page: page.stem)
 def test_every_run_of_a_recipes_page_is_one_that_its_configuration_takes(page: Path) -> None:
     runs = _runs(page)
@@ -144,6 +145,7 @@ def test_every_run_of_a_recipes_page_is_one_that_its_configuration_takes(page: P
         load_config(ROOT / config, overrides)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipes_gpu_form_is_what_its_configuration_marks_and_fits_a_gpu(recipe: str) -> None:
     """GPUs of 80 GB, by the forecast, with what vLLM takes of it and with room."""

@@ -73,6 +73,7 @@ def test_the_right_python_is_found_and_takes_the_place_of_another_one_s_environm
 CHECKS = ["deptry", "lint-imports", "pyrefly", "ruff", "ruff"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [None, "ruff", "pyrefly", "lint-imports", "deptry", "python"])
 @pytest.mark.parametrize(("target", "expected"), [("check", CHECKS), ("test", sorted([*CHECKS, "python"]))])
 def test_every_check_runs_and_the_tests_with_them_and_any_that_fails_fails_all(

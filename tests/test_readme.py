@@ -34,6 +34,7 @@ def first_run(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatc
     sys.modules.pop("my_rewards", None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("first_run")
 def test_the_first_runs_data_and_reward_keep_their_contract_and_can_be_promoted_by() -> None:
     config = load_config("mine.toml")
@@ -43,6 +44,7 @@ def test_the_first_runs_data_and_reward_keep_their_contract_and_can_be_promoted_
     assert too_few_to_promote(config, screened.report["num_prompts"], []) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("first_run")
 def test_the_first_runs_commands_before_a_training_do_what_the_page_says() -> None:
     shown = {}
@@ -74,6 +76,7 @@ def test_the_environment_of_its_page_is_tried_as_the_page_says(tmp_path: Path, m
     assert re.search(r"environment +│ 0\.5 ", done.output) and re.search(r"numeric_match +│ 1 ", done.output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_the_first_pages_commands_are_ones_that_the_command_line_takes(page: Path) -> None:
     typed = [words[1:] for words in commands_of(page) if words[0] == "grpo"]

@@ -56,6 +56,7 @@ def environment(tmp_path: Path) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("environment")
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_prefect_and_mlflow_on_this_machine_are_asked_through_no_proxy(host: str) -> None:

@@ -75,6 +75,7 @@ def _config(tmp_path: Path, **sections: dict[str, object]) -> Path:
     return config
 
 
+@pytest.mark.slow
 def test_a_reward_is_tried_on_hostile_rows_and_completions(tmp_path: Path) -> None:
     config = _config(tmp_path, rewards=[{"function": "exact_match"}])
     for row, text in enumerate(EVIL):
@@ -83,6 +84,7 @@ def test_a_reward_is_tried_on_hostile_rows_and_completions(tmp_path: Path) -> No
         _assert_only_text(tried.output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [it for it in EVIL if "\0" not in it], ids=range(len(EVIL) - 1))
 def test_refusals_and_plans_show_a_hostile_name_of_a_model_as_text(text: str, tmp_path: Path) -> None:
     config = _config(tmp_path, model={"name_or_path": text})

@@ -194,6 +194,7 @@ def test_an_invalid_run_says_why_and_what_works() -> None:
         assert _json(*_flat({**options, **changed}))["generation_batch_size"] == fix["generation_batch_size"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

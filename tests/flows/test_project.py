@@ -46,6 +46,7 @@ def test_a_project_holds_what_its_page_names_and_the_configuration_of_the_recipe
     assert "docs/" not in theirs.read_text()
 
 
+@pytest.mark.slow
 def test_what_has_to_run_beside_a_run_is_said_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     said = {recipe: CliRunner().invoke(app, ["init", recipe, "--recipe", recipe]).output for recipe in RECIPES}

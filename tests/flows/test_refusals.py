@@ -60,6 +60,7 @@ def test_every_command_is_among_those_tried_below() -> None:
     assert get_command(app).commands.keys() == {*ASK_MLFLOW, *DO_NOT}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ASK_MLFLOW)
 def test_a_password_in_the_address_of_mlflow_is_refused_in_one_sentence_without_saying_it(
     config: Path, command: str
@@ -73,6 +74,7 @@ def test_a_password_in_the_address_of_mlflow_is_refused_in_one_sentence_without_
     assert "hidden" not in sentence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", DO_NOT)
 def test_a_command_that_asks_nothing_of_mlflow_works_with_any_address(config: Path, command: str) -> None:
     done = CliRunner().invoke(app, [command, *DO_NOT[command]])

@@ -86,6 +86,7 @@ def test_a_conversation_is_answered_by_a_message(config: Path, tmp_path: Path) -
     assert _cells(_grpo("try", str(config), "--completion", "2", "--set", data))[2][:2] == ["numeric_match", "1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [

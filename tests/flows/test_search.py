@@ -44,6 +44,7 @@ def test_a_range_is_of_integers_if_both_ends_are(text: str, expected: Range) -> 
     assert read_range("some.key", text) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

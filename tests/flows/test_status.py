@@ -49,6 +49,7 @@ def _rows() -> dict[str, str]:
     return {row.split()[1]: row for row in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damaged", "content"),
     zip(STAGES, [b"", b'{"lineage_key": "ab', b"null", b"{}", b"\x00\xff"], strict=True),
@@ -65,6 +66,7 @@ def test_status_names_a_receipt_that_is_damaged_and_shows_the_other_stages(
             assert FIGURES[name] in row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "key", "condition"),
     [

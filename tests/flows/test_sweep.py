@@ -116,6 +116,7 @@ def test_values_are_toml_or_plain_words(text: str, values: list[Any]) -> None:
     assert read_grid([text]) == {text.partition("=")[0]: values}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grid", "seeds", "overrides", "sentences"),
     [

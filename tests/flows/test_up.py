@@ -121,6 +121,7 @@ def test_a_stranger_on_the_port_is_named_and_nothing_starts(tmp_path: Path) -> N
     assert not (tmp_path / "mlflow").exists()
 
 
+@pytest.mark.slow
 def test_a_stranger_that_answers_is_not_taken_for_the_server_that_was_started() -> None:
     asked = iter([True, True, False])  # the own server ends, since the port is taken
     with _stranger() as port:

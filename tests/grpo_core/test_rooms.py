@@ -11,7 +11,7 @@ import pytest
 import grpo_core
 
 ROOT = Path(grpo_core.__file__).parent
-ROOMS = sorted(init.parent for init in ROOT.rglob("__init__.py") if init.parent != ROOT)
+ROOMS = sorted(init.parent for init in ROOT.rglob("__init__.py"))
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.relative_to(ROOT).as_posix())

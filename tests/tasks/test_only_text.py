@@ -40,6 +40,7 @@ def _assert_only_text(markdown: str, text: str, links: int = 0) -> None:
     assert len(text) > 2000 or read(text) in shown
 
 
+@pytest.mark.slow
 @each_text
 def test_a_person_is_asked_with_the_reason_and_the_samples_as_text(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
@@ -70,6 +71,7 @@ def test_samples_of_an_evaluation_are_shown_as_text(text: str) -> None:
     _assert_only_text(_shown([{"role": "user", "content": text}]), "role")
 
 
+@pytest.mark.slow
 def test_sweeps_comparisons_and_evaluations_show_models_categories_and_answers_as_text(tmp_path: Path) -> None:
     """Two arms of a sweep over `model.name_or_path`: of the better one, all hostile texts are the model's name, a
     category of the prompts and what they are answered."""

@@ -60,6 +60,7 @@ def test_a_reward_beside_the_configuration_or_in_the_working_folder_is_found(tmp
         assert done.returncode == 0 and "│ -4" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -83,6 +84,7 @@ def test_a_plan_refuses_a_reward_that_cannot_be_imported(
     assert "there is no module" not in message or str(tmp_path) in error  # searched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [

@@ -82,6 +82,7 @@ def test_a_probe_is_done_again_only_for_what_its_rates_follow_from(values: dict[
     assert _pipeline(run, with_keys(asked, temperature=0.7))[:2] == ["validate", "probe"]
 
 
+@pytest.mark.slow
 def test_a_training_is_up_to_date_when_a_probe_is_added_that_it_does_not_use(
     values: dict[str, Any], tmp_path: Path
 ) -> None:

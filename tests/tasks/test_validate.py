@@ -49,6 +49,7 @@ def test_held_out_prompts_that_cannot_promote_a_grade_without_range_are_named_be
         assert f"no range is known of '{name}': with {num_prompts} prompts in 'held-out'" in warnings[0]
 
 
+@pytest.mark.slow
 def test_prompts_that_choose_the_model_may_not_judge_it_from_another_file(model_folder: Path, tmp_path: Path) -> None:
     for name, first, last in [("train", 10, 40), ("eval", 60, 70), ("final", 68, 80)]:
         write_sums(tmp_path / f"{name}.parquet", first, last)

@@ -62,6 +62,7 @@ def test_sums_that_differ_by_rounding_only_are_equal(scaling: Any) -> None:
     assert result.advantages[3] > 0 > result.advantages[4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["group", "none"])
 @given(
     rewards=st.lists(st.floats(-10, 10, allow_nan=False), min_size=8, max_size=8),

@@ -42,6 +42,7 @@ def _rates(n: int, seed: int, completions: int = 8) -> PassRates:
     return PassRates(rng.binomial(counts, rng.random(n)).astype(float), counts, np.where(counts > 0, 0, -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", KINDS, ids=lambda keys: keys["kind"])
 def test_every_generation_batch_is_full_of_distinct_prompts_whatever_the_rates(keys: dict[str, Any]) -> None:
     config, rng = CurriculumConfig(**keys), np.random.default_rng(0)

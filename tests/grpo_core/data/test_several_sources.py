@@ -36,6 +36,7 @@ def plans(draw: st.DrawFn) -> Plan:
     return _plan(sizes, prompts, **draw(st.sampled_from([lengths, {"max_steps": draw(st.integers(1, 30))}])))
 
 
+@pytest.mark.slow
 @given(plans(), st.integers(0, 2**31 - 1))
 def test_the_counts_of_each_source_are_those_of_dealing_the_prompts_out(plan: Plan, seed: int) -> None:
     owner = [source.name for source in plan.sources for _ in range(source.num_prompts)]
@@ -87,6 +88,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.slow
 @given(plans(), st.sampled_from(KINDS), st.integers(0, 2**31 - 1), st.data())
 def test_a_curriculum_fills_each_sources_places_of_every_batch_with_others_of_its_prompts(
     plan: Plan, config: CurriculumConfig, seed: int, data: st.DataObject
@@ -135,6 +137,7 @@ def test_sources_are_mixed_within_an_epoch_and_every_seed_mixes_them_otherwise()
     assert epoch_rows(plan, SEED, 0).tolist() != epoch_rows(plan, SEED + 1, 0).tolist()
 
 
+@pytest.mark.slow
 @given(plans(), st.data())
 def test_a_fresh_prompt_is_of_the_source_of_the_one_it_replaces(plan: Plan, data: st.DataObject) -> None:
     batch = rollout_prompts(plan, SEED, 0)

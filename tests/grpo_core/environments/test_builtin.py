@@ -108,6 +108,7 @@ EXPRESSIONS = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(expression=EXPRESSIONS)
 def test_the_calculator_computes_as_python_does(expression: str) -> None:
     try:

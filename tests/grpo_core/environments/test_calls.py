@@ -77,6 +77,7 @@ PIECES = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @given(text=st.lists(PIECES | st.text(max_size=5), max_size=12).map("".join))
 def test_any_text_gives_calls_that_can_be_recorded_and_sent_or_what_is_wrong(form: str, text: str) -> None:

@@ -124,6 +124,7 @@ def test_each_token_that_was_sampled_is_trained_and_no_other(session: Session) -
     assert batch.mask.sum() == sum(len(_sampled_ids(sample)) for sample in samples)
 
 
+@pytest.mark.slow
 def test_the_trainer_finds_the_log_probabilities_of_what_was_sampled(session: Session) -> None:
     """On-policy, and with the same weights: tokens that stand elsewhere, or that were tokenized again, would differ."""
     rollout = rollout_with(session, ADVANTAGES)

@@ -99,6 +99,7 @@ def test_an_update_s_gradient_is_the_plain_one(session: Session, silent: str, wa
     assert distance(updating_gradient(session, batch), plain_gradient(session, batch)) < BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", ["none", "half", "all"])
 @pytest.mark.parametrize(
     "session",
@@ -112,6 +113,7 @@ def test_an_entropy_bonus_adds_its_weight_times_the_gradient_of_the_mean_entropy
     assert distance(updating_gradient(session, batch), plain_gradient(session, batch, entropy_coef=0.3)) < BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", [-1, 1])
 @pytest.mark.parametrize(
     "session", [{"num_iterations": 2, "beta": 0.1, "vllm_importance_sampling_mode": "token_truncate"}], indirect=True
@@ -214,6 +216,7 @@ def test_the_token_budget_leaves_the_gradient_as_it_is(session: Session, tokens:
     assert distance(updating_gradient(session, batch), expected) < BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunk", "kept"), [(200, 2**25), (200, 0), (60, 0)])
 def test_logits_in_chunks_and_computed_again_leave_the_gradient_as_it_is(
     session: Session, monkeypatch: pytest.MonkeyPatch, chunk: int, kept: int
@@ -238,6 +241,7 @@ def test_a_line_has_each_token_once(session: Session, monkeypatch: pytest.Monkey
     assert tokens == [sum(map(len, prompts)) + int((batch.sequences.completion_lengths - 1).sum())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("session", [{"max_completion_length": 40}], indirect=True)
 @pytest.mark.parametrize("short", [0, 1000])
 def test_attention_s_two_products_leave_the_gradient_as_it_is(
@@ -272,6 +276,7 @@ def test_every_row_is_computed_where_each_has_a_gradient(session: Session) -> No
     assert any((gradient != 0).any() for gradient in gradients) == (session.config.algorithm.entropy_coef > 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("session", "every"),
     [

@@ -79,11 +79,13 @@ def _differs(folder: Path) -> Any:
     return {name: (names[name] - each).abs().max().item() for name, each in found.named_parameters()}
 
 
+@pytest.mark.slow
 def test_linear_layers_are_quantised_and_embedding_head_and_norms_are_not(folder: Path) -> None:
     changed = {name for name, by in _differs(folder).items() if by}
     assert changed == {name for name in _differs(folder) if "_proj.weight" in name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [{}, {"lora_modules_to_save": ["embed_tokens"]}], ids=["adapter", "and embedding"])
 def test_a_4_bit_base_trains_as_the_float32_base_that_its_codes_stand_for(folder: Path, keys: dict[str, Any]) -> None:
     """Passes without a gradient come first, as in a training: they must not cost the others theirs."""
@@ -139,6 +141,7 @@ def test_engines_get_the_weights_that_the_codes_stand_for(folder: Path) -> None:
         torch.testing.assert_close({**found}, {**expected}, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_model_that_is_saved_is_the_adapter_merged_into_the_base_as_it_was(folder: Path, tmp_path: Path) -> None:
     model = _changed(_quantised(folder, torch.bfloat16))
     save_model(model, make_tokenizer(), tmp_path / "model", _config(folder))
@@ -153,6 +156,7 @@ def test_the_model_that_is_saved_is_the_adapter_merged_into_the_base_as_it_was(f
     torch.testing.assert_close(adapted.state_dict(), saved.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_forecast_counts_a_4_bit_base_as_it_is(tmp_path: Path, dtype: torch.dtype) -> None:
     sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 2048}

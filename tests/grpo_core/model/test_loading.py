@@ -36,6 +36,7 @@ def _rounded(tensors: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in tensors}
 
 
+@pytest.mark.slow
 def test_a_model_in_bfloat16_is_the_float32_one_rounded(folder: Path) -> None:
     whole, half = load_model(folder), load_model(folder, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
@@ -88,6 +89,7 @@ def test_an_adapter_is_drawn_in_float32_whatever_its_base_is_held_in(model_folde
     assert all(torch.equal(half[name], tensor) for name, tensor in whole.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "keys", "scaling"),
     [

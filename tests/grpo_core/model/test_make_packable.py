@@ -97,6 +97,7 @@ def test_the_policy_says_why_rows_are_padded(model_folder: Path, tmp_path: Path)
     assert Policy(capped, 1.0).why_not.startswith("its logits are not")
 
 
+@pytest.mark.slow
 def test_a_training_s_first_lines_say_why_rows_are_padded(
     values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

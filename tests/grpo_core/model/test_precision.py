@@ -55,6 +55,7 @@ def test_without_a_gpu_a_training_is_in_float32_and_only_such_a_one_continues_it
     assert own != identity("auto", (9, 0)) == identity("bf16", None)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_near_that_of_float32_and_is_float32(session: Session) -> None:
     batch = _batch(session)
     found = updating_gradient(session, batch)

@@ -52,6 +52,7 @@ def test_a_token_passes_the_experts_that_it_takes() -> None:
     assert dense.active == dense.parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [Qwen2Config(**SIZES), Qwen3MoeConfig(**SIZES, **EXPERTS)], ids=["plain", "experts"])
 @pytest.mark.parametrize("targets", [None, ["q_proj", "down_proj"]])
 def test_adapter_parameters_are_those_of_the_adapter(targets: list[str] | None, shape: Any) -> None:
@@ -62,6 +63,7 @@ def test_adapter_parameters_are_those_of_the_adapter(targets: list[str] | None, 
     assert adapter_parameters(model_shape(shape.to_dict()), config) == adapter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     "modules", [["embed_tokens", "lm_head"], ["lm_head"], ["embed_tokens"], ["norm"], ["model.norm"]]
@@ -85,6 +87,7 @@ def test_modules_whose_size_is_not_known_are_not_counted_as_nothing() -> None:
         adapter_parameters(model_shape(Qwen2Config(**SIZES).to_dict()), config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", [None, ["q_proj", "o_proj", "down_proj"]])
 def test_what_goes_into_adapters_is_the_inputs_of_their_layers(targets: list[str] | None) -> None:
     shape = Qwen2Config(**SIZES)

@@ -58,6 +58,7 @@ def texts() -> tuple[list[str], list[str]]:
     return [draw(8) for _ in range(13)], [draw(20) for _ in range(13)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", ["sad", 2])
 @pytest.mark.parametrize("with_prompt", [True, False])
 def test_a_labels_probability_is_that_of_transformers_own_pipeline(

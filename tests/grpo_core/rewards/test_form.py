@@ -231,6 +231,7 @@ ANY: dict[str, Callable[[list[Any]], list[float | None]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ANY)
 @settings(max_examples=40, deadline=None)
 @given(text=st.text(st.characters(), max_size=300) | st.text("aB_.,<>/{}[]()`\\\n 1-", max_size=300))

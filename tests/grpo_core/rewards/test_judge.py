@@ -101,6 +101,7 @@ def test_several_are_asked_at_once_and_no_more_than_allowed(graded: Any) -> None
         assert (len(server.questions), server.most_at_once) == (12, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_what_fails_for_a_moment_is_asked_again(graded: Any, status: int) -> None:
     with judging(lambda _, number: (status, {"error": "busy"}) if number < 3 else "Score: 10") as server:

@@ -54,6 +54,7 @@ def test_a_judge_without_grades_is_refused(graded: Any) -> None:
             graded(server.url, "x")
 
 
+@pytest.mark.slow
 def test_a_judge_that_is_down_is_named_and_no_completion_is_blamed(tmp_path: Path) -> None:
     [port] = free_ports(1)
     arguments = {"model": "m", "base_url": f"http://127.0.0.1:{port}/v1", "cache": str(tmp_path), "max_retries": 1}

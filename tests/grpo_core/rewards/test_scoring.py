@@ -134,6 +134,7 @@ def test_a_function_that_hangs_is_ended_and_named_with_the_completion_it_hangs_o
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_a_coroutine_that_awaits_for_ever_is_ended_and_cancels_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +243,7 @@ def test_a_wrapped_function_is_called_as_what_it_is_not_as_what_it_wraps(
     assert score([reward], Batch(ROWS, ["a", "b"], [[1], [2]])) == [[97, 98]]
 
 
+@pytest.mark.slow
 def test_a_coroutine_that_a_plain_function_returns_has_its_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,6 +33,7 @@ def _reward(function: str, *sources: str) -> Reward:
     return replace(resolve(RewardConfig(function=f"{__name__}:{function}")), sources=frozenset(sources))
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.tuples(st.sampled_from(SOURCES), st.text(max_size=3)), max_size=4), min_size=1, max_size=4))
 def test_rewards_score_the_completions_of_their_sources_however_they_arrive(
     arriving: list[list[tuple[str, str]]],

@@ -113,6 +113,7 @@ REFERENCES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [None, "https://a.example/schema"])
 @pytest.mark.parametrize("inside", INSIDE)
 @pytest.mark.parametrize(("keyword", "sound", "dangling"), REFERENCES)

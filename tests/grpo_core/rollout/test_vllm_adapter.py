@@ -137,6 +137,7 @@ def test_a_server_gets_whole_weights_where_vllm_takes_no_adapter(
     assert max(forked.call(follow_merged, run, port)) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "keys", "room"),
     [
@@ -169,6 +170,7 @@ def test_the_room_for_adapters_is_the_next_that_vllm_knows() -> None:
         room_for(513)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("found", "has_base"),
     [("default", True), ("a-7-over-base", True), ("a-7", False), ("none", False)],

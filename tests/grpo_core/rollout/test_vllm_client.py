@@ -178,6 +178,7 @@ def test_several_servers_are_sent_their_weights_concurrently() -> None:
     assert [server.transfer.source.snapshot for server in made] == [{}, {}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("copies", "processes", "concurrent"), [(1, 1, 1024), (2, 1, 2048), (2, 2, 1024), (1, 3, 342)])
 def test_the_processes_ask_a_server_for_as_much_as_it_works_on_concurrently(
     copies: int, processes: int, concurrent: int

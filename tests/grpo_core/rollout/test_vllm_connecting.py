@@ -14,6 +14,7 @@ from tests.grpo_core.rollout.asking import SAMPLING, ask, model, requests, wait_
 from tests.grpo_core.rollout.pretend_vllm import connected, pretended
 
 
+@pytest.mark.slow
 def test_a_server_that_another_training_has_taken_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -28,6 +29,7 @@ def test_a_server_that_another_training_has_taken_is_left_out(
     assert "is left out" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_without_any_server_the_error_names_all_of_them_and_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,6 +52,7 @@ def test_without_any_server_the_error_names_all_of_them_and_why(
             engine.compute_logprobs([[3, 4]])
 
 
+@pytest.mark.slow
 def test_weights_on_their_way_to_the_only_server_are_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +80,7 @@ def test_weights_on_their_way_to_the_only_server_are_waited_for(
         assert engine.compute_logprobs([[3, 4]]) == [[-2.0]]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_up_at_the_start_joins_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended(128, 128) as servers:
         servers[1].kill()
@@ -87,6 +91,7 @@ def test_a_server_that_is_not_up_at_the_start_joins_later(tmp_path: Path, monkey
             assert engine.compute_logprobs([[3, 4]]) == [[-5.0], [-5.0]]
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended(128, 128) as servers:
         servers[1].started["dtype"] = "float16"
@@ -97,6 +102,7 @@ def test_a_server_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path, mo
             pass
 
 
+@pytest.mark.slow
 def test_servers_get_their_weights_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2, timeout=60)
 
@@ -110,6 +116,7 @@ def test_servers_get_their_weights_at_the_same_time(tmp_path: Path, monkeypatch:
         engine.sync_weights(model())
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_while_it_gets_weights_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = model(1.0)
     with pretended(128, 128) as servers, connected(tmp_path, monkeypatch, servers, policy) as engine:
@@ -128,6 +135,7 @@ def test_a_server_that_dies_while_it_gets_weights_is_left_out(tmp_path: Path, mo
         ask(engine, requests(4))
 
 
+@pytest.mark.slow
 def test_other_processes_sample_where_the_main_process_brought_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

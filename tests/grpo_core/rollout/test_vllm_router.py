@@ -17,6 +17,7 @@ from tests.grpo_core.rollout.pretend_vllm import connected, plain_ids, pretended
 from tests.grpo_core.rollout.vllm_engine import hold
 
 
+@pytest.mark.slow
 def test_the_turns_of_a_conversation_are_asked_of_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended(128, 128) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
         turns = [len(each) for each in hold(engine, 12)]
@@ -38,6 +39,7 @@ def test_the_turns_after_a_servers_death_are_asked_of_another(tmp_path: Path, mo
         assert [server.asked for server in servers if server is not home] == [[each.prompt_ids for each in turns[2:]]]
 
 
+@pytest.mark.slow
 def test_the_least_loaded_server_for_its_size_gets_the_next_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,6 +60,7 @@ def test_the_least_loaded_server_for_its_size_gets_the_next_request(
         assert (some.join(), others.join()) == (plain(requests(4)), plain(requests(24)))
 
 
+@pytest.mark.slow
 def test_what_a_dead_server_was_asked_is_asked_of_another_and_it_comes_back_with_the_weights_of_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +141,7 @@ def test_a_frozen_server_is_left_out_and_what_it_was_asked_is_asked_of_another(
         wait_until_back(engine)
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_quickly_and_is_brought_back_each_time_fails_no_request_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +168,7 @@ def _wait_for_queue(engine: VLLMServerEngine, count: int) -> None:
     raise AssertionError(f"{engine._run(waiting())} wait, not {count}")
 
 
+@pytest.mark.slow
 def test_a_server_works_on_no_more_completions_than_it_has_room_for_and_none_waits_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +183,7 @@ def test_a_server_works_on_no_more_completions_than_it_has_room_for_and_none_wai
         assert [server.most for server in servers] == [3, 5]
 
 
+@pytest.mark.slow
 def test_completions_of_a_prompt_are_asked_of_one_server_while_it_has_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,7 @@ def _statuses(url: str) -> dict[str, int]:
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "changes"), [("Qwen2", {}), ("Qwen3Moe", EXPERTS)])
 def test_the_weights_sent_are_those_of_the_adapted_model_under_the_bases_names(
     architecture: str, changes: dict[str, Any], tmp_path: Path

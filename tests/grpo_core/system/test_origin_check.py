@@ -19,6 +19,7 @@ def asked(host: str, at: str, **headers: str) -> httpx2.Response:
     return server.post("/", headers={"Host": host, **headers})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "status"),
     [
@@ -42,6 +43,7 @@ def test_a_server_in_a_network_is_asked_by_address_or_by_a_name_of_its_own(host:
         assert asked(host, at, Origin="http://gpu-4:8000").status_code == 403
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "status"),
     [

@@ -61,6 +61,7 @@ def test_a_program_answers_with_data_of_every_kind() -> None:
     assert ask("print(input() + '!')", [Input("a\n"), Input("é")], LIMITS, "bubblewrap") == ["a!\n", "é!\n"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [
@@ -73,6 +74,7 @@ def test_nothing_of_the_host_can_be_read(path: str) -> None:
     assert answer(f"read({path!r})") == "No such file or directory"
 
 
+@pytest.mark.slow
 def test_a_secret_on_disk_or_in_the_environment_stays_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "key").write_text("secret")
     (tmp_path / "key").chmod(0o644)
@@ -84,12 +86,14 @@ def test_a_secret_on_disk_or_in_the_environment_stays_there(tmp_path: Path, monk
     assert answer(f"tried(lambda: os.listdir({packages!r}))") == "No such file or directory"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/x", "/usr/lib/x", "/dev/x", "/dev/shm/x", "/etc/x", sys.base_prefix + "/lib/x"])
 def test_nothing_can_be_written_outside_the_scratch_folder(path: str) -> None:
     assert answer(f"write({path!r})") == "Read-only file system"
     assert not Path(path).exists()
 
 
+@pytest.mark.slow
 def test_writing_to_the_host_fails_and_the_scratch_folder_is_small_and_gone_afterwards(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     target = tmp_path / "written"
@@ -103,6 +107,7 @@ def test_writing_to_the_host_fails_and_the_scratch_folder_is_small_and_gone_afte
     assert answer("fill('/dev/shm')") == (0, "Read-only file system")
 
 
+@pytest.mark.slow
 def test_no_socket_can_be_opened() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -165,6 +170,7 @@ def getpid32():
     assert answer("getpid32()", program) is ...
 
 
+@pytest.mark.slow
 def test_a_program_has_no_privileges_and_gets_none() -> None:
     assert 0 not in answer("[os.getuid(), os.geteuid(), os.getgid(), *os.getgroups()]")
     assert answer("tried(lambda: os.setuid(0))") in ("Operation not permitted", "Invalid argument")
@@ -195,6 +201,7 @@ def test_a_fork_bomb_makes_a_few_processes_that_end_with_it(marker: str) -> None
     assert answer("threads()") == LIMITS.processes - 3
 
 
+@pytest.mark.slow
 def test_a_fork_bomb_of_one_test_leaves_room_for_the_next(marker: str) -> None:
     alone = answer(f"forks({marker!r})")
     for _ in range(3):
@@ -285,6 +292,7 @@ def test_gigabytes_of_output_do_not_arrive(program: str) -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -298,6 +306,7 @@ def test_answers_forged_to_break_their_reader_are_no_answers_or_data(text: str) 
     assert ask(program.replace("\\\\", "\\"), [Input(""), Input("")], LIMITS, "bubblewrap") in ([..., ...], [1, ...])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "attack",
     [
@@ -326,6 +335,7 @@ def test_what_one_test_spoils_the_next_does_not_see() -> None:
     assert ask(program, [Call("spoil()"), Call("spoil()"), Call("len(state)")], LIMITS, "bubblewrap") == [7, 7, 0]
 
 
+@pytest.mark.slow
 def test_who_is_not_root_has_the_same_sandbox() -> None:
     python = "/usr/bin/python3"  # the interpreter of these tests may be root's alone
     recent = subprocess.run([python, "-c", "import sys; assert sys.version_info >= (3, 11)"], capture_output=True)

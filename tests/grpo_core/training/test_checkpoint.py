@@ -165,6 +165,7 @@ def test_a_save_killed_at_any_call_of_the_system_leaves_the_checkpoint_before_it
     pytest.fail("the save never came to its end")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True], ids=["first time", "evaluated again"])
 def test_a_new_best_policy_killed_at_any_call_of_the_system_leaves_that_of_each_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool

@@ -107,6 +107,7 @@ def test_masks_are_drawn_again_in_each_pass_and_follow_from_the_seed(session: Se
     assert not any(module.training for module in session.policy.model.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("session", [{}], indirect=True)
 def test_layers_that_are_computed_again_leave_out_the_same(session: Session) -> None:
     batch, found = _batch(session), []

@@ -99,6 +99,7 @@ def constant(completions: list[str]) -> list[float | None]:
     return [1.0] * len(completions)
 
 
+@pytest.mark.slow
 def test_rewards_that_tell_nothing_apart_are_warned_of_in_the_log(
     values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -207,6 +207,7 @@ def _distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return float(sum((one[name] - other[name]).square().sum() for name in one) ** 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", get_args(TrainConfig.model_fields["lr_scheduler_type"].annotation))
 @given(warmup=st.integers(0, 12), updates=st.integers(1, 12))
 def test_the_learning_rate_is_that_of_the_schedule_in_transformers(kind: str, warmup: int, updates: int) -> None:

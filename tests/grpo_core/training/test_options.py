@@ -144,6 +144,7 @@ def test_some_layers_computed_again_or_all_leave_the_gradient_as_it_is(model_fol
     assert all(torch.equal(kept, again) for kept, again in zip(*gradients, strict=True))
 
 
+@pytest.mark.slow
 def test_a_single_completion_too_large_for_memory_is_said(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

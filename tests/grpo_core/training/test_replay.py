@@ -253,6 +253,7 @@ def test_an_unfinished_run_is_a_recording_of_what_it_has_sampled(
     assert_replayed(run, recorded)
 
 
+@pytest.mark.slow
 def test_a_training_on_a_recording_that_rolls_back_goes_on_with_the_same_samples(
     values: dict[str, Any], recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

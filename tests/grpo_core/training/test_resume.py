@@ -241,6 +241,7 @@ def test_a_training_told_to_stop_before_its_first_update_has_nothing_to_save(
     assert not (run / "training" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_what_swallows_or_renames_a_stop_is_no_failure(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def test_too_little_memory_for_the_optimizer_ends_the_training_before_its_first_
     assert "adamw_8bit" not in str(caught.value), "it is set already"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "trained", "frozen"),
     [
@@ -111,6 +112,7 @@ def test_what_trains_is_float32_and_what_is_frozen_is_held_once_in_the_precision
     assert all(own is used for own, used in pairs if not own.requires_grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("moves", "masters"), [(False, torch.bfloat16), (True, torch.float32)])
 def test_a_reference_has_float32_masters_only_if_it_follows_the_policy(
     moves: bool, masters: torch.dtype, values: dict[str, Any], tmp_path: Path

@@ -56,6 +56,7 @@ def test_a_conversation_may_hold_calls_and_end_with_what_a_tool_said() -> None:
     assert _check(_numbered([[USER, CALL, ANSWER], [USER], [USER, CALL, ANSWER, USER]]), ONE) == ([], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("messages", "rule"),
     [

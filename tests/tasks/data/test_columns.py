@@ -42,6 +42,7 @@ def _data(**keys: Any) -> DataConfig:
     return DataConfig(train="", eval="", **keys)
 
 
+@pytest.mark.slow
 @given(st.lists(PART, max_size=5), st.lists(st.tuples(TEXT, st.integers(-5, 5)), min_size=1, max_size=4))
 def test_a_template_is_filled_in_as_python_would(parts: list[str], values: list[tuple[str, int]]) -> None:
     template = "".join(["{a}", *parts])
@@ -208,6 +209,7 @@ CHAT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "data", "reward", "prompt", "column"),
     [
@@ -266,6 +268,7 @@ def test_published_formats_are_read_as_they_are(
     assert (first["prompt"], first[column[0]]) == (prompt, column[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "reward", "sentences"),
     [

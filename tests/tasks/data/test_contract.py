@@ -199,6 +199,7 @@ def test_every_rule_has_a_fault_above() -> None:
     assert faults | {"own_schema"} == set(RULES) == set(DataChecks.model_fields)  # that one: test_own_schema.py
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutate", "sentence"),
     [
@@ -242,6 +243,7 @@ def test_columns_of_the_wrong_shape_are_named(
     assert sentence in "\n".join(screened.shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("severity", ["error", "drop"])
 @pytest.mark.parametrize("conversations", [False, True])
 def test_a_giant_prompt_is_too_long_and_not_tokenized(
@@ -272,6 +274,7 @@ def test_a_giant_prompt_is_too_long_and_not_tokenized(
     assert max(tokenized) < 1000
 
 
+@pytest.mark.slow
 def test_integers_that_cannot_be_stored_are_named_where_they_are_read(model_folder: Path, tmp_path: Path) -> None:
     values = _config(model_folder, tmp_path, _frames()).model_dump(mode="json")
     values["data"]["train"] = str(tmp_path / "train.jsonl")
@@ -358,6 +361,7 @@ def test_held_out_prompts_leave_room_for_the_evaluation_s_completions(model_fold
     assert set(screened.findings["check"]) == {"long_prompt"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("severity", ["error", "drop"])
 def test_a_further_evaluation_set_is_held_against_the_same_rules_and_changes_nothing_that_is_trained_on(
     model_folder: Path, tmp_path: Path, severity: str

@@ -146,6 +146,7 @@ def test_a_model_without_a_limit_takes_every_prompt() -> None:
     assert fit(pl.Series(["a" * 10_000]), TOKENIZERS["byte level"], None).to_list() == [True]
 
 
+@pytest.mark.slow
 def test_the_sampled_lengths_hold_the_longest_prompts() -> None:
     frame = pl.DataFrame({"prompt": ["a"] * (2 * SAMPLED) + ["b" * 50] * 3})
     lengths = sample_lengths(of_frame(frame), TOKENIZERS["byte fallback"], {"": {}})

@@ -22,6 +22,7 @@ MODULE = "\n\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | r
 ROWS = [GSM8K, GSM8K]  # of the configurations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(ROWS)), ids=["GSM8K", "schema"])
 def test_each_configuration_of_the_page_is_taken_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int

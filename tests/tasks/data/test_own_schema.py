@@ -85,6 +85,7 @@ def _read(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("column", "value", "said"),
     [
@@ -227,6 +228,7 @@ def config(values: dict[str, Any], tmp_path: Path) -> Path:
     return tmp_path / "mine.toml"
 
 
+@pytest.mark.slow
 def test_a_runs_data_are_checked_alone(config: Path, tmp_path: Path) -> None:
     assert _grpo("check", config) == (
         0,
@@ -244,6 +246,7 @@ def test_a_runs_data_are_checked_alone(config: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "storage").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
@@ -291,6 +294,7 @@ def test_the_contract_says_what_a_function_and_a_template_read(values: dict[str,
     assert "  level:\n" in written and "  question:\n" in written and "  answer:\n" not in written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -63,6 +63,7 @@ def test_every_form_of_source_gives_the_same_rows(tmp_path: Path, name: str, wri
 GOOD = b'{"prompt": "1", "answer": "2"}\n'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -53,6 +53,7 @@ def test_a_source_needs_the_columns_of_its_own_rewards_only(model_folder: Path, 
     ]
 
 
+@pytest.mark.slow
 def test_a_fault_is_named_by_source_and_row_and_only_that_row_is_dropped(model_folder: Path, tmp_path: Path) -> None:
     lines = pl.DataFrame({"line": ["1=", " ", "3="]})
     screened = _screened(model_folder, tmp_path, {"lines": lines})
@@ -72,6 +73,7 @@ def test_a_fault_is_named_by_source_and_row_and_only_that_row_is_dropped(model_f
     ]
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_held_out_by_another_source_is_found(model_folder: Path, tmp_path: Path) -> None:
     held_out = pl.DataFrame({"line": ["7=", "11+4="]})
     found = _screened(model_folder, tmp_path, {"lines-eval": held_out}).findings
@@ -79,6 +81,7 @@ def test_a_prompt_that_is_held_out_by_another_source_is_found(model_folder: Path
     assert "eval/lines row 1" in found["value"][0]
 
 
+@pytest.mark.slow
 def test_a_prompt_of_two_sources_comes_twice(model_folder: Path, tmp_path: Path) -> None:
     """The first source keeps it, in training and in the evaluation; the report counts them by pair."""
     both = {"lines": ["12+5=", "200=", "200=", "13+6="], "lines-eval": ["60+4=", "300="]}
@@ -102,6 +105,7 @@ def test_a_prompt_of_two_sources_comes_twice(model_folder: Path, tmp_path: Path)
     assert screened.kept["train"].filter(source="lines")["prompt"].to_list() == ["200="]
 
 
+@pytest.mark.slow
 def test_columns_of_the_same_name_need_types_that_go_together(model_folder: Path, tmp_path: Path) -> None:
     frame = pl.DataFrame({"line": ["1=", "2="], "answer": [1, 2]})
     [problem] = _screened(model_folder, tmp_path, {"lines": frame}).shape
@@ -119,6 +123,7 @@ def test_text_and_conversations_do_not_go_together(model_folder: Path, tmp_path:
     )
 
 
+@pytest.mark.slow
 def test_a_further_set_is_made_as_the_source_that_it_names(model_folder: Path, tmp_path: Path) -> None:
     values = two_sources(model_folder, tmp_path)
     pl.DataFrame({"line": ["300=", "301="]}).write_parquet(tmp_path / "more.parquet")
@@ -130,6 +135,7 @@ def test_a_further_set_is_made_as_the_source_that_it_names(model_folder: Path, t
 VALUES = st.sampled_from([[1, 2], [1.5], ["a"], [None], [["a"]], [[{"role": "user", "content": "x"}]], [True]])
 
 
+@pytest.mark.slow
 @given(st.lists(VALUES, min_size=1, max_size=3))
 def test_rows_are_pooled_without_a_change_of_their_values_or_refused(columns: list[list[Any]]) -> None:
     parts = {f"train/{n}": of_frame(pl.DataFrame({"x": values})) for n, values in enumerate(columns)}

@@ -77,6 +77,7 @@ def test_two_stages_of_four_share_a_machine_of_eight_and_the_third_waits(at_end:
     assert [*free(1)] == ["2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_begins_and_ends_no_gpu_is_used_twice_and_a_stage_waits_only_if_too_few_are_free(seed: int) -> None:
     chance = random.Random(seed)

@@ -112,6 +112,7 @@ def test_a_measurement_is_announced_and_a_kept_pace_is_not(machine: Machine, tmp
     assert "measuring its pace on this machine, for 120 s at most" in said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["", "[1]", "{}", '{"sample_seconds": 1}', '{"how": 3}', "[" * 100_000, "\xff\x00"])
 def test_a_damaged_file_of_a_pace_is_replaced(content: str, machine: Machine, tmp_path: Path) -> None:
     _measured(tmp_path)

@@ -70,6 +70,7 @@ def test_a_job_has_one_task_per_node_and_passes_the_command_on_unchanged(
     assert shlex.split(script.splitlines()[-1]) == command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("state", "reason", "job"),
     [

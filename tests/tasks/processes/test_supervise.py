@@ -216,6 +216,7 @@ def test_sigkill_of_a_process_inside_run_process_leaves_no_orphan(tmp_path: Path
     assert _gone([supervisor, *pids])
 
 
+@pytest.mark.slow
 def test_a_graceful_child_gets_to_finish_on_sigterm() -> None:
     code = (
         "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); "

@@ -168,6 +168,7 @@ def test_a_command_for_a_model_that_is_not_there_answers_in_a_sentence(command: 
     assert re.fullmatch("no registered model 'nobody' in MLflow; .*, and no run of this name has .*", sentence)
 
 
+@pytest.mark.slow
 def test_a_promotion_takes_the_name_of_a_run_for_the_version_that_it_registered(model: str) -> None:
     """Refused before Prefect starts: the model is known by the run's receipt, its version 7 is not there."""
     register_version(model, samples_of(base=0, trained=40))

@@ -138,6 +138,7 @@ def test_a_gain_smaller_than_what_is_worth_a_promotion_is_refused() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("guard", "kept"),
     [

@@ -18,6 +18,7 @@ MARKS = st.text("<>[]()!`*_~|\\&#;:/.@-+=>$^{}\"'?,% \n\r\t1ahtpw\xa0\u202a\u202
 TEXTS = st.sampled_from(HOSTILE) | MARKS | st.text(max_size=40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("around", "elements"),
     [("# x{} y", ["h1"]), ("x{}", ["p"]), ("- x{}", ["ul", "li"]), ("**x{}.**", ["p", "strong"])],
@@ -28,6 +29,7 @@ def test_escaped_text_is_shown_as_it_is_and_makes_no_element(around: str, elemen
     assert render(around.format(escape(text))) == (elements, read(shown))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("around", "elements"), [("{}", ["p"]), ("**{}**", ["p", "strong"]), ("- {}", ["ul", "li"])])
 @given(text=TEXTS.filter(bool) | st.text(" \t\xa0", min_size=1, max_size=8))
 @example(text="    indented")

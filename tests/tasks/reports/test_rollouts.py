@@ -124,6 +124,7 @@ def test_the_rollouts_are_those_of_a_plain_sort(
     assert repr(shown) == repr(expected[:limit])  # NaN differs from itself
 
 
+@pytest.mark.slow
 def test_one_prompt_is_followed_by_its_row_or_by_its_text(run: Path) -> None:
     by_row, by_text = (choose_rollouts(run, "step", 1000, prompt=it) for it in ("3", "3+1="))
     assert by_row.rows == by_text.rows or repr(by_row.rows) == repr(by_text.rows)
@@ -141,6 +142,7 @@ def _invoke(storage: Path, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["rollouts", *arguments], env=environment)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -177,6 +179,7 @@ def _hostile_run(folder: Path, text: str) -> Path:
     return _write_run(folder, [plain])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", EVIL, ids=range(len(EVIL)))
 def test_hostile_text_is_only_text_in_terminal_and_page(text: str, tmp_path: Path) -> None:
     _hostile_run(tmp_path / "runs" / "evil", text)

@@ -37,6 +37,7 @@ def test_the_page_has_each_source_s_curves_counts_and_figures(tmp_path: Path) ->
         assert f"{source}, {NUM_PROMPTS // 2} prompts" in text
 
 
+@pytest.mark.slow
 def test_a_prompt_s_standing_is_by_the_reward_of_its_source(tmp_path: Path) -> None:
     values = values_of("both") | {"data": {"sources": SOURCES}}
     samples = samples_of({"base": outcomes_of(0, 0.0), "trained": outcomes_of(1, 1.0)})

@@ -43,6 +43,7 @@ def arm(run: Path, values: Values, name: str, sweep: str | None = "sums.sweep", 
     return folder
 
 
+@pytest.mark.slow
 def test_data_is_validated_once_in_a_sweep_and_planned_once_per_plan(
     run: Path, values: Values, made: Counter[str]
 ) -> None:

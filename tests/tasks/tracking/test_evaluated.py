@@ -45,6 +45,7 @@ def _model(client: mlflow.MlflowClient, tracked: dict[str, Any]) -> str:
 SCORES = st.lists(st.tuples(*[st.sampled_from([0.0, 1.0, None])] * 3), min_size=1, max_size=8)
 
 
+@pytest.mark.slow
 @given(given=SCORES)
 def test_a_prompt_stands_as_its_two_outcomes_compare(given: list[tuple[float | None, ...]]) -> None:
     columns = {policy: np.array([row[place] for row in given], dtype=float) for place, policy in enumerate(POLICIES)}

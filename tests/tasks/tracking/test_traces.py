@@ -259,6 +259,7 @@ def _hidden(text: str) -> list[str]:
 LINKS = st.text("![]()<>:/\\ \n>-*`\"'&#104;htp.eva", max_size=60)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(text=LINKS | st.tuples(LINKS, st.sampled_from(EVIL[:7]), LINKS).map("".join))
 def test_no_link_of_a_trace_hides_where_it_leads(text: str) -> None:

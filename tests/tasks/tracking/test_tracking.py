@@ -147,6 +147,7 @@ def test_further_evaluation_sets_are_among_the_runs_data(run: Path) -> None:
     assert json.loads(found["eval-hard"].source) == {"path": "somewhere/hard", "split": "validation"}
 
 
+@pytest.mark.slow
 def test_an_experiment_opens_as_model_training_unless_somebody_chose_otherwise(run: Path) -> None:
     client = connect()
     kinds = {}
