@@ -162,13 +162,14 @@ def test_the_registered_version_carries_the_alias_and_loads_with_transformers(fi
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tasks.tracking.runs import connect
+    from tasks.tracking.runs import connect, dataset_digests
 
     registration = json.loads((finished / "registration.json").read_text())
     version = connect().get_model_version_by_alias("arithmetic", "candidate")
     assert str(version.version) == registration["version"]
     assert f"at commit {version.tags['git.commit'][:12]}" in version.description
-    assert f"train {version.tags['data.train']}, eval {version.tags['data.eval']}" in version.description
+    digests = dataset_digests(finished)
+    assert f"train {digests['train']}, eval {digests['eval']}" in version.description
     folder = mlflow.artifacts.download_artifacts("models:/arithmetic@candidate", dst_path=str(tmp_path))
     loaded = AutoModelForCausalLM.from_pretrained(f"{folder}/model")
     trained = AutoModelForCausalLM.from_pretrained(finished / "training" / "model")
