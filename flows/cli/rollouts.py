@@ -25,7 +25,14 @@ if TYPE_CHECKING:
 
 IN_TERMINAL, IN_PAGE = 5, 50  # rollouts, unless --limit says it
 TURN_STYLES = {"policy": "blue", "environment": "dim", "failed": "yellow"}
-SHADES = {"advantage": (34, 128, 95), "negative": (196, 106, 18), "surprise": (47, 100, 171), "age": (138, 79, 163)}
+SHADES = {
+    "advantage": (34, 128, 95),
+    "negative": (196, 106, 18),
+    "surprise": (47, 100, 171),
+    "age": (138, 79, 163),
+    "ratio": (34, 128, 95),
+    "entropy": (138, 79, 163),
+}
 
 
 def rollouts(
@@ -48,7 +55,11 @@ def rollouts(
         int | None, typer.Option(min=1, help=f"most to show; default: {IN_TERMINAL}, in a page {IN_PAGE}")
     ] = None,
     colour: Annotated[
-        str | None, typer.Option(help="colour tokens by advantage, surprise or age", show_default=False)
+        str | None,
+        typer.Option(
+            help="colour tokens by advantage, surprise or age; by ratio or entropy under the trained policy",
+            show_default=False,
+        ),
     ] = None,
     html: Annotated[Path | None, typer.Option(help="write them as a page to this file", show_default=False)] = None,
 ) -> None:
@@ -56,15 +67,20 @@ def rollouts(
 
     Exit status 2: no such run, or nothing in it fits.
     """
-    from tasks.reports.rollouts import ORDERS, choose_rollouts, reason_not_coloured, rollouts_page
+    from tasks.reports.rollouts import ORDERS, choose_rollouts, rollouts_page, with_trained_policy
+    from tasks.reports.tokens import COLOURED_BY, COMPUTED
 
     chosen = next((known for known in ORDERS if known == (order or ("step" if prompt else "worst"))), None)
     if chosen is None:
         refuse(f"--order {order}: give one of {', '.join(ORDERS)}")
-    if colour and (reason := reason_not_coloured(colour)):
-        refuse(reason)
+    if colour and colour not in COLOURED_BY:
+        refuse(f"--colour {colour}: give one of {', '.join(COLOURED_BY)}")
     most = limit or (IN_PAGE if html else IN_TERMINAL)
-    found = choose_rollouts(find_run(run), chosen, most, reward, step, text, prompt)
+    folder = find_run(run)
+    found = choose_rollouts(folder, chosen, most, reward, step, text, prompt)
+    if colour in COMPUTED:
+        quiet_libraries()
+        found = with_trained_policy(folder, found)
     if colour and colour not in found.colours:
         refuse(f"--colour {colour}: this run does not record it; recorded are {', '.join(found.colours)}")
     if not html:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -26,7 +26,7 @@ from tasks.rendering.drawing import BLUE, GREY, ORANGE
 from tasks.rendering.page import Chart, Section, Table, render
 from tasks.rendering.visible import shortened
 from tasks.reports.conversations import TURNS, trained_on
-from tasks.reports.tokens import COLOURED_BY, NOT_RECORDED, Piece, coloured_pieces
+from tasks.reports.tokens import COLOURED_BY, COMPUTED, Piece, coloured_pieces
 from tasks.stages.run_directory import read_config
 from tasks.stages.table import TRAIN
 
@@ -34,7 +34,7 @@ Order = Literal["worst", "best", "longest", "step"]
 ORDERS: tuple[Order, ...] = get_args(Order)
 STEPS = re.compile(r"(\d+)(?:-(\d+))?")
 PROMPTS_SHOWN = 5
-NOTHING_ON = f"Of tokens, {' and '.join(NOT_RECORDED)} are not recorded."
+ON_DEMAND = " or ".join(f"--colour {name}" for name in COMPUTED) + " colours tokens by figures of the trained policy."
 LONGEST_PROMPT = 80  # characters, where prompts are listed
 
 
@@ -53,8 +53,12 @@ class Rollouts:
     @property
     def colours(self) -> dict[str, str]:
         """What their tokens can be coloured by, and what it means."""
-        has_ages = any(row.get("ages") for row in self.rows)
-        return {name: meaning for name, meaning in COLOURED_BY.items() if name != "age" or has_ages}
+        kept = {"age": "ages", **dict.fromkeys(COMPUTED, "trained_logprobs")}
+        return {
+            name: meaning
+            for name, meaning in COLOURED_BY.items()
+            if name not in kept or any(row.get(kept[name]) for row in self.rows)
+        }
 
     @property
     def summary(self) -> str:
@@ -177,12 +181,24 @@ def _number(value: float | None) -> str:
     return figures.NONE if value is None else figures.number(value)
 
 
-def reason_not_coloured(kind: str) -> str:
-    """Why tokens cannot be coloured by `kind`; "" if they can."""
-    if kind in COLOURED_BY:
-        return ""
-    why = f": {NOT_RECORDED[kind]}" if kind in NOT_RECORDED else ""
-    return f"--colour {kind}: a run does not record it{why}; recorded are {', '.join(COLOURED_BY)}"
+def with_trained_policy(run: Path, rollouts: Rollouts) -> Rollouts:
+    """The rollouts with `trained_logprobs` and `entropies`: figures of each token under the trained policy, which is
+    loaded for that. Raises NoRolloutsError if there is none yet."""
+    from grpo_core.evaluation.token_figures import token_figures  # imports torch
+
+    model = TRAIN.path(run) / "model"
+    if not model.is_dir():
+        raise NoRolloutsError(
+            f"run {run.name!r} has no trained policy yet ({model}), under which {' and '.join(COMPUTED)} are computed; "
+            "colour by advantage or surprise until its training is done"
+        )
+    samples = [(row["prompt_ids"], row["completion_ids"]) for row in rollouts.rows]
+    found = token_figures(model, samples, rollouts.config.rollout.temperature)
+    rows = [
+        {**row, "trained_logprobs": logprobs, "entropies": entropies}
+        for row, (logprobs, entropies) in zip(rollouts.rows, found, strict=True)
+    ]
+    return replace(rollouts, rows=rows)
 
 
 def pieces_of(rollouts: Rollouts, tokenizer: Any) -> list[list[Piece]]:
@@ -201,12 +217,13 @@ def rollouts_page(rollouts: Rollouts, tokenizer: Any = None, colour: str = "", n
     samples = [
         trained_on(row, f"update {row['step']}", of_row) for row, of_row in zip(rollouts.rows, pieces, strict=True)
     ]
+    on_demand = "" if {*COMPUTED} <= {*rollouts.colours} else ON_DEMAND
     title = "Rollouts" if rollouts.prompt is None else f"Prompt {rollouts.prompt} over the training"
     sections = [
         *([_followed(rollouts)] if rollouts.prompt is not None else []),
         Section(
             title if rollouts.prompt is None else "Its rollouts",
-            f"{rollouts.summary} {note or NOTHING_ON}",
+            f"{rollouts.summary} {note or on_demand}",
             legend=TURNS if config.environment.is_used else {},
             colours=rollouts.colours if tokenizer is not None else {},
             colour=colour,

@@ -10,24 +10,24 @@ from typing import Any
 from tasks.rendering.visible import visible
 
 LEVELS = 8  # shades of a colour
-SURPRISING = 5.0  # nats: a token of this -log p has the strongest shade
+LIMITS = {"surprise": 5.0, "ratio": 2.0, "entropy": 3.0}  # nats (of a ratio: its logarithm) of the strongest shade
 MOST_TOKENS = 3000  # of a completion; of a longer one the first two thirds and the last third
 LONGEST_CHARACTER = 8  # tokens whose bytes may be one character
-COLOURED_BY = {  # what the records hold of tokens
+COLOURED_BY = {
     "advantage": "advantage of the completion",
     "surprise": "surprise: −log p when it was sampled, in nats",
     "age": "how often the engine has got new weights since it was sampled",
+    "ratio": "ratio: p under the trained policy, divided by p when it was sampled",
+    "entropy": "entropy of the trained policy where it stands, in nats",
 }
-NOT_RECORDED = {
-    "ratio": "the trainer's log-probabilities are not recorded, only those of the engine that sampled",
-    "entropy": "only the log-probability of the sampled token is recorded, not those of all others",
-}
+COMPUTED = ("ratio", "entropy")  # on demand, since records do not hold them
 
 
 @dataclass(frozen=True)
 class Piece:
     """A token, or several whose bytes make one character. `levels`: from 0 to LEVELS by what colours it, negative for a
-    negative advantage; empty for tokens of the environment, which are not trained. `title`: the figures as text."""
+    negative advantage and a ratio below 1; empty for tokens of the environment, which are not trained. `title`: the
+    figures as text."""
 
     text: str
     levels: Mapping[str, int]
@@ -50,7 +50,7 @@ def _coloured(
     row: Mapping[str, Any], masks: Sequence[int], tokenizer: Any, strongest: Mapping[str, float], start: int, stop: int
 ) -> Iterator[Piece]:
     """The tokens from `start` to `stop`."""
-    limits = {"surprise": SURPRISING, **strongest}
+    limits = {**LIMITS, **strongest}
     for text, first, last in _decoded(row["completion_ids"][start:stop], tokenizer):
         places = slice(start + first, start + last)
         if not masks[start + first]:
@@ -61,6 +61,10 @@ def _coloured(
         if row.get("ages"):
             figures["age"] = float(max(row["ages"][places]))
             title += f", age {figures['age']:.0f}"
+        if row.get("trained_logprobs"):
+            figures["ratio"] = sum(row["trained_logprobs"][places]) + surprise
+            figures["entropy"] = max(row["entropies"][places])
+            title += f", ratio {math.exp(figures['ratio']):.3g}, entropy {figures['entropy']:.2f}"
         yield Piece(visible(text), {name: _level(it, limits.get(name, 0.0)) for name, it in figures.items()}, title)
 
 

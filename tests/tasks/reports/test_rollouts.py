@@ -6,19 +6,22 @@ import json
 import math
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from flows.cli.main import app
 from grpo_core.config.files import dump_config, parse_config
 from tasks.data.completions import NoRolloutsError
 from tasks.rendering.visible import UNSHOWN, shortened, visible
-from tasks.reports.rollouts import choose_rollouts, rollouts_page
+from tasks.reports.rollouts import choose_rollouts, rollouts_page, with_trained_policy
 from tests.hostile import EVIL
 from tests.made_up import sampled, values_of, write_sampled
 from tests.pages import Page
@@ -146,8 +149,8 @@ def _invoke(storage: Path, *arguments: str) -> Result:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--colour", "ratio"], "does not record it: the trainer's log-probabilities are not recorded"),
-        (["--colour", "entropy"], "only the log-probability of the sampled token is recorded"),
+        (["--colour", "ratio"], "has no trained policy yet"),
+        (["--colour", "hope"], "give one of advantage, surprise, age, ratio, entropy"),
         (["--colour", "age"], "this run does not record it; recorded are advantage, surprise"),
         (["--order", "nicest"], "give one of worst, best, longest, step"),
         (["--reward", "charm"], "its rewards: numeric_match, length"),
@@ -170,6 +173,36 @@ def test_a_training_under_way_is_read_and_one_that_sampled_nothing_is_named(tmp_
     file.write_bytes(b"PAR1")
     damaged = _invoke(tmp_path, "going")
     assert (damaged.exit_code, f"{file.name} cannot be read" in damaged.stderr) == (2, True)
+
+
+@pytest.mark.slow
+def test_ratio_and_entropy_are_those_of_the_saved_policy_at_the_temperature_of_sampling(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    batch = [sampled(1, 0, {"numeric_match": 1.0, "length": 0.0}, completion_ids=[7, 8, 9 + it]) for it in range(G)]
+    folder = tmp_path / "runs" / "done"
+    folder.mkdir(parents=True)
+    values = values_of("done", model={"name_or_path": str(model_folder)}, rollout={"temperature": 0.7})
+    (folder / "config.toml").write_text(dump_config(parse_config({**values, "rewards": REWARDS})))
+    write_sampled(folder / "training", [batch], G)
+    shutil.copytree(model_folder, folder / "training" / "model")
+    found = with_trained_policy(folder, choose_rollouts(folder))
+    model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    for row in found.rows:
+        ids = torch.tensor([[*row["prompt_ids"], *row["completion_ids"]]])
+        with torch.no_grad():
+            plain = (model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1] / 0.7).log_softmax(-1)
+        assert row["trained_logprobs"] == pytest.approx(
+            [plain[at, it].item() for at, it in enumerate(ids[0, 3:])], abs=1e-5
+        )
+        assert row["entropies"] == pytest.approx((-plain.exp() * plain).sum(-1).tolist(), abs=1e-5)
+    for colour in ("ratio", "entropy"):
+        printed = _invoke(tmp_path, "done", "--colour", colour)
+        assert printed.exit_code == 0 and f"Colour: {colour}" in printed.output, printed.output
+    html = tmp_path / "page.html"
+    assert _invoke(tmp_path, "done", "--colour", "ratio", "--html", str(html)).exit_code == 0
+    shades = {it for _, tag in Page(html.read_text()).tags for it in (tag.get("class") or "").split()}
+    assert any(it.startswith("ratio-") for it in shades) and any(it.startswith("entropy-") for it in shades)
 
 
 def _hostile_run(folder: Path, text: str) -> Path:

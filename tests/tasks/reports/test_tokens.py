@@ -12,8 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tasks.rendering.visible import visible
-from tasks.reports.tokens import LEVELS, MOST_TOKENS, SURPRISING, coloured_pieces
+from tasks.reports.tokens import LEVELS, LIMITS, MOST_TOKENS, coloured_pieces
 from tests.made_up import sampled
+
+SURPRISING = LIMITS["surprise"]
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,20 @@ def test_shades_follow_the_recorded_figures_and_what_was_not_trained_has_none(to
     assert [it.get("surprise") for it in levels] == [0, LEVELS // 2, LEVELS, LEVELS, None, 1]
     assert [it.get("age") for it in levels] == [0, 0, 2, 4, None, 8]
     assert [it.get("advantage") for it in levels] == [-LEVELS // 2] * 4 + [None] + [-LEVELS // 2]
+
+
+def test_ratio_and_entropy_of_the_trained_policy_colour_where_they_were_computed(tokenizer: Any) -> None:
+    row = _row(
+        tokenizer("abc")["input_ids"],
+        sampling_logprobs=[-1.0, -3.0, -0.5],
+        trained_logprobs=[-1.0, -1.0, -4.5],
+        entropies=[0.0, 1.5, 3.0],
+        advantage=1.0,
+    )
+    pieces = coloured_pieces(row, tokenizer, {"advantage": 1.0})
+    assert [piece.levels["ratio"] for piece in pieces] == [0, LEVELS, -LEVELS]
+    assert [piece.levels["entropy"] for piece in pieces] == [0, LEVELS // 2, LEVELS]
+    assert [piece.title.split(", ")[1] for piece in pieces] == ["ratio 1", "ratio 7.39", "ratio 0.0183"]
 
 
 def test_of_a_long_completion_the_beginning_and_the_end_are_shown(tokenizer: Any) -> None:
