@@ -84,8 +84,14 @@ def test_what_a_dead_server_was_asked_is_asked_of_another_and_it_comes_back_with
         dying.start()
         wait_until_back(engine)
         assert engine.compute_logprobs([[3, 4]]) == [[-2.0], [-2.0]]
-        ask(engine, requests(8))
-        assert (len(dying.asked), len(other.asked)) == (8 + 4, 16 + 4)
+        for server in servers:
+            server.open.clear()
+        asking = Asking(engine, requests(8))
+        dying.wait_for(8 + 4)
+        other.wait_for(16 + 4)
+        for server in servers:
+            server.open.set()
+        assert asking.join() == plain(requests(8))
         torch.nn.init.constant_(policy.weight, 4.0)
         engine.sync_weights(policy)
         assert engine.compute_logprobs([[3, 4]]) == [[-4.0], [-4.0]]
