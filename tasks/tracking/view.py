@@ -1,4 +1,5 @@
-"""The runs of an experiment as MLflow first shows them: a saved view with the columns that say what came of each run.
+"""The runs of an experiment as MLflow first shows them: a saved view with the columns and charts that say what came of
+each run.
 
 MLflow has no interface for saved views. This is the form in which its page keeps them (3.17), in a tag of the
 experiment: another release that does not know it shows its usual columns.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from typing import Any
 
 from grpo_core.config.evaluation import HELD_OUT
 
@@ -29,6 +31,17 @@ COLUMNS = {  # and their widths in pixels
     "attributes.`Models`": 160,
     f"tags.`{SWEEP}`": 160,
 }
+CHARTS = {  # those that stand first, of the runs that are shown; MLflow hides the empty ones
+    "reward": "LINE",
+    f"eval/{HELD_OUT}/trained/accuracy": "BAR",
+    "cost/gpu_hours": "BAR",
+    "cost/sampled_tokens": "BAR",
+    "eval_reward": "LINE",
+    f"eval/{HELD_OUT}/trained/reward": "BAR",
+    "entropy": "LINE",
+    "completions/mean_length": "LINE",
+}
+SECTION = {"uuid": "first", "name": "To look at first", "display": True, "isReordered": True}
 
 
 def experiment_tags() -> dict[str, str]:
@@ -45,7 +58,20 @@ def experiment_tags() -> dict[str, str]:
         "columnWidths": COLUMNS,
         "runsHiddenMode": "FIRST_10_RUNS",
         "hideEmptyCharts": True,
+        "compareRunSections": [SECTION],
+        "compareRunCharts": [_chart(metric, kind) for metric, kind in CHARTS.items()],
+        "isAccordionReordered": True,
     }
     packed = base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
     view = {"name": "Results", "createdAt": 0, "updatedAt": 0, "state": f"deflate;{packed}"}
     return {KIND: MODEL_TRAINING, f"mlflow.sharedViewState.{VIEW}": json.dumps(view)}
+
+
+def _chart(metric: str, kind: str) -> dict[str, Any]:
+    chart = {"type": kind, "uuid": metric, "metricKey": metric, "metricSectionId": SECTION["uuid"]}
+    chart |= {"deleted": False, "isGenerated": False, "runsCountToCompare": 10}
+    if kind == "BAR":
+        return chart
+    chart |= {"selectedMetricKeys": [metric], "xAxisKey": "step", "selectedXAxisMetricKey": "", "range": {}}
+    chart |= {"scaleType": "linear", "xAxisScaleType": "linear", "lineSmoothness": 0}
+    return chart | {"useGlobalLineSmoothing": True, "useGlobalXaxisKey": True}

@@ -204,6 +204,7 @@ def test_the_schedule_is_switched_on_and_off(served: Served, page: Page) -> None
     open_deployment(page, served, "pipeline")
     switch = page.get_by_role("switch").first
     for on in (True, False):
+        expect(switch).not_to_have_class(re.compile("disabled"))  # until Prefect has answered, it takes no click
         switch.click()
         expect(switch).to_have_attribute("aria-checked", json.dumps(on))
         [schedule] = served.get("/deployments/name/pipeline/local")["schedules"]

@@ -3,6 +3,7 @@ compared, the better one approved, and from its version in MLflow's registry to 
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urljoin
 
@@ -22,6 +24,7 @@ from tasks.tracking.runs import TRAINING_MODE
 from tasks.tracking.view import RESULT, VIEW
 from tests.conftest import EXAMPLE
 from tests.e2e.browsing import (
+    MILLISECONDS,
     choose,
     field,
     fill,
@@ -41,7 +44,9 @@ pytestmark = pytest.mark.e2e
 INPUTS = Path("storage", "examples", "arithmetic")  # where the preset expects them, relative to where `grpo up` runs
 STAGES = [stage.name for stage in TABLE]
 SWEEP = "sums.sweep"
-SLOW, FAST = (f"{SWEEP}.learning_rate-{rate}" for rate in (1e-05, 0.0001))
+RATES = [3e-06, 1e-05, 0.0001]
+SLOW, _, FAST = ARMS = [f"{SWEEP}.learning_rate-{rate}" for rate in RATES]
+IN_MLFLOW = [f"learning_rate-{rate}" for rate in RATES]
 FINAL = """
 [[evaluation.sets]]
 name = "final"
@@ -90,7 +95,7 @@ def test_a_sweep_is_started_from_the_form_and_watched(served: Served, page: Page
     open_form(page, served, "sweep", "grid")
     choose(page, "preset", "sums")
     choose(page, "changes.rollout.engine", "transformers")
-    fill(page, {"changes.train.max_steps": "40", "grid": '{"train.learning_rate": [1e-5, 1e-4]}'})
+    fill(page, {"changes.train.max_steps": "40", "grid": json.dumps({"train.learning_rate": RATES})})
     page.set_viewport_size(SHOWN)
     field(page, "grid").evaluate("field => field.scrollIntoView()")
     picture("sweep-form")
@@ -165,17 +170,25 @@ def test_the_arms_are_compared(served: Served, page: Page, picture: Picture, tmp
     cells = page.get_by_role("gridcell")
     of_sweep = cells.filter(has=page.get_by_role("link", name=SWEEP, exact=True))
     of_sweep.get_by_role("button").click()  # shows its arms
-    arm = page.get_by_role("link", name=FAST)
+    arm = page.get_by_role("link", name=IN_MLFLOW[-1], exact=True)
     arm.wait_for()
-    expect(cells.filter(has_text=re.compile(r"^accuracy \S+ \[.*\], \S+ points \[.*\]$"))).to_have_count(2)
+    expect(cells.filter(has_text=re.compile(r"^accuracy \S+ \[.*\], \S+ points \[.*\]$"))).to_have_count(len(ARMS))
     page.set_viewport_size(SHOWN)
     for column in (RESULT, "reward", "cost/sampled_tokens"):
         expect(page.locator(".ag-header-cell").get_by_text(column, exact=True)).to_be_in_viewport()
     picture("results")
-    page.goto(urljoin(page.url, f"{arm.get_attribute('href')}{TRAINING_MODE}"))
+    link = arm.get_attribute("href")
+    page.locator("label", has=page.locator("[value=CHART]")).click()
+    page.get_by_text("To look at first").wait_for()
+    for name in IN_MLFLOW:
+        page.get_by_text(f"{name} (reward)").wait_for()
+    for metric in ("reward", "eval/held-out/trained/accuracy", "cost/sampled_tokens"):
+        expect(page.get_by_text(metric, exact=True).first).to_be_in_viewport()
+    picture("charts")
+    page.goto(urljoin(page.url, f"{link}{TRAINING_MODE}"))
     page.get_by_text("Model metrics").first.click()
     page.get_by_placeholder("Search metric charts").fill("^(rewards/|reward$|entropy$|grad_norm$)")
-    page.get_by_text(f"{FAST} (rewards/numeric_match/mean)").wait_for()
+    page.get_by_text(f"{IN_MLFLOW[-1]} (rewards/numeric_match/mean)").wait_for()
     picture("mlflow-run")
 
 
@@ -192,7 +205,13 @@ def test_the_chosen_arm_is_approved_and_its_version_leads_to_what_it_lost(
     picture("approval")
     field(page, "Make it the champion").get_by_role("switch").click()
     fill(page, {"Your name": "Ada", "Your reason": "right far more often, and no longer"})
-    page.locator(".p-modal").get_by_role("button", name="Submit").click()
+    dialog = page.locator(".p-modal")
+    submit = dialog.get_by_role("button", name="Submit")
+    submit.click()
+    with suppress(AssertionError):
+        expect(dialog).to_have_count(0, timeout=10 * MILLISECONDS)
+    if dialog.count():  # it takes no click while it checks what was typed
+        submit.click()
     assert served.wait(id_of(run))["state_name"] == "Promoted"
     newest = served.filter("artifacts", flow_runs={"id": {"any_": [id_of(run)]}}, sort="CREATED_DESC")[0]
     page.goto(f"{served.prefect_url}/artifacts/artifact/{newest['id']}")
