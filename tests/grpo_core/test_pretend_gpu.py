@@ -108,8 +108,15 @@ def _trained(run: Path, values: dict[str, Any], kind: str) -> tuple[list[dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use_peft", [False, True], ids=["whole", "lora"])
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@pytest.mark.parametrize(
+    ("mixed_precision", "use_peft"),
+    [
+        pytest.param("no", False, id="no-whole"),
+        pytest.param("bf16", True, id="bf16-lora"),
+        pytest.param("no", True, id="no-lora", marks=pytest.mark.e2e),
+        pytest.param("bf16", False, id="bf16-whole", marks=pytest.mark.e2e),
+    ],
+)
 def test_a_training_keeps_to_its_device_and_computes_what_a_cpu_does(
     smooth_model_folder: Path, tmp_path: Path, mixed_precision: str, use_peft: bool
 ) -> None:

@@ -88,7 +88,7 @@ def _passes(model: Any, vocabulary: int, tokens: int, number: int) -> Iterator[N
         ({}, 16, False),
         ({}, 300, False),
         ({"num_hidden_layers": 8}, 300, True),
-        ({"vocab_size": 20_000}, 16, False),
+        pytest.param({"vocab_size": 20_000}, 16, False, marks=pytest.mark.e2e),
         pytest.param({"vocab_size": 20_000, "tie_word_embeddings": True}, 16, False, marks=pytest.mark.e2e),
         pytest.param({"intermediate_size": 4000}, 16, False, marks=pytest.mark.e2e),
     ],

@@ -96,7 +96,9 @@ def test_what_harms_its_process_is_named_and_runs_again(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "started"), [("blocks", 2), ("stops_its_guard", 3)])
+@pytest.mark.parametrize(
+    ("name", "started"), [pytest.param("blocks", 2, marks=pytest.mark.e2e), ("stops_its_guard", 3)]
+)
 def test_a_function_that_ignores_its_time_limit_is_killed_with_all_that_it_started(
     declared: Callable[..., RewardConfig], capfd: pytest.CaptureFixture[str], name: str, started: int
 ) -> None:

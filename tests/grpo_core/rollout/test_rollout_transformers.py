@@ -203,7 +203,13 @@ JOINING = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rows"), zip(JOINING, [512, 7, 512, 7, 512], strict=True))
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        pytest.param(name, rows, marks=[pytest.mark.e2e] * (name not in ("Qwen3", "experts", "window")))
+        for name, rows in zip(JOINING, [512, 7, 512, 7, 512], strict=True)
+    ],
+)
 def test_requests_that_join_at_any_step_get_the_tokens_that_they_get_alone(
     name: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:

@@ -111,7 +111,10 @@ def test_each_batch_has_the_prompts_that_follow_from_the_rates_of_a_fixed_moment
     _expect_prompts_by_the_rule(run)
 
 
-@pytest.mark.parametrize("curriculum", KINDS[1:], ids=lambda keys: keys["kind"])
+@pytest.mark.parametrize(
+    "curriculum",
+    [pytest.param(it, id=it["kind"], marks=[pytest.mark.e2e] * (it["kind"] == "variance")) for it in KINDS[1:]],
+)
 def test_so_it_has_while_sampling_ahead_also_after_a_kill(
     values: dict[str, Any], tmp_path: Path, curriculum: dict[str, Any]
 ) -> None:

@@ -95,7 +95,7 @@ def test_several_processes_do_together_what_was_planned(tmp_path: Path, num_proc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.e2e), 2])
 def test_a_curriculum_does_what_was_planned_and_is_the_same_in_all_processes(
     tmp_path: Path, num_processes: int
 ) -> None:

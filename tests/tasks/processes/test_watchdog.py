@@ -251,7 +251,7 @@ def _given(machines: list[Machine]) -> Iterator[list[Machine]]:
         for how, said, tried in [
             ("wait", "in sampling at PLACE", 1),
             ("stop", r"in sampling at PLACE, and is stopped \(SIGSTOP\)", 2),
-            ("hold", "in reward 'strict' at PLACE", 1),
+            ("hold", "in reward 'strict' at PLACE", None),
         ]
         for ranks in (1, 2)
     ],
