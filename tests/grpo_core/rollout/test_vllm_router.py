@@ -223,8 +223,8 @@ def test_what_the_training_waits_for_goes_before_what_waits_to_be_sampled_ahead(
         assert len([*engine.take(ahead, SAMPLING, 3)]) >= 1
         order = [prompt[0] for prompt in server.asked]
         assert order[:2] == [3, 3]  # were there already
-        assert sorted(order[2:5]) == [1000, 1001, 1002]
-        assert sorted(order[5:]) == [4, 4, 5, 5]
+        assert {1000, 1001, 1002} < {*order[2:6]}  # of two under way together, either arrives first
+        assert sorted(order[2:]) == [4, 4, 5, 5, 1000, 1001, 1002]
 
 
 def test_turns_that_are_sampled_ahead_tell_their_weights_and_are_not_urgent(

@@ -61,7 +61,7 @@ class Simulated:
 @pytest.fixture(autouse=True)
 def _no_stacks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated processes write none, so there is no need to wait for them."""
-    if "slow" not in request.keywords:
+    if "run" not in request.fixturenames:
         monkeypatch.setattr("tasks.processes.watchdog.STACKS_SECONDS", 0)
 
 
