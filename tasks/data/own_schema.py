@@ -155,7 +155,8 @@ def _repeated(rows: Rows, schema: pa.DataFrameSchema) -> pl.DataFrame:
         report_duplicates=schema.report_duplicates,
         name=schema.name,
     )
-    cases = _cases(rows.gather(again), rules)
+    # pandera writes whole rows into what it finds, and fails at numbers of other columns that are beyond 64 bits.
+    cases = _cases(rows.gather(again).select(dict.fromkeys(name for names in asked for name in names)), rules)
     return cases.with_columns(index=again.cast(pl.Int64).gather(cases["index"]))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import polars as pl
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from grpo_core.config.files import parse_config
@@ -80,6 +80,15 @@ def _verdict(values: dict[str, Any]) -> Any:
     schema=st.booleans(),
     function=st.booleans(),
     alien=st.sampled_from(ALIENS),
+)
+@example(
+    rows=[{"prompt": "1+1=", "answer": "2", "number": None, "large": large} for large in (1, 1, 2**70)],
+    held_out=[{"prompt": "2+2=", "answer": "4"}],
+    form="jsonl",
+    severity="drop",
+    schema=True,
+    function=False,
+    alien=None,
 )
 def test_slices_get_the_same_verdict_as_the_whole(
     model_folder: Path,
