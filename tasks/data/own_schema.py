@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ def _repeated(rows: Rows, schema: pa.DataFrameSchema) -> pl.DataFrame:
         name=schema.name,
     )
     # pandera writes whole rows into what it finds, and fails at numbers of other columns that are beyond 64 bits.
-    cases = _cases(rows.gather(again).select(dict.fromkeys(name for names in asked for name in names)), rules)
+    cases = _cases(rows.gather(again).select(*dict.fromkeys(itertools.chain(*asked))), rules)
     return cases.with_columns(index=again.cast(pl.Int64).gather(cases["index"]))
 
 
