@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from grpo_core.config.memory_bounds import MAX_ROWS
+from grpo_core.errors import EngineError
 from grpo_core.model.loading import whole_weights
 from grpo_core.model.precision import in_float32
 from grpo_core.model.sharded import is_sharded
@@ -59,7 +60,7 @@ class TransformersEngine:
         pass
 
     def _take(self, model: Any) -> None:
-        """ValueError for a model that says something else when it goes on from what it has kept of prompts."""
+        """EngineError for a model that says something else when it goes on from what it has kept of prompts."""
         self.model, self.shares_cache = model, can_share_cache(model, self.max_length)
         right = self.shares_cache
         if not right:
@@ -67,7 +68,7 @@ class TransformersEngine:
                 self.shares_cache = can_share_cache(model, self.max_length)
                 right = self.shares_cache or says_the_same(model, partial(PlainCache, model, pad_id=self.pad_id))
         if not right:
-            raise ValueError(
+            raise EngineError(
                 f"{type(model).__name__} says something else of a padded prompt than of the prompt alone, as layers do "
                 "that carry a state: the transformers engine would sample from another policy; set rollout.engine to "
                 "'vllm'"

@@ -21,6 +21,7 @@ import httpx2
 from torch import Tensor
 
 from grpo_core.config.rollout import RolloutConfig
+from grpo_core.errors import EngineError
 from grpo_core.rollout.vllm import binary
 from grpo_core.rollout.vllm.secret import with_secret
 
@@ -35,10 +36,6 @@ SOCKET_OPTIONS = [
 ]
 
 Result = TypeVar("Result")
-
-
-class ServerError(RuntimeError):
-    """A server that cannot be used; the message says which, why, and what to do."""
 
 
 class Unavailable(RuntimeError):
@@ -132,7 +129,7 @@ class Server:
         """The completions of a request, as `binary.decode` has them, every token by weights of version `oldest` or
         later.
 
-        Raises Unavailable if there are none, ServerError if the server refuses or hangs.
+        Raises Unavailable if there are none, EngineError if the server refuses or hangs.
         """
         choices = await self._answer(binary.PATH, body, binary.decode)
         self._see_whole(choices, oldest)
@@ -146,7 +143,7 @@ class Server:
         return answer["prompt_logprobs"]
 
     async def restore(self) -> None:
-        """See that the server is up, ours, and has the wanted weights. Raises Unavailable if it is not up, ServerError
+        """See that the server is up, ours, and has the wanted weights. Raises Unavailable if it is not up, EngineError
         if it cannot be used."""
         async with self.restoring:
             await self.take_lease()
@@ -192,19 +189,19 @@ class Server:
 
     async def take_lease(self) -> None:
         """The server is this trainer's for LEASE_SECONDS more. Another's lease is waited for; when that one renews it,
-        ServerError."""
+        EngineError."""
         given = await self._lease()
         if not given["granted"]:
             print(f"{self.url} is leased to {given['holder']}: waiting {given['seconds']:.0f} s", flush=True)
             await asyncio.sleep(given["seconds"] + 0.1)
             given = await self._lease()
         if not given["granted"]:
-            raise ServerError(
+            raise EngineError(
                 f"{self.url} serves another trainer, {given['holder']}. Two cannot share a server, each would put its "
                 "own weights there: end that one, or name another server (rollout.vllm_server_base_urls)"
             )
         if objection := self.objection(given["server"]):
-            raise ServerError(
+            raise EngineError(
                 f"{self.url} {objection}; start it as `python -m grpo_core.rollout.vllm.serve CONFIG` does"
             )
         self.backend = given["server"]["weight_transfer"]
@@ -215,7 +212,7 @@ class Server:
     async def release(self) -> None:
         """Free the server for the next training."""
         if not self.problem:  # otherwise the lease ends by itself
-            with suppress(Unavailable, ServerError):
+            with suppress(Unavailable, EngineError):
                 await self.control("POST", "/shutdown_weight_transfer_engine")
                 await self.control("POST", "/collective_rpc", json={"method": "release_lease", "args": [self.token]})
         await self.http.aclose()
@@ -266,7 +263,7 @@ class Server:
             async with asyncio.timeout(self.seconds):
                 await self._unless_abandoned(asyncio.shield(asyncio.wrap_future(done)))
         except TimeoutError:
-            raise ServerError(
+            raise EngineError(
                 f"{self.url}: the weights have not arrived within {self.seconds:g} s (rollout.vllm_request_timeout)"
             ) from None
 
@@ -274,7 +271,7 @@ class Server:
         try:
             return await self._request("POST", path, self.seconds, read, json=body)
         except httpx2.ReadTimeout:
-            raise ServerError(
+            raise EngineError(
                 f"{self.url}: no answer within {self.seconds:g} s (rollout.vllm_request_timeout): it hangs, or "
                 "has more to do than it can; see its log, or raise the limit"
             ) from None
@@ -294,14 +291,14 @@ class Server:
         ):  # started again, and not known there yet
             raise Unavailable(f"{path} answers 404: {answer.text[:500]}")
         if answer.status_code == 404:
-            raise ServerError(
+            raise EngineError(
                 f"{self.url} has no {path}: it runs without VLLM_SERVER_DEV_MODE=1 or this project's middleware, or is "
                 "older than vLLM 0.32; start it as `python -m grpo_core.rollout.vllm.serve CONFIG` does"
             )
         if answer.status_code >= 500:
             raise Unavailable(f"{path} answers {answer.status_code}: {answer.text[:500]}")
         if answer.is_error:
-            raise ServerError(f"{self.url}{path} refuses: {answer.status_code} {answer.text[:500]}")
+            raise EngineError(f"{self.url}{path} refuses: {answer.status_code} {answer.text[:500]}")
         try:
             return read(answer.content)
         except ValueError:
