@@ -50,7 +50,7 @@ LOWERED = {"importance_sampling_ratio_action": "lower_staleness", "min_importanc
     [
         pytest.param(1, {}, id="1", marks=pytest.mark.e2e),
         pytest.param(2, {}, id="2"),
-        pytest.param(1, LOWERED, id="1, lowered", marks=pytest.mark.e2e),
+        pytest.param(1, LOWERED, id="1, lowered"),
         pytest.param(2, LOWERED, id="2, lowered", marks=pytest.mark.e2e),
     ],
 )
