@@ -22,7 +22,7 @@ from flows.parameters.allowed import resolve_allowed
 from flows.parameters.early import refuse_early
 from flows.parameters.form import Changes, Preset, read_name, resolve
 from grpo_core.config.run import RunConfig
-from tasks.promotion import ask, promote
+from tasks.promotion import promote_or_ask
 from tasks.registry.approval import WAITING
 from tasks.registry.champion import is_decided
 from tasks.reports.events import announce_completed, announce_end
@@ -122,10 +122,8 @@ def _promote(config: RunConfig, run: Path) -> None:
     if is_decided(model, version):
         get_run_logger().info("promote: already decided for %s version %s, skipped", model, version)
         return
-    outcome = promote(model, version, force=False, changes={}).result()
-    if outcome.decision == WAITING and deployment.id:
-        promote(model, version, force=False, changes={}, approval=ask(outcome))
-    elif outcome.decision == WAITING:
+    outcome = promote_or_ask(model, version, force=False, changes={})
+    if outcome.decision == WAITING:
         get_run_logger().warning(
             "`grpo promote %s --approve NAME`, or --reject NAME, answers for version %s", model, version
         )

@@ -7,12 +7,11 @@ from typing import Annotated, Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
-from prefect.runtime import deployment
 from pydantic import WithJsonSchema
 
 from flows.parameters.form import form_schema
 from tasks import promotion
-from tasks.registry.approval import WAITING, Approval
+from tasks.registry.approval import Approval
 from tasks.registry.champion import CANDIDATE, Outcome
 from tasks.stages.attempts import keep_retry
 from tasks.stages.endings import plain
@@ -58,10 +57,7 @@ def promote(
         changes: Rules that differ from those recorded with the version.
         approval: A person's answer, if the version's rules ask for one. Without it, this run waits for it.
     """
-    outcome = promotion.promote(model, version, force, changes, approval).result()
-    if outcome.decision == WAITING and deployment.id:
-        outcome = promotion.promote(model, outcome.version, force, changes, promotion.ask(outcome)).result()
-    return promotion.answer(outcome)
+    return promotion.answer(promotion.promote_or_ask(model, version, force, changes, approval))
 
 
 @flow(

@@ -9,6 +9,8 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
+from prefect.input.actions import filter_flow_run_input
+from prefect.runtime import deployment
 from prefect.states import Completed
 
 from tasks.registry import champion
@@ -22,6 +24,7 @@ from tasks.tracking.runs import answering, version_address
 EVENTS = {"promoted": "grpo.promoted", "forced": "grpo.promoted", WAITING: "grpo.waiting-for-approval"}
 EVENTS |= {"refused": "grpo.refused", REJECTED: "grpo.rejected"}  # by what was decided; nothing of "unchanged"
 ROLLED_BACK = "grpo.rolled-back"
+QUESTION = "approve-"  # begins the key of a question; the version's number follows, since Prefect takes no other text
 
 
 @task(name="promote")
@@ -38,12 +41,28 @@ def promote(
     return answer(outcome)
 
 
-def ask(outcome: Outcome) -> Approval:
-    """A person's answer: this flow run is suspended until it is resumed in Prefect with their answer, and begins again
-    then. Call this from the flow that is to be suspended, of a deployment."""
-    form = RunInput.subclass_from_base_model_type(Approval).with_initial_data(description=_question(outcome))
-    answered = suspend_flow_run(wait_for_input=form, timeout=None, key=f"approve-{outcome.model}-{outcome.version}")
-    return Approval(**answered.model_dump())
+def promote_or_ask(
+    model: str, version: str, force: bool, changes: dict[str, Any], approval: Approval | None = None
+) -> Outcome:
+    """Try a promotion. If it waits for a person, suspend this flow run, unless it is of no deployment, which nothing
+    could resume. Resumed in Prefect with an answer, the flow begins again, and the answer is to the version that was
+    asked about, whatever `version` names now and whatever the gate says of it. To be called by a flow."""
+    if deployment.id and (answered := _answer()):
+        version, approval = answered
+    outcome = promote(model, version, force, changes, approval).result()
+    if outcome.decision == WAITING and deployment.id:
+        form = RunInput.subclass_from_base_model_type(Approval).with_initial_data(description=_question(outcome))
+        suspend_flow_run(wait_for_input=form, timeout=None, key=QUESTION + outcome.version)
+    return outcome
+
+
+def _answer() -> tuple[str, Approval] | None:
+    """The version that this flow run has asked about, and the answer; None if there is none."""
+    prefix, end = f"suspended-{QUESTION}", "-response"  # as Prefect names what it keeps
+    inputs = filter_flow_run_input(prefix, limit=10)
+    assert isinstance(inputs, list)  # a coroutine only where an event loop runs
+    answers = [found for found in inputs if found.key.endswith(end)]
+    return next(((it.key.removeprefix(prefix).removesuffix(end), Approval(**it.decoded_value)) for it in answers), None)
 
 
 def _question(outcome: Outcome) -> str:
