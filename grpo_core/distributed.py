@@ -79,12 +79,12 @@ def lost_peer(error: BaseException) -> bool:
     return False
 
 
-def share(count: int) -> range:
+def own_range(count: int) -> range:
     """Which of `count` things this process does; none if there are more processes than things."""
-    return share_of(count, PartialState().process_index, PartialState().num_processes)
+    return range_of_process(count, PartialState().process_index, PartialState().num_processes)
 
 
-def share_of(count: int, place: int, processes: int) -> range:
+def range_of_process(count: int, place: int, processes: int) -> range:
     """The share of the process number `place` of `processes`."""
     return range(count * place // processes, count * (place + 1) // processes)
 
@@ -131,7 +131,7 @@ def any_process(flag: bool) -> bool:
 
 
 @waiting()
-def most(count: int) -> int:
+def max_over_processes(count: int) -> int:
     """The largest of the processes' counts."""
     found = torch.tensor(count)
     if PartialState().num_processes > 1:
@@ -140,7 +140,7 @@ def most(count: int) -> int:
 
 
 @functools.cache  # each makes communicators of its own
-def sharing_processes(*, within_machine: bool) -> DeviceMesh:
+def shard_mesh(*, within_machine: bool) -> DeviceMesh:
     """The processes that share one copy of a model: all of them, or those of each machine."""
     state = PartialState()
     if not within_machine:
@@ -151,39 +151,39 @@ def sharing_processes(*, within_machine: bool) -> DeviceMesh:
     return DeviceMesh.from_group(groups, state.device.type, numbers, mesh_dim_names=("copy", "share"))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_if_sharded(tensor: Tensor) -> Tensor:
     """The tensor, gathered if the processes share it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def is_shared(tensor: Tensor) -> bool:
+def is_sharded_tensor(tensor: Tensor) -> bool:
     """True if each process has a part of the tensor."""
     return isinstance(tensor, DTensor)
 
 
-def sharers(model: nn.Module) -> int:
+def shard_count(model: nn.Module) -> int:
     """The number of processes that share one copy of a sharded model: blocks of consecutive ones."""
     return next(tensor.device_mesh.size(-1) for tensor in model.parameters() if isinstance(tensor, DTensor))
 
 
-def share_like(tensor: Tensor, values: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, values: Tensor) -> Tensor:
     """Values that every process has whole, shared as the tensor is; themselves if it is not."""
     if isinstance(tensor, DTensor):
         return distribute_tensor(values.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
     return values
 
 
-def copy_whole(values: Tensor, tensor: Tensor) -> None:
+def copy_into_shard(values: Tensor, tensor: Tensor) -> None:
     """Copy values that every process has whole into the tensor, or its share of them if the processes share it."""
-    tensor.copy_(share_like(tensor, values))
+    tensor.copy_(shard_like(tensor, values))
 
 
-def own_share(tensor: Tensor) -> Tensor:
+def own_shard(tensor: Tensor) -> Tensor:
     """This process's part of the tensor: all of it, unless the processes share it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def share_name(tensor: Tensor) -> str:
+def shard_suffix(tensor: Tensor) -> str:
     """What names this process's part of the tensor, in each copy of the model; "" if the processes do not share it."""
     return f".share-{tensor.device_mesh.get_local_rank('share')}" if isinstance(tensor, DTensor) else ""
 
@@ -242,13 +242,13 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 @waiting()
-def total(values: Tensor) -> Tensor:
+def sum_over_processes(values: Tensor) -> Tensor:
     """Sum over the processes, element by element."""
     return reduce(values, "sum")
 
 
 @waiting()
-def largest(values: Tensor) -> Tensor:
+def maxima_over_processes(values: Tensor) -> Tensor:
     """Maximum over the processes, element by element. (N,)"""
     return gather(values[None]).max(dim=0).values
 
@@ -290,4 +290,4 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
 @waiting()
 def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
     """Scale all gradients so that their common norm is at most `max_norm`; returns the norm before, on the device."""
-    return whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+    return gather_if_sharded(torch.nn.utils.clip_grad_norm_(parameters, max_norm))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from grpo_core.model.packed_attention import Kind, pack_batch, packed_states, use_attention
 from grpo_core.model.sequences import Sequences
-from grpo_core.model.sharded import forward, within
+from grpo_core.model.sharded import call_as_forward, forward
 from grpo_core.model.transfer import to_device
 
 PROBED = 100  # tokens that ways to compute a sequence are compared over: several blocks of flex attention
@@ -42,7 +42,7 @@ def plain_output_layer(model: Any) -> nn.Linear | None:
     if getattr(model.config.get_text_config(), "final_logit_softcapping", None):
         return None
     ids = torch.arange(4, device=layer.weight.device)[None]
-    found = within(model, lambda ids: layer(decoder(model)(input_ids=ids).last_hidden_state), ids)
+    found = call_as_forward(model, lambda ids: layer(decoder(model)(input_ids=ids).last_hidden_state), ids)
     return layer if torch.allclose(found, forward(model, input_ids=ids).logits) else None
 
 
@@ -73,8 +73,8 @@ def check_padding(model: Any, max_length: float) -> None:
         return decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
 
     def differ() -> tuple[Tensor, Tensor]:
-        bare, found = within(model, states, row[:, :length])[0], within(model, states, padded)[1, :length]
-        return bare, found - bare
+        bare = call_as_forward(model, states, row[:, :length])[0]
+        return bare, call_as_forward(model, states, padded)[1, :length] - bare
 
     bare, difference = differ()
     allowed = TOLERANCE[bare.dtype] * bare.norm()
@@ -116,20 +116,20 @@ def make_packable(model: Any, kinds: Sequence[Kind], *, max_length: float = math
         found = decoder(model)(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
         return found[:, prompt - 1 : -1].flatten(0, 1)
 
-    plain, usual = within(model, states), config._attn_implementation
+    plain, usual = call_as_forward(model, states), config._attn_implementation
     reasons: list[str] = []
     for kind in kinds:
         try:
             use_attention(config)
             batch = to_device(pack_batch(sequences, kind), model.device)
             with torch.set_grad_enabled(kind != "padded"):  # a kernel that cannot be compiled is to fail here
-                packed = within(model, packed_states, decoder(model), batch)
+                packed = call_as_forward(model, packed_states, decoder(model), batch)
                 if packed.requires_grad:
                     packed.sum().backward()
             difference, allowed = _difference(packed, plain), TOLERANCE[plain.dtype]
             if not difference < allowed:
                 config._attn_implementation = "eager"
-                allowed = max(allowed, ROUNDING * _difference(within(model, states), plain))
+                allowed = max(allowed, ROUNDING * _difference(call_as_forward(model, states), plain))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever another architecture, a kernel or a compiler raises

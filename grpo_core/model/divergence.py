@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from grpo_core.config.memory_bounds import CHUNK_LOGITS
-from grpo_core.distributed import gathered, most, share
+from grpo_core.distributed import gathered, max_over_processes, own_range
 from grpo_core.model.capabilities import decoder, plain_output_layer
 from grpo_core.model.logprobs import divergence, kl_of_logs
 from grpo_core.model.sequences import pad
-from grpo_core.model.sharded import forward, is_sharded, within
+from grpo_core.model.sharded import call_as_forward, forward, is_sharded
 from grpo_core.system.progress import moved, phase
 
 TOKENS = 8192  # of a forward pass, padding included; one sequence may be longer
@@ -58,11 +58,12 @@ def mean_kl(
         moved()
         if layers[0] is None:  # the models' own forward passes
             return of_rows(rows)
-        return within(policy, within, base, of_rows, rows)
+        return call_as_forward(policy, call_as_forward, base, of_rows, rows)
 
-    mine = share(len(lengths))
+    mine = own_range(len(lengths))
     batches = [[mine[row] for row in rows] for rows in _batches([lengths[row] for row in mine], budget)]
-    missing = most(len(batches)) - len(batches) if is_sharded(policy) else 0  # all gather the weights for each
+    # All processes gather a sharded model's weights for each batch.
+    missing = max_over_processes(len(batches)) - len(batches) if is_sharded(policy) else 0
     found = [(row, value) for rows in batches for row, value in zip(rows, computed(rows), strict=True)]
     for _ in range(missing):
         computed([0])

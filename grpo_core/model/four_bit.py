@@ -44,7 +44,7 @@ def computing_in_float32(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def plain(tensor: Tensor) -> Tensor:
+def dequantised(tensor: Tensor) -> Tensor:
     """The weights that 4-bit codes stand for, in the dtype that they were quantised from; others as they are."""
     state = getattr(tensor, "quant_state", None)
     if state is None:

@@ -18,9 +18,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed import DistributedConfig, mixin
 
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.distributed import copy_whole, is_shared, own_share, share_like, whole
+from grpo_core.distributed import copy_into_shard, gather_if_sharded, is_sharded_tensor, own_shard, shard_like
 from grpo_core.errors import ConfigError
-from grpo_core.model.four_bit import keep_gradients, nf4, plain
+from grpo_core.model.four_bit import dequantised, keep_gradients, nf4
 from grpo_core.model.precision import in_bfloat16
 
 # In the names of what bitsandbytes saves beside 4-bit weights.
@@ -166,7 +166,9 @@ def _read_adapter(adapted: nn.Module, folder: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if name not in every - trainable_state(adapted).keys()}
 
 
-def load_start(config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, shard: Any = None) -> Any:
+def load_starting_policy(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, shard: Any = None
+) -> Any:
     """The policy that a training starts from, without an adapter: the base, or the base with `config.adapter` merged,
     in float32, which is rounded to `dtype` then."""
     merges = config.adapter is not None
@@ -216,7 +218,7 @@ def load_trainable_state(model: nn.Module, state: dict[str, Tensor]) -> None:
     if own.keys() != state.keys():
         raise ValueError(f"the saved parameters are others than the model's: {sorted(own.keys() ^ state.keys())[:5]}")
     for name, parameter in own.items():
-        copy_whole(state[name], parameter)
+        copy_into_shard(state[name], parameter)
 
 
 @torch.no_grad()
@@ -230,23 +232,23 @@ def whole_weights(model: Any, dtype: torch.dtype | None = None) -> Iterator[tupl
     """
     for name, tensor, changes in _named_weights(model):
         wanted = dtype if dtype and isinstance(tensor, nn.Parameter) else tensor.dtype  # buffers stay as they are
-        weights = whole(tensor.detach().to(wanted))
+        weights = gather_if_sharded(tensor.detach().to(wanted))
         for change in changes:
             weights = (weights + change()).to(wanted)
         yield name, weights
 
 
 @torch.no_grad()
-def weight_shares(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def weight_shards(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """This process's shares of `whole_weights`, rows of each; nothing is gathered. What the processes do not share is
     whole in the main one and left out in the others."""
     for name, tensor, changes in _named_weights(model):
         wanted = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
         found = tensor.detach().to(wanted)
         for change in changes:
-            found = (found + share_like(found, change())).to(wanted)
-        if is_shared(found):
-            yield name, own_share(found)
+            found = (found + shard_like(found, change())).to(wanted)
+        if is_sharded_tensor(found):
+            yield name, own_shard(found)
         elif PartialState().is_main_process:
             yield name, found
 
@@ -264,10 +266,10 @@ def _named_weights(model: Any) -> Iterator[tuple[str, Tensor, list[Callable[[], 
     for name, tensor in base.state_dict(keep_vars=True).items():
         if not any(part in name for part in (".lora_", ".original_module.", *OF_4BIT)):
             own = name.replace(".base_layer", "").replace(".modules_to_save.default", "")
-            yield own, plain(tensor), changes.get(id(tensor), [])
+            yield own, dequantised(tensor), changes.get(id(tensor), [])
 
 
-def as_saved(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def in_checkpoint_layout(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Weights by the names, and divided as, checkpoints have them, which vLLM's loaders know: in transformers 5, the
     experts of a layer are one tensor."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -283,12 +285,12 @@ def base_weights(model: Any) -> dict[str, Tensor]:
     those of 4 bits, which are what their codes stand for."""
     state = model.get_base_model().state_dict(keep_vars=True)
     named = {name: each for name, each in state.items() if not any(part in name for part in (".lora_", *OF_4BIT))}
-    return {name.replace(".base_layer", ""): plain(tensor).detach() for name, tensor in named.items()}
+    return {name.replace(".base_layer", ""): dequantised(tensor).detach() for name, tensor in named.items()}
 
 
-def plain_weights(model: Any) -> dict[str, Tensor]:
+def copy_of_whole_weights(model: Any) -> dict[str, Tensor]:
     """All `whole_weights`, in memory of their own; what shares its memory does so here too."""
-    live = {own_share(parameter).data_ptr() for parameter in model.parameters()}
+    live = {own_shard(parameter).data_ptr() for parameter in model.parameters()}
     copies: dict[int, Tensor] = {}
     found = {}
     for name, tensor in whole_weights(model):

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.config.training import TrainConfig
-from grpo_core.distributed import sharing_processes
+from grpo_core.distributed import shard_mesh
 from grpo_core.errors import TrainingError
 
 
@@ -28,7 +28,7 @@ def sharding(config: TrainConfig, *, frozen: bool) -> Callable[[Any], None] | No
     """
     if config.sharding == "none":
         return None
-    mesh = sharing_processes(within_machine=config.sharding == "hybrid")
+    mesh = shard_mesh(within_machine=config.sharding == "hybrid")
     dtype = torch.bfloat16 if config.mixed_precision == "bf16" else None
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
 

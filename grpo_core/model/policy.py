@@ -21,11 +21,11 @@ from grpo_core.model.logprobs import chosen_logprobs
 from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
 from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.sequences import Sequences
-from grpo_core.model.sharded import forward, is_sharded, within
+from grpo_core.model.sharded import call_as_forward, forward, is_sharded
 from grpo_core.model.transfer import to_device
 
 
-def _of_logits(
+def _logprobs_and_entropy(
     logits: Float32[Tensor, "N V"], targets: Int[Tensor, " N"]
 ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
     log_p = logits.log_softmax(-1)
@@ -128,9 +128,9 @@ class Policy(nn.Module):
         with self._checkpointing():
             if self.output_layer is None:
                 logits = forward(self.model, input_ids=tokens.input_ids, use_cache=False).logits.flatten(0, 1)
-                logprobs, entropy = _of_logits(logits[tokens.predicts].float() / self.temperature, targets)
+                logprobs, entropy = _logprobs_and_entropy(logits[tokens.predicts].float() / self.temperature, targets)
             else:
-                logprobs, entropy = within(self.model, self._chosen_logprobs, tokens, targets)
+                logprobs, entropy = call_as_forward(self.model, self._chosen_logprobs, tokens, targets)
         if not entropy_gradient:
             entropy = entropy.detach()
         empty = torch.zeros(math.prod(inputs.shape), device=targets.device)

@@ -16,7 +16,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.model.four_bit import computing_in_float32
 
 
-def on_device(config: RunConfig, device: torch.device | str) -> RunConfig:
+def with_precision_of(config: RunConfig, device: torch.device | str) -> RunConfig:
     """The configuration with the precision that `auto` means on this device."""
     on_gpu = torch.device(device).type == "cuda"
     return config.with_precision(torch.cuda.get_device_capability(device) if on_gpu else None)
@@ -83,7 +83,7 @@ def working_copy(master: Any) -> Any:
     working = copy.deepcopy(master, halves)
     for own, parameter in zip(master.parameters(), working.parameters(), strict=True):
         if own.requires_grad:
-            parameter.register_post_accumulate_grad_hook(partial(_hand_over, own))
+            parameter.register_post_accumulate_grad_hook(partial(_add_to_master, own))
     return working
 
 
@@ -96,7 +96,7 @@ def refresh(working: Any, master: Any) -> None:
 
 
 @torch.no_grad()
-def _hand_over(master: Tensor, parameter: Tensor) -> None:
+def _add_to_master(master: Tensor, parameter: Tensor) -> None:
     assert parameter.grad is not None
     if master.grad is None:
         master.grad = parameter.grad.float()

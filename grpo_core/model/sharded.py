@@ -20,7 +20,7 @@ def is_sharded(model: Any) -> bool:
     return isinstance(_base(model), FSDPModule)
 
 
-def within(model: Any, work: Callable[..., T], *arguments: Any) -> T:
+def call_as_forward(model: Any, work: Callable[..., T], *arguments: Any) -> T:
     """`work(*arguments)` as if it were the model's forward pass: inside, what is not in a layer is whole, and may be
     called or read past the model. With a sharded model all processes call it, and make the same calls inside."""
     root = _base(model)
@@ -29,7 +29,7 @@ def within(model: Any, work: Callable[..., T], *arguments: Any) -> T:
     called: Any = root
     called.forward = work
     try:
-        return _given_back(root, called, *arguments)
+        return _call_and_reshard(root, called, *arguments)
     finally:
         del called.forward
 
@@ -37,10 +37,10 @@ def within(model: Any, work: Callable[..., T], *arguments: Any) -> T:
 def forward(model: Any, **inputs: Any) -> Any:
     """The model's own forward pass. With a sharded model all processes call it."""
     root = _base(model)
-    return _given_back(root, model, **inputs) if isinstance(root, FSDPModule) else model(**inputs)
+    return _call_and_reshard(root, model, **inputs) if isinstance(root, FSDPModule) else model(**inputs)
 
 
-def _given_back(root: FSDPModule, call: Callable[..., T], *arguments: Any, **inputs: Any) -> T:
+def _call_and_reshard(root: FSDPModule, call: Callable[..., T], *arguments: Any, **inputs: Any) -> T:
     """The answer of a call that gathers the root's weights. They are given back after it; where there are gradients, at
     the end of the backward pass."""
     try:

@@ -30,7 +30,7 @@ def move(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 def to_device(value: T, device: torch.device) -> T:
     """A dataclass with its tensors on the device, and those of the dataclasses in it."""
-    return _with(value, iter(move([*_tensors(value)], device)))
+    return _with_tensors(value, iter(move([*_tensors(value)], device)))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -41,10 +41,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(found)
 
 
-def _with(value: Any, tensors: Iterator[Tensor]) -> Any:
+def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     """The dataclass with other tensors, in the order of `_tensors`."""
     changes = {
-        name: next(tensors) if isinstance(found, Tensor) else _with(found, tensors)
+        name: next(tensors) if isinstance(found, Tensor) else _with_tensors(found, tensors)
         for name, found in vars(value).items()
         if isinstance(found, Tensor) or dataclasses.is_dataclass(found)
     }

@@ -16,7 +16,7 @@ from typing import Any
 from grpo_core.config.run import RunConfig
 from grpo_core.data.order import Arranged, derive_seed, rollout_prompts
 from grpo_core.data.prompts import Prompts
-from grpo_core.distributed import share_of
+from grpo_core.distributed import range_of_process
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.sampling_ahead import batches_ahead
 from grpo_core.rollout.requests import own_limit
@@ -26,7 +26,7 @@ Group = tuple[int, int]  # the generation batch whose turn its prompt was, and t
 
 
 @dataclass(frozen=True)
-class Taking:
+class TakingSampler:
     """`take`, as the `generate` of an engine; with tools or an environment, of conversations."""
 
     engine: Lookahead
@@ -55,13 +55,14 @@ def windows(
     first, last = index + len(left) // count, index + batches_ahead(max_staleness)
     turns = range(first, min(last + 1, plan.rollouts))
     parts = [list(left), *([(turn, row) for row in rollout_prompts(plan, seed, turn, arranged)] for turn in turns)]
-    shares = [share_of(count, process, processes) for process in range(processes)]
+    shares = [range_of_process(count, process, processes) for process in range(processes)]
     return [
-        [group for groups in parts for group in groups[_of_batches(share, len(groups) // count)]] for share in shares
+        [group for groups in parts for group in groups[_part_of_batches(share, len(groups) // count)]]
+        for share in shares
     ]
 
 
-def _of_batches(share: range, batches: int) -> slice:
+def _part_of_batches(share: range, batches: int) -> slice:
     """A process's part of what is left of so many batches, given its share of one."""
     return slice(share.start * batches, share.stop * batches)
 

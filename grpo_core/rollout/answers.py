@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from grpo_core.data.prompts import Prompts
 from grpo_core.environments.conversation import Conversation
 from grpo_core.environments.setting import Setting
-from grpo_core.rollout.ahead import Taking
+from grpo_core.rollout.ahead import TakingSampler
 from grpo_core.rollout.conversations import play
 from grpo_core.rollout.types import Completion, Request, Sampler, Sampling
 
@@ -54,7 +54,7 @@ def conversations_of(
 ) -> Answers:
     """Conversations with tools or environments, each member of a request's group in one of its own."""
     asked = [row for row, request in zip(rows, requests, strict=True) for _ in range(request.num_completions)]
-    if isinstance(engine, Taking):
+    if isinstance(engine, TakingSampler):
         first = _places(requests)
         ended: Iterable[list[tuple[int, Conversation]]] = (
             [(first[number] + member, talk) for number, talks in found for member, talk in enumerate(talks)]

@@ -23,7 +23,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import decode_completions, text_of
 from grpo_core.data.order import Arranged, derive_seed, fresh_prompts, rollout_prompts, source_rows
 from grpo_core.data.prompts import Prompts
-from grpo_core.distributed import gathered, processes_per_machine, share
+from grpo_core.distributed import gathered, own_range, processes_per_machine
 from grpo_core.environments.conversation import Said, conversation_metrics
 from grpo_core.environments.processes import Environment
 from grpo_core.environments.setting import Setting
@@ -33,7 +33,7 @@ from grpo_core.planning.plan import Plan
 from grpo_core.rewards.composition import counted, passed
 from grpo_core.rewards.contract import Reward
 from grpo_core.rewards.scoring import Batch, score_arriving
-from grpo_core.rollout.ahead import Group, Taking, requests_of, windows
+from grpo_core.rollout.ahead import Group, TakingSampler, requests_of, windows
 from grpo_core.rollout.answers import Answer, completions_of, conversations_of
 from grpo_core.rollout.process_work import TOKENS, work_metrics
 from grpo_core.rollout.requests import own_limit, training_sampling
@@ -86,7 +86,7 @@ def collect(
 
     def draw(groups: Sequence[Group]) -> list[Sample]:
         """G scored completions of each group, over all processes."""
-        mine = share(len(groups) * g)
+        mine = own_range(len(groups) * g)
         requests, own = _requests(groups, prompts, g, config, attempt, mine)
         return scored(engine, requests, own, lambda place: groups[(mine.start + place) // g], setting)
 
@@ -94,7 +94,7 @@ def collect(
         """G scored completions of `count` of this process's begun groups, and of those of the others."""
         requests = requests_of(window, prompts, plan, config, attempt)
         lookahead.begin(requests, sampling, max_staleness)
-        rows, taking = [row for _, row in window], Taking(lookahead, count)
+        rows, taking = [row for _, row in window], TakingSampler(lookahead, count)
         return scored(taking, requests, rows, lambda place: window[place // g], setting)
 
     def scored(
@@ -123,7 +123,7 @@ def collect(
     else:
         process = PartialState()
         all_begun = windows(begun, plan, config.seed, index, max_staleness, process.num_processes, arranged)
-        samples = take(lookahead, all_begun[process.process_index], len(share(plan.prompts_per_generation)))
+        samples = take(lookahead, all_begun[process.process_index], len(own_range(plan.prompts_per_generation)))
         taken = {(sample.turn, sample.row) for sample in samples}
         left = [group for window in all_begun for group in window if group not in taken]
     advantages = _advantages(samples, config, plan)
@@ -180,7 +180,7 @@ def generation_batch(
     sampling_logprobs = pad([completion.logprobs for completion in completions], torch.float32)
     if not sampling_logprobs.isfinite().all():
         raise NotFiniteError(f"rollout {index}: the policy's log-probabilities of its own samples are not finite")
-    trained = [_is_trained(completion, config.algorithm) for completion in completions]
+    trained = [_trained_mask(completion, config.algorithm) for completion in completions]
     return GenerationBatch(
         index=index,
         scheduled_rows=rollout_prompts(plan, config.seed, index, arranged),
@@ -335,7 +335,7 @@ def _requests(
     return requests, request_rows
 
 
-def _is_trained(completion: Completion, config: AlgorithmConfig) -> list[float]:
+def _trained_mask(completion: Completion, config: AlgorithmConfig) -> list[float]:
     """1 per token that is trained, 0 per token that is not: those of an environment and, with
     mask_truncated_completions, all that were cut off."""
     kept = not (config.mask_truncated_completions and completion.truncated)

@@ -58,9 +58,9 @@ def play(engine: Sampler, plays: Sequence[Play], seeds: Sequence[int], sampling:
             if asked and not stream.sampled:
                 wait_for_any(
                     [each.environment for each in asked.values()],
-                    _pause(asked, SETTLE_SECONDS if ready else LONGEST_PAUSE),
+                    _seconds_to_wait(asked, SETTLE_SECONDS if ready else LONGEST_PAUSE),
                 )
-            heard = _heard(asked)
+            heard = _take_answers(asked)
             for which, answer in heard:
                 go_on(which, answer)
             if heard and asked and not stream.sampled:
@@ -109,7 +109,7 @@ class _Stream:
             self.running.close()
 
 
-def _heard(asked: dict[int, Question]) -> list[tuple[int, object]]:
+def _take_answers(asked: dict[int, Question]) -> list[tuple[int, object]]:
     """Answers, or what became of them, that have arrived; their questions are taken out of `asked`."""
     heard: list[tuple[int, object]] = []
     for which, question in asked.items():
@@ -124,7 +124,7 @@ def _heard(asked: dict[int, Question]) -> list[tuple[int, object]]:
     return heard
 
 
-def _pause(asked: dict[int, Question], most: float) -> float:
+def _seconds_to_wait(asked: dict[int, Question], most: float) -> float:
     """Seconds until the first of the questions has had its time, at most so many."""
     nearest = min(question.environment.deadline for question in asked.values())
     return max(0.0, min(most, nearest - time.monotonic()))

@@ -256,11 +256,11 @@ def can_share_cache(model: Any, max_length: float) -> bool:
     Not so for layers that attend to a window only, cap their scores or carry a state.
     """
     plain = attends_to_all(model.config.get_text_config(), max_length)
-    return plain and says_the_same(model, partial(GroupCache, model))
+    return plain and matches_plain_forward(model, partial(GroupCache, model))
 
 
 @torch.no_grad()
-def says_the_same(model: Any, make_cache: Callable[..., Any]) -> bool:
+def matches_plain_forward(model: Any, make_cache: Callable[..., Any]) -> bool:
     """Whether log-probabilities with the cache match those of a plain pass, for prompts of different lengths, one of
     which joins when the others have been decoded for a step."""
     prompts, later = [[0, 1, 2], [3, 1, 0, 2, 1], [2, 3]], [[1, 2, 0], [0, 3, 3], [2, 0, 1], [3, 2]]

@@ -20,7 +20,7 @@ from grpo_core.config.memory_bounds import MAX_ROWS
 from grpo_core.model.loading import whole_weights
 from grpo_core.model.precision import in_float32
 from grpo_core.model.sharded import is_sharded
-from grpo_core.rollout.group_cache import GroupCache, can_share_cache, says_the_same
+from grpo_core.rollout.group_cache import GroupCache, can_share_cache, matches_plain_forward
 from grpo_core.rollout.plain_cache import PlainCache
 from grpo_core.rollout.rows import Rows, advance, begin, completions, join, limit, select
 from grpo_core.rollout.stop_texts import StopTexts
@@ -65,7 +65,8 @@ class TransformersEngine:
         if not right:
             with in_float32(model):  # where rounding sends no token to another expert
                 self.shares_cache = can_share_cache(model, self.max_length)
-                right = self.shares_cache or says_the_same(model, partial(PlainCache, model, pad_id=self.pad_id))
+                make_cache = partial(PlainCache, model, pad_id=self.pad_id)
+                right = self.shares_cache or matches_plain_forward(model, make_cache)
         if not right:
             raise ValueError(
                 f"{type(model).__name__} says something else of a padded prompt than of the prompt alone, as layers do "
@@ -90,7 +91,7 @@ class TransformersEngine:
         while True:
             waiting += enumerate(more, len(asked))
             asked += more
-            new = _first_rows(waiting, MAX_ROWS - (len(rows.going) if rows else 0)) if pause <= 0 else {}
+            new = _next_requests(waiting, MAX_ROWS - (len(rows.going) if rows else 0)) if pause <= 0 else {}
             if new:
                 waiting, pause = waiting[len(new) :], JOIN_STEPS
                 new_cache = self._make_cache([*new.values()], sampling)
@@ -145,7 +146,7 @@ class TransformersEngine:
         return GroupCache(self.model, prompts, copies, longest)
 
 
-def _first_rows(requests: Sequence[tuple[int, Request]], rows: int) -> dict[int, Request]:
+def _next_requests(requests: Sequence[tuple[int, Request]], rows: int) -> dict[int, Request]:
     """As many of the first requests as have at most `rows` completions together; of no rows at all, one that has more
     than MAX_ROWS is taken alone."""
     taken: dict[int, Request] = {}

@@ -68,7 +68,7 @@ class Completion:
         return len(self.ids) if self.mask is None else sum(self.mask)
 
 
-def aged(completion: Completion, version: int) -> Completion:
+def with_ages(completion: Completion, version: int) -> Completion:
     """The same with ages instead of versions; `version`: of the engine's weights."""
     return replace(completion, ages=[version - then for then in completion.versions or ()], versions=None)
 

@@ -20,29 +20,29 @@ def longest_wait(config: RunConfig) -> timedelta:
     A failing call of a reward is repeated to find the completion that makes it fail. A process that dies is not waited
     for that long: the launcher ends the others.
     """
-    limited = _scoring(config) + _answer(config) + _environments(config)
+    limited = _scoring_seconds(config) + _answer_seconds(config) + _environment_seconds(config)
     return UNLIMITED_WORK + timedelta(seconds=min(limited, LONGEST_WAIT.total_seconds()))
 
 
 def phase_limits(config: RunConfig) -> dict[str, float]:
     """Seconds for which a process may stand still in a phase by the configured time limits, by the phase's name; in
     set-up and checkpoints, as long as a slow disk may take."""
-    answer = _answer(config)
+    answer = _answer_seconds(config)
     unlimited = UNLIMITED_WORK.total_seconds()
-    scoring = _scoring(config)
+    scoring = _scoring_seconds(config)
     return {SET_UP: unlimited, REWARDS: scoring, "sampling": answer, "weight sync": answer, CHECKPOINT: unlimited}
 
 
-def _scoring(config: RunConfig) -> float:
+def _scoring_seconds(config: RunConfig) -> float:
     return sum(2 * (reward.timeout + START_SECONDS * reward.isolated) for reward in config.rewards)
 
 
-def _environments(config: RunConfig) -> float:
+def _environment_seconds(config: RunConfig) -> float:
     """Seconds for which a process may wait for its environments, all of which work concurrently."""
     return config.environment.conversation_timeout if config.environment.is_used else 0.0
 
 
-def _answer(config: RunConfig) -> float:
+def _answer_seconds(config: RunConfig) -> float:
     """Seconds in which a server answers, or is given up; 0 without servers."""
     rollout = config.rollout
     answer = ATTEMPTS * (rollout.vllm_server_timeout + 2 * rollout.vllm_request_timeout)

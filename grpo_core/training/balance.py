@@ -46,24 +46,24 @@ def divide(
             load = min(loads, key=lambda load: with_prompt(load, group))
             load.tokens = with_prompt(load, group) + tokens(rows)
             load.held.setdefault(group, []).extend(rows)
-        while _off(loads) > BOUND and _move(loads, prompts, completion_lengths):
+        while _largest_deviation(loads) > BOUND and _move_rows(loads, prompts, completion_lengths):
             pass
         return loads
 
     loads = dealt([*groups.items()])
-    if _off(loads) > BOUND:
+    if _largest_deviation(loads) > BOUND:
         by_row = dealt([(group, [row]) for group, rows in groups.items() for row in rows])
         loads = min(loads, by_row, key=lambda loads: max(load.tokens for load in loads))
     return [sorted(row for rows in load.held.values() for row in rows) for load in loads]
 
 
-def _off(loads: Sequence[_Load]) -> float:
+def _largest_deviation(loads: Sequence[_Load]) -> float:
     """How far the process that is farthest from the mean is off it, relative."""
     mean = sum(load.tokens for load in loads) / len(loads)
     return max(abs(load.tokens - mean) for load in loads) / mean if mean else 0.0
 
 
-def _move(loads: Sequence[_Load], prompts: dict[int, int], lengths: Sequence[int]) -> bool:
+def _move_rows(loads: Sequence[_Load], prompts: dict[int, int], lengths: Sequence[int]) -> bool:
     """Move some rows of one group from the fullest process to the emptiest; False if that would make neither better."""
     mean = sum(load.tokens for load in loads) / len(loads)
     fullest, emptiest = max(loads, key=lambda load: load.tokens), min(loads, key=lambda load: load.tokens)
@@ -71,7 +71,7 @@ def _move(loads: Sequence[_Load], prompts: dict[int, int], lengths: Sequence[int
     best, after = None, (fullest.tokens, emptiest.tokens)
     for group, rows in fullest.held.items():
         arriving = 0 if group in emptiest.held else prompts[group]
-        chosen = _rows_of_about(wanted - arriving, rows, lengths)
+        chosen = _rows_within(wanted - arriving, rows, lengths)
         moved = sum(lengths[row] for row in chosen)
         leaving = prompts[group] if len(chosen) == len(rows) else 0
         found = fullest.tokens - moved - leaving, emptiest.tokens + moved + arriving
@@ -87,7 +87,7 @@ def _move(loads: Sequence[_Load], prompts: dict[int, int], lengths: Sequence[int
     return True
 
 
-def _rows_of_about(tokens: float, rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
+def _rows_within(tokens: float, rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """Rows of at most as many tokens together, the longest first; the shortest row if none fits."""
     ordered = sorted(rows, key=lambda row: -lengths[row])
     chosen = []

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from grpo_core.config.run import RunConfig
 from grpo_core.data.places import PROBED
 from grpo_core.distributed import (
-    copy_whole,
+    copy_into_shard,
     failing_together,
     from_main,
     gathered,
     read_tensors,
-    share_name,
+    shard_suffix,
     wait_for_all,
     write_tensors,
     writing_group,
@@ -47,7 +47,7 @@ from grpo_core.planning.plan import Plan
 from grpo_core.rewards.contract import source_of
 from grpo_core.system.files import naming, replace_folder
 from grpo_core.system.progress import CHECKPOINT, phase
-from grpo_core.training.checkpoint_write import checksum, has_room, in_host_memory, in_thread, write
+from grpo_core.training.checkpoint_write import checksum, has_room_for_copy, in_host_memory, in_thread, write
 from grpo_core.training.optimizer import AdamW8bit
 from grpo_core.training.random_state import random_state, set_random_state
 from grpo_core.training.state import TrainingState, restored_state, saved_fields
@@ -139,7 +139,7 @@ class Checkpoints:
         self.wait()
         is_main, sharded = self.accelerator.is_main_process, is_sharded(self.model)
         tensors = self._tensors() if is_main or sharded else {}
-        background, why = has_room(tensors)
+        background, why = has_room_for_copy(tensors)
         if is_main and background != self.in_background:
             with suppress(BrokenPipeError):  # if what reads the output has died, this checkpoint is the last one
                 print(f"training: {why}", flush=True)
@@ -251,7 +251,7 @@ class Checkpoints:
         # Moments of 8 bits are no DTensors: those of a share lie beside the other shares'.
         apart = isinstance(self.optimizer, AdamW8bit)
         state = self.optimizer.state
-        moments = {names[parameter] + share_name(parameter) * apart: values for parameter, values in state.items()}
+        moments = {names[parameter] + shard_suffix(parameter) * apart: values for parameter, values in state.items()}
         reference = {} if self.reference is None else dict(self.reference.master.named_parameters())
         return {"model": trainable_state(self.model), "optimizer": moments, "reference": reference}
 
@@ -336,7 +336,7 @@ def _copy(saved: dict[str, Any], own: dict[str, Any]) -> None:
         raise ValueError(f"the saved state is that of other tensors: {sorted(own.keys() ^ saved.keys())[:5]}")
     for name, value in own.items():
         if isinstance(value, Tensor):
-            copy_whole(saved[name], value)
+            copy_into_shard(saved[name], value)
         else:
             _copy(saved[name], value)
 
@@ -349,12 +349,13 @@ def _other_batch(folder: Path, batch: dict[str, int], config: RunConfig) -> str:
     if keys is not None:
         way_out = f"with train.num_processes={processes}, set " + ", ".join(f"{key}={n}" for key, n in keys.items())
     return (
-        f"{folder} was written with {_in_words(batch)}; this configuration has {_in_words(batch_of(config))}. A "
-        f"training goes on with the same batch: {way_out}; to train with another one, move {folder.parents[1]} away"
+        f"{folder} was written with {_batch_in_words(batch)}; this configuration has "
+        f"{_batch_in_words(batch_of(config))}. A training goes on with the same batch: {way_out}; to train with "
+        f"another one, move {folder.parents[1]} away"
     )
 
 
-def _in_words(batch: dict[str, int]) -> str:
+def _batch_in_words(batch: dict[str, int]) -> str:
     return ", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in batch.items())
 
 

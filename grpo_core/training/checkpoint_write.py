@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_core.distributed import gathered, own_share, processes_per_machine
+from grpo_core.distributed import gathered, own_shard, processes_per_machine
 from grpo_core.system.files import naming
 from grpo_core.system.memory import available_memory
 
@@ -48,7 +48,7 @@ def in_thread(work: Callable[[], None], device: torch.device) -> Future[None]:
     return done
 
 
-def has_room(tensors: dict[str, Any]) -> tuple[bool, str]:
+def has_room_for_copy(tensors: dict[str, Any]) -> tuple[bool, str]:
     """Whether every machine holds a copy of what its processes write, and a sentence on the one with the least room.
     Called by every process, before any of them copies."""
     each, count = gathered([(_own_bytes(tensors), available_memory())]), processes_per_machine()
@@ -71,7 +71,7 @@ def in_host_memory(tensors: dict[str, Any]) -> dict[str, Any]:
 
 def _own_bytes(tensors: dict[str, Any]) -> int:
     values = tensors.values()
-    return sum(own_share(value).nbytes if isinstance(value, Tensor) else _own_bytes(value) for value in values)
+    return sum(own_shard(value).nbytes if isinstance(value, Tensor) else _own_bytes(value) for value in values)
 
 
 def write(content: object, path: Path) -> None:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from safetensors.torch import load_file, save_file
 
 from grpo_core.config.metrics import of_source
-from grpo_core.distributed import read_tensors, share, write_tensors
+from grpo_core.distributed import own_range, read_tensors, write_tensors
 from grpo_core.model.loading import load_trainable_state, trainable_state
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rewards.composition import weighted_sum
@@ -33,7 +33,7 @@ def evaluate_policy(session: Session, state: TrainingState, folder: Path) -> dic
     held_out, engine = session.held_out, session.engine
     assert held_out is not None and engine is not None
     sync_weights(session, state)
-    rows = share(len(held_out.ids))
+    rows = own_range(len(held_out.ids))
     requests = [evaluation_request(session.config, held_out, row) for row in rows]
     sampling = evaluation_sampling(session.config)
     samples, *_ = share_samples(

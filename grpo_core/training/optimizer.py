@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_core.config.training import TrainConfig
-from grpo_core.distributed import own_share
+from grpo_core.distributed import own_shard
 from grpo_core.planning.plan import Plan
 
 # In parameter names, as Trainer.get_decay_parameter_names of transformers has them.
@@ -92,10 +92,10 @@ class AdamW8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    weights = own_share(parameter).view(-1)
+                    weights = own_shard(parameter).view(-1)
                     if not self.state[parameter]:
-                        self.state[parameter] = _no_moments(weights)
-                    _step(weights, own_share(parameter.grad).reshape(-1), self.state[parameter], group)
+                        self.state[parameter] = _zero_moments(weights)
+                    _step(weights, own_shard(parameter.grad).reshape(-1), self.state[parameter], group)
 
 
 class OffloadedAdamW(torch.optim.AdamW):
@@ -132,17 +132,17 @@ def _step_one_by_one(optimizer: torch.optim.Optimizer, step: Callable[[], object
 
 def _step_with_moments(states: dict[Tensor, Any], parameter: Tensor, step: Callable[[], object]) -> None:
     resting = states.get(parameter, {})
-    states[parameter] = {name: _at(parameter.device, value) for name, value in resting.items()}
+    states[parameter] = {name: _to_device(parameter.device, value) for name, value in resting.items()}
     step()
-    states[parameter] = {name: _at_rest(value, resting.get(name)) for name, value in states[parameter].items()}
+    states[parameter] = {name: _to_host(value, resting.get(name)) for name, value in states[parameter].items()}
 
 
-def _at(device: torch.device, value: Tensor) -> Tensor:
+def _to_device(device: torch.device, value: Tensor) -> Tensor:
     """A moment or its scales on the device; the count of steps stays where it is."""
     return value.to(device, non_blocking=True) if value.ndim else value
 
 
-def _at_rest(value: Tensor, place: Tensor | None) -> Tensor:
+def _to_host(value: Tensor, place: Tensor | None) -> Tensor:
     """The value, copied to its place in the host's memory, or to a new one, which is page-locked for a GPU."""
     if not value.ndim:
         return value
@@ -151,7 +151,7 @@ def _at_rest(value: Tensor, place: Tensor | None) -> Tensor:
     return place.copy_(value)
 
 
-def _no_moments(weights: Tensor) -> dict[str, Tensor]:
+def _zero_moments(weights: Tensor) -> dict[str, Tensor]:
     """State before the first step. A moment of 8 bits is a code per element, and a scale per block."""
     state = {"step": torch.zeros(())}  # on the CPU, so that reading it waits for no device
     for name in ("exp_avg", "exp_avg_sq"):

@@ -63,7 +63,7 @@ def measure(request: PaceRequest, started: float) -> Pace:
     tokenizer = load_tokenizer(keys)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if parameters <= WHOLE or layers < FEWEST_LAYERS:
-        model, real = _whole(keys, shape)
+        model, real = _load_whole(keys, shape)
         prompts = _prompts(request, tokenizer) if real else []
         found, tokens, ready = _measure_model(request, model.to(device), tokenizer, prompts)
         start, what = ready - started, f"the model{'' if real else ' (without its weights)'}"
@@ -107,7 +107,7 @@ def _parameters(shape: Any) -> int:
         return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(shape).parameters())
 
 
-def _whole(keys: Any, shape: Any) -> tuple[Any, bool]:
+def _load_whole(keys: Any, shape: Any) -> tuple[Any, bool]:
     """The model, and whether with its own weights: they may not be on this machine."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -247,7 +247,7 @@ def _train(
         for part in parts:
             logprobs, _ = policy(policy.prepare(sequences.take(part)))
             logprobs.sum().backward()
-            _wait(device)
+            _synchronize(device)
             done += len(part)
             if time.perf_counter() - start > TRAINING_SECONDS:
                 break
@@ -260,7 +260,7 @@ def _train(
         start = time.perf_counter()
         optimizer.step()
         policy.refresh()
-        _wait(device)
+        _synchronize(device)
         return time.perf_counter() - start
 
     return _fastest(passes, TRAINING_SECONDS), _fastest(step, 1.0)
@@ -276,7 +276,7 @@ def _fastest(work: Callable[[], float], budget: float) -> float:
     return best
 
 
-def _wait(device: Any) -> None:
+def _synchronize(device: Any) -> None:
     import torch
 
     if device.type == "cuda":

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_core.algorithm.losses import top_entropy_mask
-from grpo_core.distributed import most, total
+from grpo_core.distributed import max_over_processes, sum_over_processes
 from grpo_core.model.loading import as_reference
 from grpo_core.model.policy import Policy
 from grpo_core.model.sharded import is_sharded
@@ -101,7 +101,7 @@ def compute_logprobs(session: Session, policy: Policy, batch: GenerationBatch, n
     def work(parts: list[Tensor]) -> None:
         passes = [(policy.prepare(own.take(part)), move([mine[part]], device)[0]) for part in parts]  # all ahead
         # All processes gather a sharded model's weights for each pass.
-        missing = most(len(parts)) - len(parts) if is_sharded(policy.model) else 0
+        missing = max_over_processes(len(parts)) - len(parts) if is_sharded(policy.model) else 0
         for inputs, places in passes:
             found[:, places, : inputs.shape[1]] = torch.stack(policy(inputs))
             moved()
@@ -115,5 +115,5 @@ def compute_logprobs(session: Session, policy: Policy, batch: GenerationBatch, n
         session.memory.run(own, work, share_prompts=policy.packs)
     else:
         work([])
-    logprobs, entropy = total(found).cpu()  # each row is 0 on all processes except one
+    logprobs, entropy = sum_over_processes(found).cpu()  # each row is 0 on all processes except one
     return logprobs, entropy

@@ -28,7 +28,7 @@ from grpo_core.model.loading import copy_of_trainable_state, load_model, with_ad
 from grpo_core.model.parallelize import sharding
 from grpo_core.model.policy import Policy
 from grpo_core.model.positions import check_context
-from grpo_core.model.precision import in_float32, on_device
+from grpo_core.model.precision import in_float32, with_precision_of
 from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.adapter import check_adapter
 from grpo_core.planning.plan import Plan, load_plan
@@ -88,7 +88,7 @@ def load_session(run: Path) -> Session:
             f"use `torchrun --nproc-per-node {plan.num_processes}`, or change train.num_processes "
             "and plan again"
         )
-    config = on_device(config, accelerator.device)
+    config = with_precision_of(config, accelerator.device)
     if accelerator.device.type == "cuda" and accelerator.is_main_process:
         for note in config.gpu_notes:
             print(note, flush=True)

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from grpo_core.algorithm.losses import token_losses
 from grpo_core.config.algorithm import AlgorithmConfig
-from grpo_core.distributed import any_process, average_gradients, clip_gradients, largest, most, own_share, total
+from grpo_core.distributed import (
+    any_process,
+    average_gradients,
+    clip_gradients,
+    max_over_processes,
+    maxima_over_processes,
+    own_shard,
+    sum_over_processes,
+)
 from grpo_core.errors import NotFiniteError
 from grpo_core.model.policy import PassInputs
 from grpo_core.model.sharded import is_sharded
@@ -48,7 +56,7 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
         tally = _Tally(accelerator.device)
         rows = [take(batch, part) for part in parts]
         if is_sharded(session.policy.master):  # all processes gather the weights for each pass
-            rows += [idle(batch)] * (most(len(rows)) - len(rows))
+            rows += [idle(batch)] * (max_over_processes(len(rows)) - len(rows))
         # All ahead, so that no pass waits for the CPU: what the model reads, and what the loss reads.
         passes = [(session.policy.prepare(some.sequences), some.to(accelerator.device)) for some in rows]
         for inputs, some in passes:
@@ -70,7 +78,7 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
-    broken = not torch.stack([own_share(parameter).isfinite().all() for parameter in parameters]).all()
+    broken = not torch.stack([own_shard(parameter).isfinite().all() for parameter in parameters]).all()
     if is_sharded(session.policy.master):  # else all processes have the same weights
         broken = any_process(broken)
     if broken:
@@ -129,8 +137,8 @@ class _Tally:
         The processes also agree on the tokens per pass: what fits everywhere.
         """
         fitting = torch.full((), -session.memory.tokens, dtype=torch.float64, device=grad_norm.device)
-        sums = total(torch.stack([*self.sums.values()]))
-        extremes = largest(torch.stack([value.double() for value in (*self.maxima.values(), fitting)]))
+        sums = sum_over_processes(torch.stack([*self.sums.values()]))
+        extremes = maxima_over_processes(torch.stack([value.double() for value in (*self.maxima.values(), fitting)]))
         *found, norm = torch.cat([sums.double(), extremes, grad_norm.double()[None]]).tolist()  # waits for the device
         session.memory.tokens = int(-found.pop())
         totals = dict(zip(self.sums, found, strict=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from grpo_core.distributed import largest
+from grpo_core.distributed import maxima_over_processes
 from grpo_core.errors import NotFiniteError, TrainingError
 from grpo_core.model.sequences import Sequences, pad
 from grpo_core.system.progress import phase
@@ -98,4 +98,4 @@ def _trainer_logprobs(session: Session, probe: Probe) -> torch.Tensor:
 
 def _largest(session: Session, *values: float) -> list[float]:
     """Each value's maximum over the processes."""
-    return largest(torch.tensor(values, device=session.accelerator.device)).tolist()
+    return maxima_over_processes(torch.tensor(values, device=session.accelerator.device)).tolist()

@@ -20,7 +20,7 @@ ADAPTER = "policy"  # as which vLLM knows the adapter
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM can make room for
 
 
-def goes_alone(config: ModelConfig) -> bool:
+def sends_adapter_alone(config: ModelConfig) -> bool:
     """True if vLLM gets the adapter beside its own base. Otherwise it gets the weights with the adapter merged: vLLM
     computes adapters of a mixture of experts by Triton kernels only, which a CPU does not run, and takes no embedding
     or head that is trained whole."""
@@ -32,7 +32,7 @@ def goes_alone(config: ModelConfig) -> bool:
     return not any(getattr(text, name, None) for name in EXPERTS)
 
 
-def room_for(rank: int) -> int:
+def supported_rank(rank: int) -> int:
     """The rank that vLLM must make room for, to take adapters of this one."""
     for allowed in RANKS:
         if rank <= allowed:
@@ -53,13 +53,13 @@ def adapter_of(model: Any, dtype: Any) -> tuple[dict[str, Any], dict[str, Tensor
     return config, {saved_name(name): each.to("cpu", dtype, copy=True) for name, each in state.items()}
 
 
-def hold(worker: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def hold_adapter(worker: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Have a worker of vLLM load these when vLLM asks for an adapter next."""
     manager = worker.model_runner.lora_manager
-    manager._load_adapter = partial(_loaded, manager, config, tensors)
+    manager._load_adapter = partial(_adapter_from_tensors, manager, config, tensors)
 
 
-def _loaded(manager: Any, config: dict[str, Any], tensors: dict[str, Tensor], request: Any) -> Any:
+def _adapter_from_tensors(manager: Any, config: dict[str, Any], tensors: dict[str, Tensor], request: Any) -> Any:
     """What vLLM's manager of adapters makes of an adapter's folder, made of tensors."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper

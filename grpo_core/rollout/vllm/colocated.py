@@ -27,21 +27,21 @@ from grpo_core.config.run import RunConfig
 from grpo_core.distributed import from_main, gathered_in_block
 from grpo_core.errors import TrainingError
 from grpo_core.model.four_bit import is_quantised
-from grpo_core.model.loading import as_saved, base_weights, whole_weights
+from grpo_core.model.loading import base_weights, in_checkpoint_layout, whole_weights
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
-from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of, goes_alone, hold, room_for
+from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of, hold_adapter, sends_adapter_alone, supported_rank
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE, ignore_truncation
 from grpo_core.rollout.vllm.weights import (
     Copies,
-    are_done,
-    do,
+    copies_change_nothing,
     find_copies,
-    part,
     repack_experts,
-    share,
+    run_copies,
+    share_memory,
     unpacked_linear_layers,
+    unshare_memory,
 )
 
 
@@ -62,10 +62,10 @@ class VLLMEngine:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         from vllm import LLM
 
-        adapted = isinstance(model, PeftModel) and goes_alone(config.model)
+        adapted = isinstance(model, PeftModel) and sends_adapter_alone(config.model)
         options: dict[str, Any] = {}
         if adapted:
-            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for(config.model.lora_r)}
+            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": supported_rank(config.model.lora_r)}
         if on_cpu:
             # After a part of a prompt vLLM turns a seeded request's random stream back, which a CPU's cannot do.
             options["enable_chunked_prefill"] = False
@@ -112,13 +112,13 @@ class VLLMEngine:
         elif adapted and not is_sharded(model):
             copies = self._find_copies(base_weights(model))
             frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-            self.shares_base = copies is not None and are_done(copies) and share(copies, frozen)
+            self.shares_base = copies is not None and copies_change_nothing(copies) and share_memory(copies, frozen)
         elif not isinstance(model, PeftModel) and not is_sharded(model):
             weights = model.state_dict()
             copies = self._find_copies(weights)
-            if copies is not None and are_done(copies):
+            if copies is not None and copies_change_nothing(copies):
                 self.copies, self.copied_from = copies, _places(weights)
-                if share(copies, model.parameters()):
+                if share_memory(copies, model.parameters()):
                     self.shares_with, self.copied_from = model, _places(model.state_dict())
         self.adapted = adapted
         self.adapter: Any = None  # the LoRARequest in force
@@ -173,7 +173,7 @@ class VLLMEngine:
         from vllm.lora.request import LoRARequest
 
         config, tensors = adapter_of(model, self.llm.llm_engine.model_config.dtype)
-        self.llm.collective_rpc(hold, args=(config, tensors))
+        self.llm.collective_rpc(hold_adapter, args=(config, tensors))
         number = next(self.adapter_ids)  # under a number that it knows, vLLM would not load the adapter again
         self.adapter = LoRARequest(ADAPTER, number, f"{ADAPTER}-{number}")
         self.llm.llm_engine.add_lora(self.adapter)  # there is room for one: the former one goes
@@ -181,7 +181,7 @@ class VLLMEngine:
 
     def _take_weights(self, model: nn.Module) -> str:
         if is_sharded(model) or isinstance(model, PeftModel):
-            self._reload(as_saved(model, whole_weights(model, self.llm.llm_engine.model_config.dtype)))
+            self._reload(in_checkpoint_layout(model, whole_weights(model, self.llm.llm_engine.model_config.dtype)))
             return "reloaded"
         # state_dict also names a head that is tied to the embedding. parameters() does not, and on a CPU vLLM, when it
         # reloads, would then go on with its packed copy of the old head, without a word.
@@ -189,14 +189,14 @@ class VLLMEngine:
         if self.shares_with is not None:
             if model is self.shares_with and self.copied_from == _places(weights):
                 return "shared"
-            part(self.shares_with)
+            unshare_memory(self.shares_with)
             self.shares_with = None
         if self.copies is not None and self.copied_from != _places(weights):  # another model, or one that was moved
             self.copies, self.copied_from = self._find_copies(weights), _places(weights)
         if self.copies is None:
-            self._reload(as_saved(model, weights.items()))
+            self._reload(in_checkpoint_layout(model, weights.items()))
             return "reloaded"
-        do(self.copies)
+        run_copies(self.copies)
         return "copied"
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:

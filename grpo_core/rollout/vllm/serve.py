@@ -16,7 +16,7 @@ from pathlib import Path
 
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
-from grpo_core.rollout.vllm.adapter import goes_alone, room_for
+from grpo_core.rollout.vllm.adapter import sends_adapter_alone, supported_rank
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
 from grpo_core.rollout.vllm.secret import SECRET
 from grpo_core.system.libraries import quiet_libraries
@@ -68,10 +68,10 @@ def server_command(config: RunConfig) -> list[str]:
     """Arguments of `python` that start a server, except address and port."""
     import torch
 
-    from grpo_core.model.precision import on_device
+    from grpo_core.model.precision import with_precision_of
 
     on_cpu = not torch.cuda.is_available()
-    config = on_device(config, "cpu" if on_cpu else "cuda")
+    config = with_precision_of(config, "cpu" if on_cpu else "cuda")
     rollout, transfer = config.rollout, str(config.rollout.vllm_weight_transfer)
     if transfer == "auto":
         between_cpus = "http" if config.servers_elsewhere else "shared_memory"
@@ -93,7 +93,7 @@ def server_command(config: RunConfig) -> list[str]:
         *("--worker-extension-cls", "grpo_core.rollout.vllm.worker.TrainerLease"),
         *(
             ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(room)]
-            if (room := adapter_room(config))
+            if (room := max_adapter_rank(config))
             else []
         ),
         *("--tensor-parallel-size", str(rollout.vllm_tensor_parallel_size)),
@@ -108,9 +108,9 @@ def server_command(config: RunConfig) -> list[str]:
     ]
 
 
-def adapter_room(config: RunConfig) -> int:
+def max_adapter_rank(config: RunConfig) -> int:
     """Rank of the adapters that a server makes room for; 0 if it gets whole weights."""
-    return room_for(config.model.lora_r) if goes_alone(config.model) else 0
+    return supported_rank(config.model.lora_r) if sends_adapter_alone(config.model) else 0
 
 
 def server_environment(config: RunConfig) -> dict[str, str]:

@@ -25,18 +25,18 @@ from accelerate import PartialState
 from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
-from grpo_core.distributed import from_main, sharers
+from grpo_core.distributed import from_main, shard_count
 from grpo_core.model.four_bit import is_quantised
-from grpo_core.model.loading import as_saved, base_weights, plain_weights
+from grpo_core.model.loading import base_weights, copy_of_whole_weights, in_checkpoint_layout
 from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.sampling_ahead import choose_groups
 from grpo_core.rollout.requests import training_sampling
-from grpo_core.rollout.types import Completion, Request, Sampling, Stream, aged
+from grpo_core.rollout.types import Completion, Request, Sampling, Stream, with_ages
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of
 from grpo_core.rollout.vllm.client import NO_WEIGHTS, OVER_4BIT, OVER_BASE, Server, ServerError, Weights, versions
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
 from grpo_core.rollout.vllm.router import Router
-from grpo_core.rollout.vllm.serve import adapter_room, read_addresses, wrong_vllm
+from grpo_core.rollout.vllm.serve import max_adapter_rank, read_addresses, wrong_vllm
 from grpo_core.rollout.vllm.snapshot import take_snapshot
 
 # vLLM must sample a token to score a prompt; greedy, it draws no random number for it.
@@ -80,13 +80,14 @@ class VLLMServerEngine:
         process = PartialState()
         self.sends = process.is_main_process
         self.dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
-        self.adapter_room = adapter_room(config) if hasattr(model, "peft_config") else 0  # an evaluation's are merged
+        # 0 for whole weights: an evaluation's adapter is merged.
+        self.adapter_rank = max_adapter_rank(config) if hasattr(model, "peft_config") else 0
         self.token = from_main(uuid.uuid4().hex)
         holder = f"run {config.name!r} on {socket.gethostname()}, process {os.getpid()}"
         on_cpu = next(model.parameters()).device.type == "cpu"
 
         def objection(started: Mapping[str, Any]) -> str:
-            return _objection(started, config, max_length, on_cpu, pid_namespace_id(), self.adapter_room)
+            return _objection(started, config, max_length, on_cpu, pid_namespace_id(), self.adapter_rank)
 
         sharing = process.num_processes
         self.servers = [Server(url, config.rollout, self.token, holder, objection, send, sharing) for url in urls]
@@ -102,7 +103,7 @@ class VLLMServerEngine:
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.keepers = [self._start(self.router.keep(server)) for server in self.servers]
         if not config.rollout.vllm_server_base_urls:
-            self.keepers.append(self._start(_follow(self.servers)))
+            self.keepers.append(self._start(_follow_addresses(self.servers)))
         try:
             self._run(self.router.connect())
             self.sync_weights(model)
@@ -118,20 +119,20 @@ class VLLMServerEngine:
         adapter: Mapping[str, Any] | None = None
         base: Callable[[], Mapping[str, Tensor]] | None = None
         snapshot: Mapping[str, Tensor] | None
-        if self.adapter_room:
+        if self.adapter_rank:
             adapter, tensors = adapter_of(model, self.dtype)
             snapshot = tensors if self.sends else None
             base = None if is_sharded(model) else partial(base_weights, model)
         elif is_sharded(model):
-            if sharers(model) > (here := int(os.environ.get("LOCAL_WORLD_SIZE", sharers(model)))):
+            if (count := shard_count(model)) > (here := int(os.environ.get("LOCAL_WORLD_SIZE", count))):
                 raise ServerError(
-                    f"train.sharding='full' over {sharers(model)} processes, {here} of them on this machine: weights "
+                    f"train.sharding='full' over {count} processes, {here} of them on this machine: weights "
                     "are sent to servers from the memory of one machine; set train.sharding to 'hybrid', or "
                     "rollout.engine to 'vllm'"
                 )
             snapshot = take_snapshot(model, self.dtype, mine=self.sends)
         else:
-            snapshot = dict(as_saved(model, plain_weights(model).items())) if self.sends else None
+            snapshot = dict(in_checkpoint_layout(model, copy_of_whole_weights(model).items())) if self.sends else None
         over = OVER_4BIT if is_quantised(model) else OVER_BASE
         self._hand_over(Weights(self.version, snapshot, adapter, base, over))
         return (
@@ -202,7 +203,9 @@ class VLLMServerEngine:
                 count += len(more)
                 finished, _ = wait(numbers, TURN_SECONDS, FIRST_COMPLETED)
                 given = [(numbers.pop(future), future.result()) for future in finished]
-                more = (yield given if ahead else [(number, [*map(_plain, found)]) for number, found in given]) or ()
+                if not ahead:
+                    given = [(number, [*map(_without_versions, found)]) for number, found in given]
+                more = (yield given) or ()
         finally:
             for future in numbers:
                 future.cancel()  # which closes the connection, and that ends the request
@@ -220,7 +223,7 @@ class VLLMServerEngine:
     def close(self) -> None:
         self._stop_keeping()
         if self.sends:
-            self._run(_all(server.release() for server in self.servers))
+            self._run(_gather(server.release() for server in self.servers))
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def _stop_keeping(self) -> None:
@@ -229,7 +232,7 @@ class VLLMServerEngine:
         self.loop.call_soon_threadsafe(self.router.stop)
 
     def _aged(self, found: list[Completion]) -> list[Completion]:
-        return [aged(each, self.version) for each in found]
+        return [with_ages(each, self.version) for each in found]
 
     def _submit(self, request: Request, sampling: Sampling, options: Mapping[str, Any]) -> Future[list[Completion]]:
         parameters = [_parameters(request, sampling, number) for number in range(request.num_completions)]
@@ -252,7 +255,7 @@ class VLLMServerEngine:
         ]
 
     def _body(self, ids: list[int], parameters: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-        adapter = {"model": ADAPTER} if self.adapter_room else {}
+        adapter = {"model": ADAPTER} if self.adapter_rank else {}
         return {"token_ids": ids, "sampling_params": {"detokenize": False, **parameters}, **options, **adapter}
 
     def _start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
@@ -266,11 +269,11 @@ class VLLMServerEngine:
             future.cancel()  # for when the wait was interrupted
 
 
-def _plain(completion: Completion) -> Completion:
+def _without_versions(completion: Completion) -> Completion:
     return replace(completion, versions=None)
 
 
-async def _follow(servers: Sequence[Server]) -> None:
+async def _follow_addresses(servers: Sequence[Server]) -> None:
     """Notice, for ever, which servers the stage has started again at another address."""
     while True:
         await asyncio.sleep(FOLLOW_SECONDS)
@@ -280,7 +283,7 @@ async def _follow(servers: Sequence[Server]) -> None:
                     server.move(url)
 
 
-async def _all(questions: Any) -> list[Any]:
+async def _gather(questions: Any) -> list[Any]:
     return await asyncio.gather(*questions)
 
 
@@ -309,7 +312,7 @@ def _key(request: Request, sampling: Sampling) -> tuple[Any, ...]:
 
 
 def _objection(
-    started: Mapping[str, Any], config: RunConfig, max_length: int, on_cpu: bool, here: str, adapter_room: int = 0
+    started: Mapping[str, Any], config: RunConfig, max_length: int, on_cpu: bool, here: str, adapter_rank: int = 0
 ) -> str:
     """Sentence on why a server started with these options cannot be used; "" if it can."""
     dtype = "bfloat16" if config.train.mixed_precision == "bf16" else "float32"
@@ -335,7 +338,7 @@ def _objection(
             f"rollout.top_k={config.rollout.top_k} and rollout.min_p={config.rollout.min_p:g} (1, 0 and 0 need "
             f"nothing), since {started['truncation_problem']}"
         )
-    if started["lora_rank"] < adapter_room:
+    if started["lora_rank"] < adapter_rank:
         return (
             f"makes room for adapters of rank {started['lora_rank']} at most, model.lora_r={config.model.lora_r}"
             if started["lora_rank"]

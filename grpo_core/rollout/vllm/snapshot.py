@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_core.distributed import gathered_in_block, sharers, wait_for_all
-from grpo_core.model.loading import weight_shares
+from grpo_core.distributed import gathered_in_block, shard_count, wait_for_all
+from grpo_core.model.loading import weight_shards
 
 
 class Snapshot(Mapping[str, Tensor]):
@@ -46,9 +46,9 @@ def take_snapshot(model: Any, dtype: torch.dtype, *, mine: bool) -> Snapshot | N
     every process. Those that share one copy of the model see each other's file descriptors: they are on one machine."""
     parameter = next(model.parameters())
     with os.fdopen(os.memfd_create("grpo-share"), "wb") as file:
-        torch.save({name: share.cpu() for name, share in weight_shares(model, dtype)}, file)
+        torch.save({name: share.cpu() for name, share in weight_shards(model, dtype)}, file)
         file.flush()
-        paths = gathered_in_block([f"/proc/{os.getpid()}/fd/{file.fileno()}"], sharers(model))
+        paths = gathered_in_block([f"/proc/{os.getpid()}/fd/{file.fileno()}"], shard_count(model))
         found = None
         if mine:
             shares = [torch.load(path, mmap=True, weights_only=True) for (path,) in paths]

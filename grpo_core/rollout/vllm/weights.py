@@ -106,7 +106,7 @@ def find_copies(engine_model: Any, weights: Mapping[str, Tensor]) -> Copies | No
 
 
 @torch.no_grad()
-def are_done(copies: Copies) -> bool:
+def copies_change_nothing(copies: Copies) -> bool:
     """Whether the copies would change nothing: so it must be in an engine that has just loaded the same model."""
     return all(
         target.shape == source.shape and torch.equal(target, source.to(target))
@@ -115,10 +115,11 @@ def are_done(copies: Copies) -> bool:
 
 
 @torch.no_grad()
-def share(copies: Copies, owned: Iterable[nn.Parameter]) -> bool:
-    """Move parameters of the trainer's to where the copies bring them; whether that was possible, for all or none.
+def share_memory(copies: Copies, owned: Iterable[nn.Parameter]) -> bool:
+    """Move the trainer's parameters to where the copies bring them. False, and none moved, if one of them cannot be.
 
-    From then on the engine has each change as it is made. It must have the same weights already (`are_done`).
+    From then on the engine has each change as it is made. It must already have the same weights: see
+    `copies_change_nothing`.
     """
     parameters = {parameter.data_ptr(): parameter for parameter in owned}
     places = {source.data_ptr(): (source, target) for target, source in zip(*copies, strict=True)}
@@ -135,14 +136,14 @@ def share(copies: Copies, owned: Iterable[nn.Parameter]) -> bool:
 
 
 @torch.no_grad()
-def part(model: nn.Module) -> None:
+def unshare_memory(model: nn.Module) -> None:
     """Give a model that shares its memory with an engine memory of its own."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
 
 
 @torch.no_grad()
-def do(copies: Copies) -> None:
+def run_copies(copies: Copies) -> None:
     torch._foreach_copy_(*copies)
 
 

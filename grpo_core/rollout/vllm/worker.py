@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from grpo_core.rollout.vllm import over_http  # noqa: F401  # registers this transfer, and that by shared memory
-from grpo_core.rollout.vllm.adapter import hold
+from grpo_core.rollout.vllm.adapter import hold_adapter
 from grpo_core.rollout.vllm.logprobs import ignore_truncation
 from grpo_core.rollout.vllm.shared_memory import pid_namespace_id
 from grpo_core.rollout.vllm.weights import repack_experts
@@ -67,7 +67,7 @@ class TrainerLease:
         source = path or io.BytesIO(base64.b64decode(data))
         self._adapter = {} if number == 0 else self._adapter
         self._adapter |= torch.load(source, mmap=bool(path), weights_only=True)
-        hold(self, config, self._adapter)
+        hold_adapter(self, config, self._adapter)
 
     def release_lease(self: Any, token: str) -> None:
         """Give the lease back, if it is `token`'s."""

@@ -16,8 +16,8 @@ from grpo_core.config.inputs import ModelConfig
 from grpo_core.errors import ConfigError
 from grpo_core.model.loading import (
     base_weights,
+    copy_of_whole_weights,
     load_model,
-    plain_weights,
     trainable_state,
     whole_weights,
     with_adapter,
@@ -105,7 +105,7 @@ def test_what_is_trained_saved_and_handed_over_is_the_base_with_products_added_a
         with model.disable_adapter():
             _close([*policy(policy.prepare(SEQUENCES))], before)
         names = expected.state_dict()
-        for found in (dict(whole_weights(model)), plain_weights(model)):
+        for found in (dict(whole_weights(model)), copy_of_whole_weights(model)):
             _close(found, dict(names))
 
     save_model(model, make_tokenizer(), tmp_path / "model", config)

@@ -15,7 +15,7 @@ from grpo_core.config.files import parse_config
 from grpo_core.rollout.vllm import binary
 from grpo_core.rollout.vllm import serve as vllm_serve
 from grpo_core.rollout.vllm import server as vllm_server
-from grpo_core.rollout.vllm.adapter import room_for
+from grpo_core.rollout.vllm.adapter import supported_rank
 from grpo_core.rollout.vllm.client import ServerError, Weights
 from grpo_core.rollout.vllm.router import Router
 from tests import forked
@@ -154,7 +154,7 @@ def test_a_server_makes_room_for_the_adapter_or_is_refused(
     shape = {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32} if architecture == "Qwen3Moe" else {}
     folder = make_model(tmp_path / "model", architecture, **shape)
     config = parse_config(config_values(folder, tmp_path, engine="vllm-server", **keys))
-    assert vllm_serve.adapter_room(config) == room
+    assert vllm_serve.max_adapter_rank(config) == room
     command = vllm_serve.server_command(config)
     assert ("--enable-lora" in command) == bool(room)
     assert not room or command[command.index("--max-lora-rank") + 1] == str(room)
@@ -165,9 +165,9 @@ def test_a_server_makes_room_for_the_adapter_or_is_refused(
 
 
 def test_the_room_for_adapters_is_the_next_that_vllm_knows() -> None:
-    assert [room_for(rank) for rank in (1, 8, 9, 300, 512)] == [8, 8, 16, 320, 512]
+    assert [supported_rank(rank) for rank in (1, 8, 9, 300, 512)] == [8, 8, 16, 320, 512]
     with pytest.raises(ValueError, match="lora_r=513"):
-        room_for(513)
+        supported_rank(513)
 
 
 @pytest.mark.slow

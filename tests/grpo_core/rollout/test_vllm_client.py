@@ -55,7 +55,7 @@ def test_one_copy_of_the_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     made: list[weakref.ref[torch.Tensor]] = []
     freed: list[threading.Event] = []
 
-    def plain_weights(model: Any) -> dict[str, torch.Tensor]:
+    def copy_of_whole_weights(model: Any) -> dict[str, torch.Tensor]:
         # The thread that has sent a copy lets go of it a moment after it has said that it is sent.
         assert all(event.wait(60) for event in freed)
         tensor = torch.zeros(1)
@@ -64,7 +64,7 @@ def test_one_copy_of_the_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.M
         weakref.finalize(tensor, freed[-1].set)
         return {"weight": tensor}
 
-    monkeypatch.setattr(vllm_server, "plain_weights", plain_weights)
+    monkeypatch.setattr(vllm_server, "copy_of_whole_weights", copy_of_whole_weights)
     with pretended(128) as servers, connected(tmp_path, monkeypatch, servers, torch.nn.Linear(1, 1)) as engine:
         engine.sync_weights(torch.nn.Linear(1, 1))
         assert len(made) == 2
