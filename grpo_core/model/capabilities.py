@@ -14,15 +14,15 @@ from grpo_core.model.sequences import Sequences
 from grpo_core.model.sharded import call_as_forward, forward
 from grpo_core.model.transfer import to_device
 
-PROBED = 100  # tokens that ways to compute a sequence are compared over: several blocks of flex attention
+PROBED = 100  # tokens of the sequences that two ways to compute are compared on: several blocks of flex attention
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # relative, between two ways to compute the same
-# Deep models in bfloat16 differ by more from rounding alone: times what transformers' eager and fused attention differ
-# by. At 28 layers a correct packed batch came to 1.0 times that, a completion that sees another to 10 and more.
+# Deep models in bfloat16 differ by more from rounding alone: this times the difference between transformers' eager and
+# fused attention is allowed. At 28 layers a correct packed batch had 1.0 times that, one that mixes completions 10+.
 ROUNDING = 3.0
 
 
 def decoder(model: Any) -> Any:
-    """What gives the last hidden states, with the adapter in place if there is one."""
+    """Return the module that gives the last hidden states, with the adapter in place if there is one."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     found = base.get_decoder()
     return base.model if found is base else found  # transformers does not find that of Llama 4's text model
@@ -30,11 +30,11 @@ def decoder(model: Any) -> Any:
 
 @torch.no_grad()
 def plain_output_layer(model: Any) -> nn.Linear | None:
-    """The linear layer that makes the logits of the decoder's output, where that is all there is to it.
+    """Return the linear layer that alone turns the decoder's output into logits.
 
     None for models that scale or cap their logits, or whose output layer is adapted or has a bias: there the model
-    itself has to make them. One that is trained whole beside an adapter is found in peft's wrapper, whose weight is the
-    base's while the adapter is disabled.
+    itself has to make them. A layer that is trained whole beside an adapter is found in peft's wrapper, whose weight is
+    the base's while the adapter is disabled.
     """
     layer: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if type(getattr(layer, "original_module", layer)) is not nn.Linear or layer.bias is not None:
@@ -47,8 +47,8 @@ def plain_output_layer(model: Any) -> nn.Linear | None:
 
 
 def attends_to_all(config: Any, max_length: float = math.inf) -> bool:
-    """Whether each layer attends to all tokens before, as far as the configuration says, in sequences of up to
-    `max_length` tokens: a window that no sequence fills hides nothing."""
+    """True if, by the configuration, each layer attends to all earlier tokens in sequences of up to `max_length`
+    tokens: a window that no sequence fills hides nothing."""
     window = getattr(config, "sliding_window", None)
     if kinds := getattr(config, "layer_types", None):
         reaches_all = {"full_attention"} | ({"sliding_attention"} if window and window >= max_length else set())
@@ -60,7 +60,7 @@ def attends_to_all(config: Any, max_length: float = math.inf) -> bool:
 @torch.no_grad()
 def check_padding(model: Any, max_length: float) -> None:
     """Raises ValueError if padding on the right changes the hidden states of a row, as it can in sparse attention when
-    sequences are longer than the number of keys that it selects. Rounding explains least in float32."""
+    sequences are longer than the number of keys that it selects. The check is strictest in float32."""
     config = decoder(model).config
     selected = getattr(config, "index_topk", None) or 0  # keys that DeepSeek's sparse attention selects
     width = _probe_width(config, max_length, max(PROBED, 2 * selected))
@@ -122,7 +122,7 @@ def make_packable(model: Any, kinds: Sequence[Kind], *, max_length: float = math
         try:
             use_attention(config)
             batch = to_device(pack_batch(sequences, kind), model.device)
-            with torch.set_grad_enabled(kind != "padded"):  # a kernel that cannot be compiled is to fail here
+            with torch.set_grad_enabled(kind != "padded"):  # so that a kernel that cannot be compiled fails here
                 packed = call_as_forward(model, packed_states, decoder(model), batch)
                 if packed.requires_grad:
                     packed.sum().backward()
@@ -146,5 +146,5 @@ def make_packable(model: Any, kinds: Sequence[Kind], *, max_length: float = math
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Relative."""
+    """Norm of the difference, relative to that of `expected`."""
     return float((found - expected).norm() / expected.norm())

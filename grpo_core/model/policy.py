@@ -42,7 +42,7 @@ class PaddedRows:
 
 @dataclass(frozen=True)
 class PassInputs:
-    """What a forward pass reads for B sequences, whose N completion tokens lie in B rows of at most T."""
+    """Inputs of a forward pass over B sequences, whose N completion tokens lie in B rows of at most T."""
 
     tokens: PackedBatch | PaddedRows
     targets: Int64[Tensor, " N"]  # the completion tokens, row by row
@@ -78,7 +78,7 @@ class Policy(nn.Module):
         kinds: list[Kind] = ["varlen", "flex"] if on_gpu else ["padded"]
         found, self.why_not = None, "its logits are not those of a linear layer alone"
         if self.output_layer is not None:
-            # In float32, where routing of experts does not differ by rounding; kernels are tried in their own dtype.
+            # In float32, where rounding does not change the routing of experts; kernels are tried in their own dtype.
             with nullcontext() if on_gpu or sharded else in_float32(model):
                 found, self.why_not = make_packable(model, kinds, max_length=max_length)
         self.packs, self.attention = found is not None, found or kinds[0]
@@ -97,7 +97,7 @@ class Policy(nn.Module):
             compile_layers(self.recomputable)
 
     def prepare(self, sequences: Sequences) -> PassInputs:
-        """Inputs of a forward pass over the sequences. The CPU makes them and does not wait until the device has them.
+        """Return the inputs of a forward pass. The CPU makes them and does not wait until the device has them.
 
         All indices are made on the CPU, where the lengths are: asking a device for a size would wait for all its work.
         """
@@ -140,7 +140,7 @@ class Policy(nn.Module):
     def _chosen_logprobs(
         self, tokens: PackedBatch | PaddedRows, targets: Int64[Tensor, " N"]
     ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
-        """Log-probabilities of the targets and entropies, past the model's own forward pass."""
+        """Log-probabilities of the targets and entropies, without the model's own forward pass."""
         assert self.output_layer is not None
         if isinstance(tokens, PackedBatch):
             hidden = packed_states(decoder(self.model), tokens)  # (N, h)
@@ -171,8 +171,8 @@ class Policy(nn.Module):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.recomputed = layers
 
-    def at(self, temperature: float) -> Policy:
-        """The same policy at another temperature."""
+    def at_temperature(self, temperature: float) -> Policy:
+        """Return the same policy at another temperature."""
         other = copy.copy(self)
         other.temperature = temperature
         return other

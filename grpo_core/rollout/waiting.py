@@ -1,4 +1,4 @@
-"""How long one process may wait for another."""
+"""Longest times that one process may wait for another."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LONGEST_WAIT = timedelta(days=365)
 
 
 def longest_wait(config: RunConfig) -> timedelta:
-    """How long one process may wait for another before that counts as an error: longer than the configuration lets
-    sampling and scoring of a batch take, with UNLIMITED_WORK for what it does not limit.
+    """Longest time that one process may wait for another; more is an error. It exceeds the time that the configuration
+    lets sampling and scoring of a batch take, with UNLIMITED_WORK for what it does not limit.
 
-    A failing call of a reward is repeated to find the completion that makes it fail. A process that dies is not waited
-    for that long: the launcher ends the others.
+    A failing call of a reward is repeated to find the completion that makes it fail. If a process dies, the launcher
+    ends the others before this time.
     """
     limited = _scoring_seconds(config) + _answer_seconds(config) + _environment_seconds(config)
     return UNLIMITED_WORK + timedelta(seconds=min(limited, LONGEST_WAIT.total_seconds()))
@@ -43,7 +43,7 @@ def _environment_seconds(config: RunConfig) -> float:
 
 
 def _answer_seconds(config: RunConfig) -> float:
-    """Seconds in which a server answers, or is given up; 0 without servers."""
+    """Seconds within which a server answers or is given up; 0 without servers."""
     rollout = config.rollout
     answer = ATTEMPTS * (rollout.vllm_server_timeout + 2 * rollout.vllm_request_timeout)
     return answer if rollout.engine == "vllm-server" else 0.0

@@ -281,7 +281,7 @@ def test_each_completion_is_truncated_if_there_is_no_end_token(model: Any, model
 
 def test_a_model_that_carries_a_state_is_refused(tokenizer: Any) -> None:
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": len(tokenizer)}
-    with pytest.raises(ValueError, match="MambaForCausalLM says something else of a padded prompt"):
+    with pytest.raises(ValueError, match="MambaForCausalLM gives other logits for a padded prompt"):
         TransformersEngine(MambaForCausalLM(MambaConfig(**shape)).eval(), tokenizer)
 
 
