@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # whatever starts a server imports this without torch
 
     from grpo_core.config.inputs import ModelConfig
 
-ADAPTER = "policy"  # as which vLLM knows the adapter
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM can make room for
+ADAPTER = "policy"  # vLLM's name for the adapter
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM supports
 
 
 def sends_adapter_alone(config: ModelConfig) -> bool:
@@ -33,7 +33,7 @@ def sends_adapter_alone(config: ModelConfig) -> bool:
 
 
 def supported_rank(rank: int) -> int:
-    """The rank that vLLM must make room for, to take adapters of this one."""
+    """Return the smallest rank of vLLM's that has room for adapters of this one."""
     for allowed in RANKS:
         if rank <= allowed:
             return allowed
@@ -44,7 +44,7 @@ def supported_rank(rank: int) -> int:
 
 
 def adapter_of(model: Any, dtype: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A model's adapter: peft's configuration, as JSON has it, and the tensors by peft's names, copied to the CPU."""
+    """Return a model's adapter: peft's configuration as JSON values, and tensors by peft's names, copied to the CPU."""
     from grpo_core.model.loading import saved_name, trainable_state
 
     values = model.peft_config["default"].to_dict()
@@ -54,13 +54,13 @@ def adapter_of(model: Any, dtype: Any) -> tuple[dict[str, Any], dict[str, Tensor
 
 
 def hold_adapter(worker: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Have a worker of vLLM load these when vLLM asks for an adapter next."""
+    """Make a worker of vLLM load this adapter when vLLM next asks for one."""
     manager = worker.model_runner.lora_manager
     manager._load_adapter = partial(_adapter_from_tensors, manager, config, tensors)
 
 
 def _adapter_from_tensors(manager: Any, config: dict[str, Any], tensors: dict[str, Tensor], request: Any) -> Any:
-    """What vLLM's manager of adapters makes of an adapter's folder, made of tensors."""
+    """Make of tensors what vLLM's manager of adapters would make of an adapter's folder."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 

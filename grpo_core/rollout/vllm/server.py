@@ -1,7 +1,7 @@
 """vLLM in processes of its own: one server or several, on other GPUs or another machine.
 
 They are asked over HTTP from an event loop in a thread, so that they can sample while the trainer trains. Every answer
-says which weights each of its tokens was sampled by.
+says which weights sampled each of its tokens.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from grpo_core.rollout.vllm.snapshot import take_snapshot
 # vLLM must sample a token to score a prompt; greedy, it draws no random number for it.
 SCORE = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 TURN_SECONDS = 0.05  # after which a caller that waits for completions may do something else
-FOLLOW_SECONDS = 2.0  # in which a server's new address is noticed
-NOT_A_NUMBER = -9999.0  # vLLM's answers have it for a log-probability of NaN or -inf
+FOLLOW_SECONDS = 2.0  # between two looks for new addresses of servers
+NOT_A_NUMBER = -9999.0  # in vLLM's answers, for a log-probability of NaN or -inf
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A request that is sampled; `due`: the version of the weights at which it is taken at the latest."""
+    """A request that is being sampled; `due`: latest version of the weights at which it is taken."""
 
     due: int
     answer: Future[list[Completion]]
@@ -59,7 +59,7 @@ class _Begun:
 class VLLMServerEngine:
     """An Engine and Lookahead over one or several servers, among which requests are routed.
 
-    The servers get the model's weights at the start. Of a model under an adapter they have the base, and get the
+    The servers get the model's weights at the start. For a model under an adapter, they have the base and get the
     adapter alone, unless vLLM cannot compute with it: then it is merged into the layers that it adapts.
     """
 
@@ -75,8 +75,8 @@ class VLLMServerEngine:
                 "rollout.engine='vllm-server' without a server: name them in rollout.vllm_server_base_urls "
                 "(`python -m grpo_core.rollout.vllm.serve CONFIG` starts one), or let `grpo run` start them"
             )
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each open request is a connection
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # each open request is a connection
         process = PartialState()
         self.sends = process.is_main_process
         self.dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
@@ -91,7 +91,7 @@ class VLLMServerEngine:
 
         sharing = process.num_processes
         self.servers = [Server(url, config.rollout, self.token, holder, objection, send, sharing) for url in urls]
-        # A server that is back is waited for by the other processes while the main process sends it the weights.
+        # The other processes wait for a server that is back while the main process sends it the weights.
         sending = 0.0 if self.sends else config.rollout.vllm_request_timeout
         seconds = config.rollout.vllm_server_timeout + sending
         self.router = Router(self.servers, seconds, process.process_index, reports=self.sends)
@@ -112,7 +112,7 @@ class VLLMServerEngine:
             raise
 
     def sync_weights(self, model: nn.Module) -> str:
-        """What is being sampled stands still meanwhile, and goes on with the new weights."""
+        """Requests that are being sampled pause meanwhile, and go on with the new weights."""
         for server in self.servers:
             server.wanted = NO_WEIGHTS  # which frees the last copy before there is another
         self.version += 1
@@ -182,7 +182,7 @@ class VLLMServerEngine:
             yield [(number, self._aged(self.begun.pop(keys[number]).answer.result())) for number in taken]
 
     def drop_begun(self) -> None:
-        """End requests that were begun and whose answers will not be asked for."""
+        """Cancel the requests that were begun: their answers will not be asked for."""
         for begun in self.begun.values():
             begun.answer.cancel()  # which closes the connection, and that ends the request
         self.begun.clear()
@@ -242,7 +242,7 @@ class VLLMServerEngine:
     async def _complete(
         self, bodies: Sequence[Mapping[str, Any]], oldest: int, conversation: int | None
     ) -> list[Completion]:
-        """One request per completion: each takes a server's room just as long as it is sampled."""
+        """Send one request per completion, so that each takes a server's room only while it is sampled."""
         answers = await asyncio.gather(*(self.router.complete(body, oldest, conversation) for body in bodies))
         return [
             Completion(
@@ -266,7 +266,7 @@ class VLLMServerEngine:
         try:
             return future.result()
         finally:
-            future.cancel()  # for when the wait was interrupted
+            future.cancel()  # if the wait was interrupted
 
 
 def _without_versions(completion: Completion) -> Completion:
@@ -274,7 +274,7 @@ def _without_versions(completion: Completion) -> Completion:
 
 
 async def _follow_addresses(servers: Sequence[Server]) -> None:
-    """Notice, for ever, which servers the stage has started again at another address."""
+    """Watch until cancelled for servers that the stage has started again at another address."""
     while True:
         await asyncio.sleep(FOLLOW_SECONDS)
         with suppress(OSError):

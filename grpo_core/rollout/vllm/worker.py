@@ -1,6 +1,6 @@
-"""What a vLLM server has to know beside its own: whose it is, and the weight transfer for a CPU.
+"""Additions to a vLLM server's workers: a trainer's lease, and the weight transfer for a CPU.
 
-`--worker-extension-cls grpo_core.rollout.vllm.worker.TrainerLease` puts it into the server's workers. It is called
+`--worker-extension-cls grpo_core.rollout.vllm.worker.TrainerLease` puts them into the workers. They are called
 through vLLM's `/collective_rpc`.
 """
 
@@ -26,8 +26,8 @@ class TrainerLease:
     """One trainer at a time: it holds a lease, renews it, and loses it if it does not renew it in time."""
 
     def take_lease(self: Any, token: str, holder: str, seconds: float) -> dict[str, Any]:
-        """Whether the lease is now `token`'s for `seconds`; whose it is (`holder`, a name for people) and for how
-        long; and how this server was started."""
+        """Return whether the lease is now `token`'s for `seconds`, whose it is (`holder`, a name for people), for how
+        long, and how this server was started."""
         now = time.monotonic()
         own, _, until = getattr(self, "_lease", ("", "", now))
         if own in ("", token) or until <= now:
@@ -57,7 +57,7 @@ class TrainerLease:
         }
 
     def end_weight_update(self: Any) -> None:
-        """End what was left half-done, by this trainer or another: all of the weights come again."""
+        """End an update that was left half-done, by this trainer or another: all of the weights come again."""
         if self._weight_update_active:
             self.finish_weight_update()
 

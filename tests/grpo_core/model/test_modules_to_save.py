@@ -170,7 +170,7 @@ def test_a_module_that_is_trained_whole_gets_no_adapter_too(
 
 def test_a_module_that_the_model_does_not_have_is_refused(model_folder: Path) -> None:
     config = _config(model_folder, ["lm_head", "head_of_all"])
-    with pytest.raises(ConfigError, match=r"names 'head_of_all', and no module of .* has a name that ends so"):
+    with pytest.raises(ConfigError, match=r"names 'head_of_all', but no module of .* has a name that ends with it"):
         with_adapter(load_model(model_folder), config)
 
 

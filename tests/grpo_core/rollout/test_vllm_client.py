@@ -243,7 +243,7 @@ def test_an_answer_is_whole_if_its_tokens_are_by_the_weights_that_it_began_with_
 
     def is_whole(choices: list[dict[str, Any]], oldest: int) -> bool:
         try:
-            server._see_whole(choices, oldest)
+            server._check_complete(choices, oldest)
         except Unavailable:
             return False
         return True
