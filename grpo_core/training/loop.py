@@ -106,7 +106,7 @@ def _train_until_done(
 
 
 def advance(session: Session, state: TrainingState, log: TrainingLog) -> TrainingState:
-    """The next update of the plan, with the generation batches that it needs; its metrics are `unrecorded` then.
+    """Make the next update of the plan, with the generation batches that it needs; its metrics are `unrecorded` then.
 
     Raises NotFiniteError, with all metrics of the update, if `update` does.
     """
@@ -144,8 +144,8 @@ def advance(session: Session, state: TrainingState, log: TrainingLog) -> Trainin
 
 @phase("evaluation")
 def evaluate(session: Session, state: TrainingState, output: Path, checkpoints: Checkpoints) -> TrainingState:
-    """The policy on the held-out prompts. Its rewards on each are kept in the folder `held_out`, the best policy so far
-    in the folder `best`."""
+    """Evaluate the policy on the held-out prompts. Its rewards on each are kept in the folder `held_out`, the best
+    policy so far in the folder `best`."""
     keys = session.config.train
     with interruptible(session.accelerator):
         metrics = evaluate_policy(session, state, output / "held_out")
@@ -156,7 +156,7 @@ def evaluate(session: Session, state: TrainingState, output: Path, checkpoints: 
 
 
 def check_health(session: Session, state: TrainingState) -> tuple[TrainingState, dict[str, float], list[Finding]]:
-    """The metrics of the last update, now complete, and the health limits that they break.
+    """Return the metrics of the last update, now complete, and the health limits that they break.
 
     Raises NotFiniteError if one of them is not finite.
     """
@@ -169,7 +169,7 @@ def check_health(session: Session, state: TrainingState) -> tuple[TrainingState,
 
 @phase("saving the model")
 def _finish(session: Session, state: TrainingState, log: TrainingLog) -> dict[str, Any]:
-    """Write model and result, once what happened is what was planned."""
+    """Write model and result if what happened is what was planned."""
     expected = session.plan.counts(state.updates)
     if state.counts != expected:
         raise TrainingError(f"after {state.updates} updates the plan says {expected}, counted is {state.counts}")

@@ -1,4 +1,4 @@
-"""One generation batch as updates read it: sampled by the policy as it stands, scored, with log-probabilities."""
+"""One generation batch as updates read it: sampled by the current policy, scored, with log-probabilities."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from grpo_core.training.weight_sync import sync_weights
 
 
 def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollout, list[Sample], list[Group]]:
-    """Generation batch `index`: sync weights, sample, score, advantages, old and reference log-probabilities. Also its
-    samples, and the groups that are begun and left for later batches. Without an engine it is replayed."""
+    """Make generation batch `index`: sync weights, sample, score, advantages, old and reference log-probabilities.
+    Returns also its samples, and the groups that are left for later batches. Without an engine it is replayed."""
     if session.engine is None:
         session.policy.refresh()
         batch, samples, left = *replay(index, session.config, session.plan), list[Group]()
@@ -41,7 +41,7 @@ def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollou
 def _sample(
     session: Session, engine: Engine, index: int, state: TrainingState
 ) -> tuple[GenerationBatch, list[Sample], list[Group]]:
-    """Generation batch `index`, by the policy as it stands."""
+    """Sample generation batch `index` from the current policy."""
     s, drift = session, sync_weights(session, state)
     is_new = index == state.rollouts  # else it is sampled again after a roll-back
     lookahead = s.lookahead if is_new else None
@@ -57,9 +57,9 @@ def _sample(
 
 @phase("old log-probabilities")
 def _old_logprobs(session: Session, batch: GenerationBatch) -> tuple[Tensor | None, Tensor | None]:
-    """The policy's log-probabilities before the first update, and the mask of the tokens of highest entropy.
+    """Return the policy's log-probabilities before the first update, and the mask of the tokens of highest entropy.
 
-    None for what no update reads: (B, T) each.
+    (B, T) each; None if no update reads them.
     """
     plan, algorithm = session.plan, session.config.algorithm
     in_loss = batch.completion_mask.sum(1) > 0
@@ -76,7 +76,7 @@ def _old_logprobs(session: Session, batch: GenerationBatch) -> tuple[Tensor | No
 
 @phase("reference log-probabilities")
 def _ref_logprobs(session: Session, batch: GenerationBatch) -> Tensor | None:
-    """The reference policy's log-probabilities, (B, T); None without KL."""
+    """Return the reference policy's log-probabilities, (B, T); None without KL."""
     in_loss = batch.completion_mask.sum(1) > 0
     if session.reference is not None:
         return compute_logprobs(session, session.reference, batch, in_loss)[0]
@@ -88,9 +88,9 @@ def _ref_logprobs(session: Session, batch: GenerationBatch) -> Tensor | None:
 
 @torch.no_grad()
 def compute_logprobs(session: Session, policy: Policy, batch: GenerationBatch, needed: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of the completions `needed` (B,), 0 for the others. 2 × (B, T) on the CPU
+    """Return log-probabilities and entropies of the completions `needed` (B,), 0 for the others. 2 × (B, T) on the CPU
 
-    Each process computes its share, and all get the whole.
+    Each process computes its part, and all get the whole.
     """
     accelerator, device = session.accelerator, session.accelerator.device
     sequences, rows = join(batch, [*range(len(batch.prompt_ids))]), needed.nonzero().flatten()

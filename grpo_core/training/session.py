@@ -60,11 +60,11 @@ class Session:
     setting: Setting | None  # of conversations; None without tools and environment, and with a recording
     model: Any  # the causal LM with the weights that are trained, under its adapter if there is one
     policy: Policy
-    reference: Policy | None  # a model of its own; None without KL, and with an adapter, whose base it is
+    reference: Policy | None  # its own model; None without KL, and with an adapter, whose base is the reference
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]  # by the number of updates done
     engine: Engine | None  # None: the training is on a recording
-    lookahead: Lookahead | None  # what samples ahead of the training: the engine, or conversations with it
+    lookahead: Lookahead | None  # samples ahead of the training: the engine, or conversations with it
     memory: OutOfMemoryRetry
     probe: Probe | None  # with an engine
     start: dict[str, Tensor] | None = None  # the adapter that the training started from, if the reference has it
@@ -129,7 +129,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
             setting.environments.close()
             setting = None
     set_seed(config.seed)
-    # vLLM scores nothing as long as its longest sequence: it wants room for one more token.
+    # vLLM cannot score a sequence of its greatest length: it needs room for one more token.
     longest = prompts.max_length + config.rollout.max_completion_length  # of the sequences that are trained
     lengths = [SHORTEST + 1, longest]
     if held_out is not None:
@@ -203,7 +203,7 @@ def _lookahead(engine: Any, config: RunConfig, setting: Setting | None, prompts:
 
 
 def _load_model(config: RunConfig, accelerator: Accelerator, *, frozen: bool, in_bf16: bool) -> Any:
-    """The base model, or this process's share of it, on this process's device."""
+    """Load the base model, or this process's shard of it, on this process's device."""
     return load_model(
         config.model.name_or_path,
         config.model.revision,
@@ -215,7 +215,7 @@ def _load_model(config: RunConfig, accelerator: Accelerator, *, frozen: bool, in
 
 
 def _reference(config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy | None:
-    """The base model, frozen, when the KL term needs a copy of it. Float32 masters only if it follows the policy."""
+    """Load the base model, frozen, if the KL term needs a copy of it; with float32 masters if it follows the policy."""
     if config.algorithm.beta == 0 or config.model.use_peft:
         return None
     bf16, moves = config.train.mixed_precision == "bf16", config.algorithm.sync_ref_model

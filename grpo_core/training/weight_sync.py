@@ -17,7 +17,7 @@ def begin_probing(session: Session) -> None:
     """Score the probe while engine and trainer both have the base's weights: how far they differ then is rounding, and
     bounds how far they may differ later. At a resumed start, too, they have the base's weights first.
 
-    Raises TrainingError on every process if one finds a difference that is no rounding.
+    Raises TrainingError on every process if one finds a difference too large for rounding.
     """
     probe, scores = session.probe, probe_logprobs(session)
     assert probe is not None
@@ -36,7 +36,7 @@ def begin_probing(session: Session) -> None:
 
 @phase("weight sync")
 def sync_weights(session: Session, state: TrainingState) -> float:
-    """Hand the policy's weights to the engine; the mean |difference| of both sides' log-probabilities of the probe.
+    """Hand the policy's weights to the engine. Returns the mean |difference| of both sides' scores of the probe.
 
     Raises TrainingError on every process if one finds that its engine would sample from another policy than the one
     that is trained: too far from it, unchanged although the policy has moved, or lagging behind it.
@@ -83,7 +83,7 @@ def probe_logprobs(session: Session) -> Scores:
 
 @torch.no_grad()
 def _trainer_logprobs(session: Session, probe: Probe) -> torch.Tensor:
-    """The trainer's log-probability of each continued token of the probe batch, at temperature 1. (B, T) on the CPU"""
+    """Return the trainer's log-probabilities of the probe's continued tokens, at temperature 1. (B, T) on the CPU"""
     contexts, said = probe.contexts, probe.continuations
     batch = Sequences(
         input_ids=pad(probe.sequences, torch.int64),
@@ -97,5 +97,5 @@ def _trainer_logprobs(session: Session, probe: Probe) -> torch.Tensor:
 
 
 def _largest(session: Session, *values: float) -> list[float]:
-    """Each value's maximum over the processes."""
+    """Return each value's maximum over the processes."""
     return maxima_over_processes(torch.tensor(values, device=session.accelerator.device)).tolist()
