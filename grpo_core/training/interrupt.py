@@ -73,7 +73,7 @@ def interruptible(accelerator: Accelerator) -> Iterator[None]:
         set_random_state(before)
         if isinstance(error, Stopped) or not _told.raised:
             raise
-        raise Stopped from error  # what broke because it was left half way
+        raise Stopped from error  # the error came of being left half way
 
 
 def stop_if_asked() -> None:

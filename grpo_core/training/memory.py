@@ -14,7 +14,7 @@ from grpo_core.model.policy import Policy
 from grpo_core.model.sequences import Sequences, pack
 from grpo_core.model.sharded import is_sharded
 
-CPU_TOKENS = 2048  # per pass on a CPU; with more, what a layer computes leaves the cache before the next layer reads it
+CPU_TOKENS = 2048  # per pass on a CPU; with more, a layer's output leaves the cache before the next layer reads it
 
 Result = TypeVar("Result")
 

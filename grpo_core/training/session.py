@@ -68,7 +68,7 @@ class Session:
     memory: OutOfMemoryRetry
     probe: Probe | None  # with an engine
     start: dict[str, Tensor] | None = None  # the adapter that the training started from, if the reference has it
-    rates: PassRates | None = None  # that the training begins with; None where no reward says what passes
+    rates: PassRates | None = None  # at the start of the training; None if no reward tells what passes
 
 
 def load_session(run: Path) -> Session:
@@ -149,7 +149,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         gradient_checkpointing=config.train.gradient_checkpointing,
         torch_compile=config.train.torch_compile,
     )
-    policy.packs = not any_process(not policy.packs)  # they divide rows by what a pass costs, and must agree
+    policy.packs = not any_process(not policy.packs)  # processes divide rows by the cost of a pass, so they must agree
     start = copy_of_trainable_state(policy.model) if config.model.adapter and config.algorithm.beta else None
     model_path = config.model.name_or_path
     engine = None if is_recorded else make_engine(config, model_path, policy.model, tokenizer, max_length)

@@ -24,7 +24,7 @@ class TrainingState:
     rollout: Rollout | None = None  # the generation batch in use
     taken: list[tuple[int, int]] = field(default_factory=list)  # the groups of that batch; see rollout.ahead.Group
     begun: list[tuple[int, int]] = field(default_factory=list)  # groups sampled ahead, for later batches
-    rates: PassRates | None = None  # of what was sampled until now; None where no reward says what passes
+    rates: PassRates | None = None  # of the completions so far; None if no reward tells what passes
     arranged: dict[int, np.ndarray] | None = None  # rows of epochs by a curriculum, see data.order; None without one
     unrecorded: dict[str, float] | None = None  # metrics of the last update until its evaluation is complete
     # What happened, to be compared with the plan.

@@ -107,7 +107,7 @@ class VLLMEngine:
         self.copied_from: list[int] = []
         self.shares_with: nn.Module | None = None  # the model whose weights are the engine's own
         self.shares_base = False  # the weights under an adapter
-        if quantised:  # what samples is what trains, not the base as it was
+        if quantised:  # sample with the weights that are trained, not with the base before quantisation
             self._reload(iter(base_weights(model).items()))
         elif adapted and not is_sharded(model):
             copies = self._find_copies(base_weights(model))
@@ -175,7 +175,7 @@ class VLLMEngine:
         self.llm.collective_rpc(hold_adapter, args=(config, tensors))
         number = next(self.adapter_ids)  # under a number that it knows, vLLM would not load the adapter again
         self.adapter = LoRARequest(ADAPTER, number, f"{ADAPTER}-{number}")
-        self.llm.llm_engine.add_lora(self.adapter)  # there is room for one: the former one goes
+        self.llm.llm_engine.add_lora(self.adapter)  # in place of the former one: there is room for one
         return "adapter"
 
     def _take_weights(self, model: nn.Module) -> str:

@@ -81,7 +81,7 @@ def send(server: Server, weights: Weights) -> None:
 
     def give() -> None:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # each thread has its own current one
+            torch.cuda.set_device(device)  # each thread has its own current device
             torch.cuda.synchronize(device)  # the copies are made; vLLM reads them on streams that wait for no other
         if server.transfer is None:
             server.transfer = _connect(server)
