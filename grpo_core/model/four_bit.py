@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
 
-def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
+def nf4_config(dtype: torch.dtype) -> BitsAndBytesConfig:
     """Return transformers' configuration for loading a 4-bit model that computes in this dtype."""
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype

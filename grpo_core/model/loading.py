@@ -20,8 +20,8 @@ from transformers.distributed import DistributedConfig, mixin
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.distributed import copy_into_shard, gather_if_sharded, is_sharded_tensor, own_shard, shard_like
 from grpo_core.errors import ConfigError
-from grpo_core.model.four_bit import dequantised, keep_gradients, nf4
-from grpo_core.model.precision import in_bfloat16
+from grpo_core.model.four_bit import dequantised, keep_gradients, nf4_config
+from grpo_core.model.precision import make_bfloat16
 
 # Parts of the names of tensors that bitsandbytes saves beside 4-bit weights.
 OF_4BIT = (".weight.absmax", ".weight.quant_", ".weight.nested_")
@@ -50,7 +50,7 @@ def load_model(
     elif device.type != "cpu":  # where transformers would report offloading
         options["device_map"] = {"": device}
     if in_4bit:
-        options["quantization_config"] = nf4(dtype)
+        options["quantization_config"] = nf4_config(dtype)
     with nullcontext() if shard is None else _sharding_by(shard):
         model = AutoModelForCausalLM.from_pretrained(
             path, revision=revision, dtype=dtype, attn_implementation=attention_of(path, revision), **options
@@ -58,7 +58,7 @@ def load_model(
     if shard is not None:
         del model.config.distributed_config  # it would be saved with the model
     elif dtype == torch.bfloat16:
-        in_bfloat16(model)  # also what transformers leaves in float32
+        make_bfloat16(model)  # also what transformers leaves in float32
     keep_gradients(model)
     for module in model.modules():  # some layers apply dropout by a rate of their own
         for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
@@ -176,7 +176,7 @@ def load_starting_policy(
     model = load_model(config.name_or_path, config.revision, dtype=held, device=device, shard=shard)
     if merges:
         model = with_adapter(model, config).merge_and_unload()
-    return in_bfloat16(model) if merges and dtype == torch.bfloat16 else model
+    return make_bfloat16(model) if merges and dtype == torch.bfloat16 else model
 
 
 def adapter_dropouts(model: nn.Module) -> list[nn.Dropout]:

@@ -22,7 +22,7 @@ def with_precision_of(config: RunConfig, device: torch.device | str) -> RunConfi
     return config.with_precision(torch.cuda.get_device_capability(device) if on_gpu else None)
 
 
-def in_bfloat16(model: Any) -> Any:
+def make_bfloat16(model: Any) -> Any:
     """Make the model's parameters bfloat16, in place, and return it; buffers stay as they are."""
     for parameter in model.parameters():
         if parameter.is_floating_point():  # else codes of 4-bit weights

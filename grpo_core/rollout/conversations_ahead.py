@@ -14,7 +14,7 @@ from grpo_core.rollout.types import AheadSampler, Request, Sampling, Stream
 
 
 @dataclass(frozen=True)
-class _Turns:
+class _AheadTurns:
     """Sampler of turns that are sampled ahead."""
 
     engine: AheadSampler
@@ -89,7 +89,7 @@ class ConversationsAhead:
                 self.playing = None
         elif new:
             plays, seeds = zip(*new, strict=True)
-            self.playing, self.places = play(_Turns(self.engine), plays, seeds, sampling), self.places[-len(new) :]
+            self.playing, self.places = play(_AheadTurns(self.engine), plays, seeds, sampling), self.places[-len(new) :]
             ended = next(self.playing)
         for place, talk in ended:
             seed, number = self.places[place]

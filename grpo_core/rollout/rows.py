@@ -29,12 +29,12 @@ class Rows:
     seen: Tensor  # (B, V) bool, tokens of prompt and completion so far; (B, 0) without a repetition penalty
 
 
-def begin(requests: Mapping[int, Request], sampling: Sampling, logits: Tensor) -> Rows:
+def begin_rows(requests: Mapping[int, Request], sampling: Sampling, logits: Tensor) -> Rows:
     """Make the rows of numbered requests before their first token, whose logits these are. (B, V)"""
     device = logits.device
     limits, places = [], []
     for number, request in requests.items():
-        limits += [limit(request, sampling)] * request.num_completions
+        limits += [token_limit(request, sampling)] * request.num_completions
         places += [(number, i) for i in range(request.num_completions)]
     points = uniforms([*requests.values()], max(limits) + 1).to(device)
     ended = torch.zeros(len(limits), dtype=torch.bool, device=device)
@@ -55,7 +55,7 @@ def begin(requests: Mapping[int, Request], sampling: Sampling, logits: Tensor) -
     )
 
 
-def limit(request: Request, sampling: Sampling) -> int:
+def token_limit(request: Request, sampling: Sampling) -> int:
     """Largest number of tokens of each of the request's completions."""
     return sampling.max_tokens if request.max_tokens is None else request.max_tokens
 

@@ -22,7 +22,7 @@ from grpo_core.model.precision import in_float32
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.group_cache import GroupCache, can_share_cache, matches_plain_forward
 from grpo_core.rollout.plain_cache import PlainCache
-from grpo_core.rollout.rows import Rows, advance, begin, completions, join, limit, select
+from grpo_core.rollout.rows import Rows, advance, begin_rows, completions, join, select, token_limit
 from grpo_core.rollout.stop_texts import StopTexts
 from grpo_core.rollout.types import Completion, Finished, Request, Sampling, Stream
 
@@ -96,7 +96,7 @@ class TransformersEngine:
                 waiting, pause = waiting[len(new) :], JOIN_STEPS
                 new_cache = self._make_cache([*new.values()], sampling)
                 new_logits = new_cache.prefill()
-                new_rows = begin(new, sampling, new_logits)
+                new_rows = begin_rows(new, sampling, new_logits)
                 if stops:
                     stops.begin(new)
                 if rows:
@@ -140,7 +140,7 @@ class TransformersEngine:
         alike = [[*members] for _, members in itertools.groupby(requests, lambda request: request.prompt_ids)]
         prompts = [members[0].prompt_ids for members in alike]
         copies = [sum(request.num_completions for request in members) for members in alike]
-        longest = max(limit(request, sampling) for request in requests)
+        longest = max(token_limit(request, sampling) for request in requests)
         if not self.shares_cache:
             return PlainCache(self.model, prompts, copies, longest, self.pad_id)
         return GroupCache(self.model, prompts, copies, longest)

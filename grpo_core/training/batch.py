@@ -124,7 +124,7 @@ def concatenate(batches: Sequence[MicroBatch]) -> MicroBatch:
     return MicroBatch(Sequences(**parts), **{name: rows(name) for name in names})  # type: ignore[arg-type]
 
 
-def with_gradient(advantages: Tensor, mask: Tensor) -> Tensor:
+def has_gradient(advantages: Tensor, mask: Tensor) -> Tensor:
     """Return which completions' policy terms have a gradient. (B,) bool
 
     A completion without advantage, of a group whose rewards are all equal or just at its mean, adds nothing to the
@@ -141,23 +141,23 @@ def own_rows(
     Rows without a gradient are left out; with `without_advantage`, those without an advantage have one (KL, entropy
     bonus). The weights stay, and with them the normalisation.
     """
-    needed = batch.mask.sum(1) > 0 if without_advantage else with_gradient(batch.advantages, batch.mask)
+    needed = batch.mask.sum(1) > 0 if without_advantage else has_gradient(batch.advantages, batch.mask)
     if not needed.any():
         needed[batch.sequences.lengths.argmin()] = True
         # A row that no gradient needs has no old log-probabilities of its own: the current ones stand in for them.
         batch = replace(batch, old_logprobs=None)
-    mine = balanced(batch.sequences, needed.nonzero().flatten(), processes, share_prompts=share_prompts)[process]
-    return take(batch, mine) if len(mine) else idle(take(batch, needed.nonzero().flatten()))
+    mine = balance_rows(batch.sequences, needed.nonzero().flatten(), processes, share_prompts=share_prompts)[process]
+    return take(batch, mine) if len(mine) else idle_row(take(batch, needed.nonzero().flatten()))
 
 
-def idle(batch: MicroBatch) -> MicroBatch:
+def idle_row(batch: MicroBatch) -> MicroBatch:
     """Return the batch's shortest row, with weight 0: a pass that adds nothing to the gradient or to any figure."""
     row = take(batch, batch.sequences.lengths.argmin()[None])
     nothing = torch.zeros_like(row.mask)
     return replace(row, mask=nothing, weights=nothing, entropy_weights=nothing)
 
 
-def balanced(sequences: Sequences, rows: Tensor, processes: int, *, share_prompts: bool) -> list[Tensor]:
+def balance_rows(sequences: Sequences, rows: Tensor, processes: int, *, share_prompts: bool) -> list[Tensor]:
     """Divide the rows among processes, about as many tokens each; a prompt counts once with `share_prompts`."""
     prompts, completions = sequences.prompt_lengths[rows], sequences.completion_lengths[rows]
     if share_prompts:

@@ -72,7 +72,7 @@ def may_roll_back(config: HealthConfig) -> bool:
     return "roll_back" in (config.not_finite_action, *(rule.action for rule in _rules(config)))
 
 
-def record(path: Path, finding: Finding) -> None:
+def record_finding(path: Path, finding: Finding) -> None:
     """Append a finding to health.jsonl and print it."""
     with path.open("a") as file:
         file.write(json.dumps(vars(finding)) + "\n")

@@ -118,7 +118,7 @@ class TrainingLog:
     def finding(self, finding: Finding) -> None:
         """Record what the health policy found."""
         if self.accelerator.is_main_process:
-            health.record(self.output / "health.jsonl", finding)
+            health.record_finding(self.output / "health.jsonl", finding)
 
     def rewind(self, state: TrainingState) -> None:
         """Drop what was logged after `state`: those updates are done again."""

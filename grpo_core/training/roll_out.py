@@ -18,7 +18,7 @@ from grpo_core.rollout.collect import Sample, collect
 from grpo_core.rollout.records import replay
 from grpo_core.rollout.types import Engine, GenerationBatch, Rollout
 from grpo_core.system.progress import moved, phase
-from grpo_core.training.batch import balanced, join, with_gradient
+from grpo_core.training.batch import balance_rows, has_gradient, join
 from grpo_core.training.curriculum import curriculum_metrics
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
@@ -70,7 +70,7 @@ def _old_logprobs(session: Session, batch: GenerationBatch) -> tuple[Tensor | No
     if plan.on_policy:
         return None, None
     trains_every = algorithm.beta > 0 or algorithm.has_entropy_bonus  # completions without an advantage too
-    read = in_loss if trains_every else with_gradient(batch.advantages, batch.completion_mask)
+    read = in_loss if trains_every else has_gradient(batch.advantages, batch.completion_mask)
     return compute_logprobs(session, session.policy, batch, read)[0], None
 
 
@@ -94,7 +94,7 @@ def compute_logprobs(session: Session, policy: Policy, batch: GenerationBatch, n
     """
     accelerator, device = session.accelerator, session.accelerator.device
     sequences, rows = join(batch, [*range(len(batch.prompt_ids))]), needed.nonzero().flatten()
-    parts = balanced(sequences, rows, accelerator.num_processes, share_prompts=session.policy.packs)
+    parts = balance_rows(sequences, rows, accelerator.num_processes, share_prompts=session.policy.packs)
     mine = parts[accelerator.process_index]
     found = torch.zeros(2, *batch.completion_ids.shape, device=device)
 

@@ -24,7 +24,7 @@ from grpo_core.errors import NotFiniteError
 from grpo_core.model.policy import PassInputs
 from grpo_core.model.sharded import is_sharded
 from grpo_core.system.progress import moved, phase
-from grpo_core.training.batch import MicroBatch, idle, own_rows, take
+from grpo_core.training.batch import MicroBatch, idle_row, own_rows, take
 from grpo_core.training.interrupt import commit
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
@@ -57,7 +57,7 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
         tally = _Tally(accelerator.device)
         rows = [take(batch, part) for part in parts]
         if is_sharded(session.policy.master):  # all processes gather the weights for each pass
-            rows += [idle(batch)] * (max_over_processes(len(rows)) - len(rows))
+            rows += [idle_row(batch)] * (max_over_processes(len(rows)) - len(rows))
         # All ahead, so that no pass waits for the CPU: what the model reads, and what the loss reads.
         passes = [(session.policy.prepare(some.sequences), some.to(accelerator.device)) for some in rows]
         for inputs, some in passes:

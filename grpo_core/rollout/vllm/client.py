@@ -230,7 +230,7 @@ class Server:
         """Raises Unavailable unless each completion has ended, each token by weights of version `oldest` or later."""
         for choice in choices:
             ended = choice["finish_reason"] not in ("abort", "error")
-            if not ended or min(versions(choice, self.token), default=0) < max(oldest, 1):
+            if not ended or min(token_versions(choice, self.token), default=0) < max(oldest, 1):
                 raise Unavailable(f"the answer was aborted, or is not by weights {self.token}-{oldest} or later ones")
 
     def _name(self, weights: Weights) -> str:
@@ -320,7 +320,7 @@ class Server:
             doing.cancel()
 
 
-def versions(choice: Mapping[str, Any], token: str) -> list[int]:
+def token_versions(choice: Mapping[str, Any], token: str) -> list[int]:
     """Version of the weights that sampled each token of a completion; 0: not of the training with this token."""
     found = []
     for span in choice["weight_versions"] or ():

@@ -79,7 +79,7 @@ class Router:
                 self._free(server)
         raise ServerError(f"{ATTEMPTS} attempts at one answer have failed; the last: {failure}")
 
-    async def each(self, work: Callable[[Server], Awaitable[Result]]) -> list[Result]:
+    async def ask_each(self, work: Callable[[Server], Awaitable[Result]]) -> list[Result]:
         """Return the results of this work at each server that is up, at least at one."""
         while True:
             asked = self.up
@@ -120,7 +120,7 @@ class Router:
                 raise ServerError(hopeless)
             await asyncio.sleep(POLL_SECONDS)
 
-    async def keep(self, server: Server) -> None:
+    async def keep_lease(self, server: Server) -> None:
         """Renew the lease until cancelled; leave out a server that is away, or was started again, and bring it back."""
         while True:
             await asyncio.sleep(client.LEASE_SECONDS / client.RENEWALS)

@@ -33,7 +33,7 @@ from grpo_core.planning.sampling_ahead import choose_groups
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream, with_ages
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of
-from grpo_core.rollout.vllm.client import NO_WEIGHTS, OVER_4BIT, OVER_BASE, Server, ServerError, Weights, versions
+from grpo_core.rollout.vllm.client import NO_WEIGHTS, OVER_4BIT, OVER_BASE, Server, ServerError, Weights, token_versions
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
 from grpo_core.rollout.vllm.router import Router
 from grpo_core.rollout.vllm.serve import max_adapter_rank, read_addresses, wrong_vllm
@@ -101,7 +101,7 @@ class VLLMServerEngine:
         self.begun: dict[tuple[Any, ...], _Begun] = {}
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.keepers = [self._start(self.router.keep(server)) for server in self.servers]
+        self.keepers = [self._start(self.router.keep_lease(server)) for server in self.servers]
         if not config.rollout.vllm_server_base_urls:
             self.keepers.append(self._start(_follow_addresses(self.servers)))
         try:
@@ -218,7 +218,7 @@ class VLLMServerEngine:
             answers = await asyncio.gather(*(server.score(body, version) for body in bodies))
             return [_prompt_logprobs(ids, answer) for ids, answer in zip(sequences, answers, strict=True)]
 
-        return [row for rows in self._run(self.router.each(ask)) for row in rows]
+        return [row for rows in self._run(self.router.ask_each(ask)) for row in rows]
 
     def close(self) -> None:
         self._stop_keeping()
@@ -249,7 +249,7 @@ class VLLMServerEngine:
                 choice["token_ids"],
                 choice["logprobs"],
                 truncated=choice["finish_reason"] == "length",
-                versions=versions(choice, self.token),
+                versions=token_versions(choice, self.token),
             )
             for (choice,) in answers
         ]

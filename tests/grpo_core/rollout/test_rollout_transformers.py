@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from examples import tiny
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.model.loading import with_adapter
-from grpo_core.model.precision import in_bfloat16
+from grpo_core.model.precision import make_bfloat16
 from grpo_core.rollout import group_cache
 from grpo_core.rollout import transformers_engine as engine_module
 from grpo_core.rollout.sampling import draw, penalise
@@ -144,7 +144,7 @@ def test_scores_follow_the_weights_that_were_synced(model: Any, tokenizer: Any, 
 
 def test_scores_have_the_precision_of_the_samples(model: Any, tokenizer: Any) -> None:
     ids = SEQUENCES[0]
-    half = in_bfloat16(copy.deepcopy(model))
+    half = make_bfloat16(copy.deepcopy(model))
     expected = _plain_scores(half, ids)
     assert expected != pytest.approx(_plain_scores(model, ids), abs=1e-3)
     assert TransformersEngine(half, tokenizer).compute_logprobs([ids])[0] == pytest.approx(expected, abs=1e-5)

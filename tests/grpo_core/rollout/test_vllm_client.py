@@ -28,7 +28,7 @@ from grpo_core.rollout.types import Completion, Request, Sampling
 from grpo_core.rollout.vllm import client as vllm_client
 from grpo_core.rollout.vllm import serve as vllm_serve
 from grpo_core.rollout.vllm import server as vllm_server
-from grpo_core.rollout.vllm.client import Server, Unavailable, Weights, versions
+from grpo_core.rollout.vllm.client import Server, Unavailable, Weights, token_versions
 from grpo_core.rollout.vllm.router import Router
 from tests.conftest import config_values
 from tests.grpo_core.rollout.pretend_vllm import STARTED as PRETENDED
@@ -239,7 +239,7 @@ def test_an_answer_is_whole_if_its_tokens_are_by_the_weights_that_it_began_with_
         return [{"finish_reason": reason, "weight_versions": found}]
 
     mixed = answer(("token-2", 3), ("token-10", 1))
-    assert versions(mixed[0], "token") == [2, 2, 2, 10]
+    assert token_versions(mixed[0], "token") == [2, 2, 2, 10]
 
     def is_whole(choices: list[dict[str, Any]], oldest: int) -> bool:
         try:
@@ -293,7 +293,7 @@ def test_a_lease_is_renewed_whatever_went_wrong_the_last_time(monkeypatch: pytes
     renewed = mock.AsyncMock(side_effect=[KeyError("results"), Unavailable("down"), asyncio.CancelledError()])
     monkeypatch.setattr(server, "take_lease", renewed)
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(Router([server], 60.0, 0, reports=False).keep(server))
+        asyncio.run(Router([server], 60.0, 0, reports=False).keep_lease(server))
     assert renewed.await_count == 3
 
 
