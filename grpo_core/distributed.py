@@ -28,6 +28,7 @@ from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from grpo_core.errors import GrpoError
 from grpo_core.system.files import naming
 from grpo_core.system.progress import waiting
 
@@ -229,13 +230,15 @@ def _one_error() -> Iterator[None]:
 @contextmanager
 def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """After the block, raise on every process an error that one of them had: a process's own error or, on the others,
-    the OSError itself or an OSError with its message."""
+    the OSError or GrpoError itself, or an OSError with its words."""
     error = None
     try:
         yield
     except Exception as caught:
         error = caught
-    told = error if error is None or isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
+    told = error
+    if error is not None and not isinstance(error, OSError | GrpoError):
+        told = OSError(f"{type(error).__name__}: {error}")
     errors = [found for found in gathered([told], group) if found]
     if errors:
         raise error or errors[0]

@@ -22,10 +22,18 @@ class ConfigError(GrpoError):
     """A configuration that breaks a rule; the message names each key, its value, the rule and a way out."""
 
 
-class RewardError(GrpoError):
+class RolloutError(GrpoError):
+    """Completions that cannot be sampled or scored. Training ends with a checkpoint then."""
+
+
+class EngineError(RolloutError):
+    """An engine that cannot be used, or has lost its servers; the message says why, and what to do."""
+
+
+class RewardError(RolloutError):
     """A reward that cannot be used, has broken its contract, or has lost its server; the message says which.
 
-    A reward function raises it for a fault that is not the completion's. Training ends with a checkpoint then.
+    A reward function raises it for a fault that is not the completion's.
     """
 
 

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.data.chat import NO_OPTIONS, encode_prompts, end_token_problem
+from grpo_core.errors import ConfigError
 
 GROUPS = 256  # row groups of a file that are kept in memory; one of a large file has few rows
 PROMPTS = 2**16  # prompts whose tokens are kept in memory
@@ -111,7 +112,7 @@ def load_prompts(
     """The prompts of a validated Parquet file (column `prompt`: text or a list of messages). `options`: variables of
     the chat template; `encode`: what gives a row's tokens, if not the tokenizer alone.
 
-    All are tokenized once, for the length of the longest. Raises ValueError for a prompt without tokens, and for a
+    All are tokenized once, for the length of the longest. Raises ConfigError for a prompt without tokens, and for a
     tokenizer that ends prompts.
     """
 
@@ -125,9 +126,9 @@ def load_prompts(
     lengths = np.fromiter(map(len, ids), np.int32, len(rows))
     if not lengths.all():
         row = int(lengths.argmin())
-        raise ValueError(
+        raise ConfigError(
             f"{path}, row {row}: the tokenizer turns the prompt {rows[row]['prompt']!r} into no tokens; leave it out"
         )
     if problem := end_token_problem(tokenizer, rows[0]["prompt"]):
-        raise ValueError(problem)
+        raise ConfigError(problem)
     return Prompts(rows, ids, int(lengths.max()))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grpo_core.errors import ConfigError
 from grpo_core.model.packed_attention import Kind, pack_batch, packed_states, use_attention
 from grpo_core.model.sequences import Sequences
 from grpo_core.model.sharded import call_as_forward, forward
@@ -59,7 +60,7 @@ def attends_to_all(config: Any, max_length: float = math.inf) -> bool:
 
 @torch.no_grad()
 def check_padding(model: Any, max_length: float) -> None:
-    """Raises ValueError if padding on the right changes the hidden states of a row, as it can in sparse attention when
+    """Raises ConfigError if padding on the right changes the hidden states of a row, as it can in sparse attention when
     sequences are longer than the number of keys that it selects. The check is strictest in float32."""
     config = decoder(model).config
     selected = getattr(config, "index_topk", None) or 0  # keys that DeepSeek's sparse attention selects
@@ -83,7 +84,7 @@ def check_padding(model: Any, max_length: float) -> None:
         allowed = torch.maximum(allowed, ROUNDING * (differ()[0] - bare).norm())
         config._attn_implementation = usual
     if not difference.norm() < allowed:
-        raise ValueError(
+        raise ConfigError(
             f"{type(model).__name__} gives a sequence of {length} tokens other hidden states when it is padded to "
             f"{width}: its log-probabilities would depend on what shares a forward pass with it. Choose another "
             "model" + (f", or keep prompt plus completion within {selected} tokens (index_topk)" if selected else "")

@@ -14,6 +14,7 @@ from jaxtyping import Float32, Int, Int64
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from grpo_core.errors import ConfigError
 from grpo_core.model.capabilities import decoder, make_packable, plain_output_layer
 from grpo_core.model.compilation import compile_layers
 from grpo_core.model.loading import adapter_dropouts
@@ -88,7 +89,7 @@ class Policy(nn.Module):
         self.recomputed = 0
         if gradient_checkpointing:
             if not self.recomputable:
-                raise ValueError(
+                raise ConfigError(
                     f"gradient_checkpointing=true: {type(model).__name__} has no layers that transformers can "
                     "recompute; turn it off"
                 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from grpo_core.errors import ConfigError
+
 
 def usable_positions(config: Any) -> int | None:
     """Largest number of tokens of a sequence: the model's positions, or, with RoPE of type dynamic or longrope, those
@@ -25,10 +27,10 @@ def usable_positions(config: Any) -> int | None:
 
 
 def check_context(config: Any, max_length: int) -> None:
-    """Raises ValueError if the longest prompt plus completion of a run, in tokens, exceeds `usable_positions`."""
+    """Raises ConfigError if the longest prompt plus completion of a run, in tokens, exceeds `usable_positions`."""
     positions = usable_positions(config)
     if positions is not None and max_length > positions:
-        raise ValueError(
+        raise ConfigError(
             f"the longest prompt plus completion has {max_length} tokens, and the model takes {positions} (with RoPE "
             "of type dynamic or longrope: those before its frequencies change): lower max_completion_length, or leave "
             "out the longest prompts"

@@ -27,7 +27,7 @@ from grpo_core.distributed import gathered, own_range, processes_per_machine
 from grpo_core.environments.conversation import Said, conversation_metrics
 from grpo_core.environments.processes import Environment
 from grpo_core.environments.setting import Setting
-from grpo_core.errors import NotFiniteError, RewardError
+from grpo_core.errors import NotFiniteError, RolloutError
 from grpo_core.model.sequences import pad
 from grpo_core.planning.plan import Plan
 from grpo_core.rewards.composition import counted, passed
@@ -303,17 +303,17 @@ def share_samples(
     draw: Callable[[], tuple[list[Sample], float]],
 ) -> tuple[list[Sample], float, list[dict[str, float]]]:
     """Samples of all processes, the seconds of this one, and each one's work since the last call, for `work_metrics`.
-    Raises RewardError in all processes if one raises it."""
-    drawn: Sequence[Sample | RewardError]
+    Raises RolloutError in all processes if one raises it."""
+    drawn: Sequence[Sample | RolloutError]
     try:
         drawn, seconds = draw()
-    except RewardError as error:
+    except RolloutError as error:
         drawn, seconds = [error], 0.0
     tokens = sum(len(sample.completion.ids) for sample in drawn if isinstance(sample, Sample))
     shares = gathered([([*drawn], seconds_of_work() | {TOKENS: float(tokens)})])
     found = [sample for share, _ in shares for sample in share]
     for problem in found:
-        if isinstance(problem, RewardError):
+        if isinstance(problem, RolloutError):
             raise problem
     return [sample for sample in found if isinstance(sample, Sample)], seconds, [work for _, work in shares]
 

@@ -9,6 +9,7 @@ import torch
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
+from grpo_core.errors import ConfigError
 from grpo_core.rollout.types import Request
 
 RESET = "Invalid prefix encountered"  # tokenizers' error where bytes make no characters; vLLM begins a new stream too
@@ -19,7 +20,7 @@ class StopTexts:
 
     def __init__(self, tokenizer: Any, texts: Sequence[str]):
         if not tokenizer.is_fast:
-            raise ValueError(
+            raise ConfigError(
                 f"rollout.stop={[*texts]} needs a tokenizer with a tokenizer.json, and {tokenizer.name_or_path!r} has "
                 "none; remove it, or set rollout.engine to 'vllm'"
             )

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from grpo_core.config.memory_bounds import MAX_ROWS
+from grpo_core.errors import EngineError
 from grpo_core.model.loading import whole_weights
 from grpo_core.model.precision import in_float32
 from grpo_core.model.sharded import is_sharded
@@ -59,7 +60,7 @@ class TransformersEngine:
         pass
 
     def _use_model(self, model: Any) -> None:
-        """Sample with this model from now on. Raises ValueError if cached prompts change the model's output."""
+        """Sample with this model from now on. Raises EngineError if cached prompts change the model's output."""
         self.model, self.shares_cache = model, can_share_cache(model, self.max_length)
         right = self.shares_cache
         if not right:
@@ -68,7 +69,7 @@ class TransformersEngine:
                 make_cache = partial(PlainCache, model, pad_id=self.pad_id)
                 right = self.shares_cache or matches_plain_forward(model, make_cache)
         if not right:
-            raise ValueError(
+            raise EngineError(
                 f"{type(model).__name__} gives other logits for a padded prompt than for the prompt alone, as layers "
                 "that carry a state do: the transformers engine would sample from another policy; set rollout.engine "
                 "to 'vllm'"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from accelerate import Accelerator
 
 from grpo_core.distributed import any_process
-from grpo_core.errors import RewardError
+from grpo_core.errors import RolloutError
 from grpo_core.training.random_state import random_state, set_random_state
 
 EXIT_STATUS = 128 + signal.SIGTERM  # of a training that was told to stop
@@ -54,7 +54,7 @@ def stop_signals() -> Iterator[None]:
 
 @contextmanager
 def interruptible(accelerator: Accelerator) -> Iterator[None]:
-    """Let a stop end the block with Stopped, until its `commit`. After Stopped or a RewardError, the random states are
+    """Let a stop end the block with Stopped, until its `commit`. After Stopped or a RolloutError, the random states are
     those from before the block.
 
     Several processes have to stop at the same place: where the block begins, and at each `stop_if_asked`.
@@ -68,7 +68,7 @@ def interruptible(accelerator: Accelerator) -> Iterator[None]:
         finally:
             _told.may_raise = False
     except BaseException as error:
-        if not (_told.raised or isinstance(error, RewardError)):
+        if not (_told.raised or isinstance(error, RolloutError)):
             raise
         set_random_state(before)
         if isinstance(error, Stopped) or not _told.raised:

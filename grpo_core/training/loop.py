@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.distributed import wait_for_all
-from grpo_core.errors import NotFiniteError, RewardError, TrainingError
+from grpo_core.errors import NotFiniteError, RewardError, RolloutError, TrainingError
 from grpo_core.model.parallelize import sharding
 from grpo_core.model.saving import save_model
 from grpo_core.rollout.types import Rollout
@@ -43,8 +43,8 @@ def train(run: Path, output: Path) -> dict[str, Any]:
 
     Reads config.toml, plan.json and dataset/ under `run`. Writes checkpoints/, metrics.jsonl, health.jsonl,
     completions/, model/ (with LoRA adapter/ too) and result.json under `output`, continuing from the newest
-    undamaged checkpoint there. Raises Stopped on SIGTERM or SIGINT and RewardError if a reward fails, both after saving
-    a checkpoint of the last update.
+    undamaged checkpoint there. Raises Stopped on SIGTERM or SIGINT, RewardError if a reward fails and EngineError if
+    the engine fails, each after saving a checkpoint of the last update.
     """
     session = load_session(run)
     reference = session.reference if session.config.algorithm.sync_ref_model else None
@@ -79,10 +79,8 @@ def _train_until_done(
         while not state.is_done(session.plan):
             step = state.recorded + 1
             try:
-                if state.unrecorded is None:  # else stopped in the evaluation of its last update
-                    state = advance(session, state, log)
-                if keys.eval_steps and (step % keys.eval_steps == 0 or step == session.plan.max_steps):
-                    state = evaluate(session, state, log.output, checkpoints)
+                state = advance(session, state, log)
+                state = evaluate_if_due(session, state, log.output, checkpoints)
                 state, metrics, findings = check_health(session, state)
             except NotFiniteError as error:
                 metrics = error.metrics or state.unrecorded or {}
@@ -97,19 +95,23 @@ def _train_until_done(
                 checkpoints.confirm(step - 1)  # this step's metrics are of the weights that it began with
             if step % keys.save_steps == 0 and step < session.plan.max_steps:
                 checkpoints.save(state, keys.save_total_limit)
-    except (Stopped, RewardError) as stop:
+    except (Stopped, RolloutError) as stop:
         if state.updates:
             checkpoints.save_last(state, keys.save_total_limit)
-        log.stop(state, "told to stop" if isinstance(stop, Stopped) else "a reward fails")
+        fails = "a reward fails" if isinstance(stop, RewardError) else "the engine fails"
+        log.stop(state, "told to stop" if isinstance(stop, Stopped) else fails)
         raise
     return state
 
 
 def advance(session: Session, state: TrainingState, log: TrainingLog) -> TrainingState:
     """Make the next update of the plan, with the generation batches that it needs; its metrics are `unrecorded` then.
+    A training that was stopped between an update and its record has made it already.
 
     Raises NotFiniteError, with all metrics of the update, if `update` does.
     """
+    if state.unrecorded is not None:
+        return state
     config, plan = session.config, session.plan
     start = time.perf_counter()
     parts: list[tuple[Rollout, int]] = []
@@ -117,15 +119,7 @@ def advance(session: Session, state: TrainingState, log: TrainingLog) -> Trainin
     try:
         with interruptible(session.accelerator):
             for micro_step in plan.micro_steps(state.updates):
-                rollout = state.rollout
-                if rollout is None or rollout.index != micro_step.rollout:
-                    rollout, samples, begun = roll_out(session, micro_step.rollout, state)
-                    log.completions(state.updates + 1, rollout, samples)
-                    taken = [(sample.turn, sample.row) for sample in samples[:: plan.num_generations]]
-                    state = replace(state.with_rollout(rollout, plan), taken=taken, begun=begun)
-                    state = arrange_epochs(session, state)
-                    log.pass_rates(state)
-                    stop_if_asked()
+                rollout, state = rollout_of(session, micro_step.rollout, state, log)
                 parts.append((rollout, micro_step.slice))
             metrics = update(session, update_batch(parts, plan, config), state)
     except NotFiniteError as error:
@@ -142,11 +136,27 @@ def advance(session: Session, state: TrainingState, log: TrainingLog) -> Trainin
     return replace(state, unrecorded=metrics)
 
 
+def rollout_of(session: Session, index: int, state: TrainingState, log: TrainingLog) -> tuple[Rollout, TrainingState]:
+    """Generation batch `index`: the one that the last update read, or a new one, which is logged."""
+    if state.rollout is not None and state.rollout.index == index:
+        return state.rollout, state
+    rollout, samples, begun = roll_out(session, index, state)
+    log.completions(state.updates + 1, rollout, samples)
+    taken = [(sample.turn, sample.row) for sample in samples[:: session.plan.num_generations]]
+    state = replace(state.with_rollout(rollout, session.plan), taken=taken, begun=begun)
+    state = arrange_epochs(session, state)
+    log.pass_rates(state)
+    stop_if_asked()
+    return rollout, state
+
+
 @phase("evaluation")
-def evaluate(session: Session, state: TrainingState, output: Path, checkpoints: Checkpoints) -> TrainingState:
-    """Evaluate the policy on the held-out prompts. Its rewards on each are kept in the folder `held_out`, the best
-    policy so far in the folder `best`."""
-    keys = session.config.train
+def evaluate_if_due(session: Session, state: TrainingState, output: Path, checkpoints: Checkpoints) -> TrainingState:
+    """Evaluate the policy on the held-out prompts, every `eval_steps` updates and after the last. Its rewards on each
+    are kept in the folder `held_out`, the best policy so far in the folder `best`."""
+    keys, step = session.config.train, state.updates
+    if not keys.eval_steps or (step % keys.eval_steps and step != session.plan.max_steps):
+        return state
     with interruptible(session.accelerator):
         metrics = evaluate_policy(session, state, output / "held_out")
     value = metrics.get(keys.metric_for_best_model, -math.inf)

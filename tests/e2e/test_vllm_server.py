@@ -40,11 +40,11 @@ def live(folder: str) -> None:
 
     from grpo_core.config.files import load_config
     from grpo_core.data.prompts import load_tokenizer
+    from grpo_core.errors import EngineError
     from grpo_core.model.loading import load_model
     from grpo_core.rollout.factory import make_engine
     from grpo_core.rollout.types import Request, Sampling
     from grpo_core.rollout.vllm import client as vllm_client
-    from grpo_core.rollout.vllm.client import ServerError
 
     vllm_client.LEASE_SECONDS = 8.0
     config = load_config(Path(folder) / "run" / "config.toml")
@@ -64,7 +64,7 @@ def live(folder: str) -> None:
     def refusal(work: Callable[[], Any]) -> str:
         try:
             work()
-        except ServerError as error:
+        except EngineError as error:
             return str(error)
         return ""
 

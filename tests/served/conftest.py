@@ -16,7 +16,7 @@ from tests.conftest import make_model, write_sums
 from tests.serving import STOP_SECONDS, Served, serving
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """`grpo up` over a storage root of its own. Ctrl-C ends it, and nothing of it stays."""
     with serving(tmp_path_factory.mktemp("served")) as servers:
@@ -30,7 +30,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         assert not [text for text in added if "Traceback" in text]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def storage(served: Served) -> Iterator[Path]:
     """The servers' storage root, and this process's flows report to them."""
     ours = {"GRPO_STORAGE": str(served.storage), "PREFECT_HOME": served.environment["PREFECT_HOME"]}

@@ -200,6 +200,7 @@ def _websocket_status(served: Served, name: str, headers: dict[str, str]) -> int
         return answer.status_code
 
 
+@pytest.mark.e2e
 def test_serving_that_is_told_to_end_while_it_is_busy_leaves_no_traceback(served: Served) -> None:
     command = [sys.executable, "-c", SERVE_UNTIL_TOLD_WHILE_BUSY]
     ended = subprocess.run(command, cwd=PROJECT, env=served.environment, capture_output=True, text=True, timeout=300)

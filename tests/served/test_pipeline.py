@@ -208,6 +208,7 @@ def test_the_registered_version_answers_in_vllm_as_in_transformers(finished: Pat
     assert f"answer: {tokenizer.decode(answer, skip_special_tokens=True)}\n" in done.stdout
 
 
+@pytest.mark.e2e
 def test_running_again_skips_every_stage_and_an_edit_reruns_what_depends_on_it(
     finished: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,6 +123,7 @@ def test_serving_another_storage_s_server_is_refused(served: Served, tmp_path: P
         assert f"is of the storage {served.storage}, and this is {tmp_path}" in refused.stderr
 
 
+@pytest.mark.e2e
 def test_commands_join_the_server_of_their_storage(served: Served, storage: Path) -> None:
     register_version("joined", fixed_samples({"base": [0] * 10, "trained": [1] * 5 + [0] * 5}))
     refused = run_grpo(storage, "promote", "joined", "--set", "promotion.min_gain=0.95")

@@ -59,6 +59,7 @@ def test_a_refusal_says_all_at_once_and_leaves_a_report(storage: Path, model_fol
     assert not (run / "dataset").exists()
 
 
+@pytest.mark.e2e
 def test_dropped_rows_are_kept_beside_the_others(storage: Path, model_folder: Path, tmp_path: Path) -> None:
     changed = {1: {"prompt": ""}, 2: {"prompt": "31+1="}}
     run = _run(model_folder, tmp_path, "dropping", changed, checks={"blank_prompt": "drop", "overlap": "drop"})

@@ -17,14 +17,14 @@ if TYPE_CHECKING:  # whatever starts a server imports this without torch
     from grpo_core.config.inputs import ModelConfig
 
 ADAPTER = "policy"  # vLLM's name for the adapter
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM supports
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM supports
 
 
 def sends_adapter_alone(config: ModelConfig) -> bool:
     """True if vLLM gets the adapter beside its own base. Otherwise it gets the weights with the adapter merged: vLLM
     computes adapters of a mixture of experts by Triton kernels only, which a CPU does not run, and takes no embedding
-    or head that is trained whole."""
-    if not config.use_peft or config.lora_modules_to_save:
+    or head that is trained whole, nor a rank above the last of RANKS."""
+    if not config.use_peft or config.lora_modules_to_save or config.lora_r > RANKS[-1]:
         return False
     from transformers import AutoConfig
 
@@ -33,14 +33,8 @@ def sends_adapter_alone(config: ModelConfig) -> bool:
 
 
 def supported_rank(rank: int) -> int:
-    """Return the smallest rank of vLLM's that has room for adapters of this one."""
-    for allowed in RANKS:
-        if rank <= allowed:
-            return allowed
-    raise ValueError(
-        f"model.lora_r={rank}: vLLM takes adapters of rank {RANKS[-1]} at most; lower it, or set rollout.engine "
-        "to 'transformers'"
-    )
+    """Return the smallest rank of vLLM's that has room for an adapter of this one, which `sends_adapter_alone`."""
+    return next(allowed for allowed in RANKS if rank <= allowed)
 
 
 def adapter_of(model: Any, dtype: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:

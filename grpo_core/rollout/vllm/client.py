@@ -21,6 +21,7 @@ import httpx2
 from torch import Tensor
 
 from grpo_core.config.rollout import RolloutConfig
+from grpo_core.errors import EngineError
 from grpo_core.rollout.vllm import binary
 from grpo_core.rollout.vllm.secret import with_secret
 
@@ -35,10 +36,6 @@ SOCKET_OPTIONS = [
 ]
 
 Result = TypeVar("Result")
-
-
-class ServerError(RuntimeError):
-    """A server that cannot be used; the message says which, why, and what to do."""
 
 
 class Unavailable(RuntimeError):
@@ -132,7 +129,7 @@ class Server:
         """Return the completions of a request as `binary.decode` does, every token by weights of version `oldest` or
         later.
 
-        Raises Unavailable if there are none, ServerError if the server refuses or hangs.
+        Raises Unavailable if there are none, EngineError if the server refuses or hangs.
         """
         choices = await self._answer(binary.PATH, body, binary.decode)
         self._check_complete(choices, oldest)
@@ -146,7 +143,7 @@ class Server:
 
     async def restore(self) -> None:
         """Make sure that the server is up, leased, and has the wanted weights. Raises Unavailable if it is not up,
-        ServerError if it cannot be used."""
+        EngineError if it cannot be used."""
         async with self.restoring:
             await self.take_lease()
             await self.bring_up_to_date()
@@ -190,7 +187,7 @@ class Server:
         await self.control("POST", "/update_weight_version", json={"new_version": name})
 
     async def take_lease(self) -> None:
-        """Lease the server for LEASE_SECONDS more, after waiting for another trainer's lease to end. Raises ServerError
+        """Lease the server for LEASE_SECONDS more, after waiting for another trainer's lease to end. Raises EngineError
         if that one renews it, or if the server cannot be used."""
         given = await self._lease()
         if not given["granted"]:
@@ -198,12 +195,12 @@ class Server:
             await asyncio.sleep(given["seconds"] + 0.1)
             given = await self._lease()
         if not given["granted"]:
-            raise ServerError(
+            raise EngineError(
                 f"{self.url} serves another trainer, {given['holder']}. Two cannot share a server, each would put its "
                 "own weights there: end that one, or name another server (rollout.vllm_server_base_urls)"
             )
         if objection := self.objection(given["server"]):
-            raise ServerError(
+            raise EngineError(
                 f"{self.url} {objection}; start it as `python -m grpo_core.rollout.vllm.serve CONFIG` does"
             )
         self.backend = given["server"]["weight_transfer"]
@@ -214,7 +211,7 @@ class Server:
     async def release(self) -> None:
         """Free the server for the next training."""
         if not self.problem:  # otherwise the lease ends by itself
-            with suppress(Unavailable, ServerError):
+            with suppress(Unavailable, EngineError):
                 await self.control("POST", "/shutdown_weight_transfer_engine")
                 await self.control("POST", "/collective_rpc", json={"method": "release_lease", "args": [self.token]})
         await self.http.aclose()
@@ -265,7 +262,7 @@ class Server:
             async with asyncio.timeout(self.seconds):
                 await self._unless_abandoned(asyncio.shield(asyncio.wrap_future(done)))
         except TimeoutError:
-            raise ServerError(
+            raise EngineError(
                 f"{self.url}: the weights have not arrived within {self.seconds:g} s (rollout.vllm_request_timeout)"
             ) from None
 
@@ -273,7 +270,7 @@ class Server:
         try:
             return await self._request("POST", path, self.seconds, read, json=body)
         except httpx2.ReadTimeout:
-            raise ServerError(
+            raise EngineError(
                 f"{self.url}: no answer within {self.seconds:g} s (rollout.vllm_request_timeout): it hangs, or "
                 "has more to do than it can; see its log, or raise the limit"
             ) from None
@@ -293,14 +290,14 @@ class Server:
         ):  # started again, and not known there yet
             raise Unavailable(f"{path} answers 404: {answer.text[:500]}")
         if answer.status_code == 404:
-            raise ServerError(
+            raise EngineError(
                 f"{self.url} has no {path}: it runs without VLLM_SERVER_DEV_MODE=1 or this project's middleware, or is "
                 "older than vLLM 0.32; start it as `python -m grpo_core.rollout.vllm.serve CONFIG` does"
             )
         if answer.status_code >= 500:
             raise Unavailable(f"{path} answers {answer.status_code}: {answer.text[:500]}")
         if answer.is_error:
-            raise ServerError(f"{self.url}{path} refuses: {answer.status_code} {answer.text[:500]}")
+            raise EngineError(f"{self.url}{path} refuses: {answer.status_code} {answer.text[:500]}")
         try:
             return read(answer.content)
         except ValueError:

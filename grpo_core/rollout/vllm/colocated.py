@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
 from grpo_core.distributed import from_main, gathered_in_block
-from grpo_core.errors import TrainingError
+from grpo_core.errors import EngineError, TrainingError
 from grpo_core.model.four_bit import is_quantised
 from grpo_core.model.loading import base_weights, in_checkpoint_layout, whole_weights
 from grpo_core.model.sharded import is_sharded
@@ -97,7 +97,7 @@ class VLLMEngine:
         torch.set_num_threads(threads)
         (problem,) = self.llm.collective_rpc(lambda worker: ignore_truncation(worker.model_runner))
         if problem and training_sampling(config.rollout).is_truncated:
-            raise ValueError(
+            raise EngineError(
                 f"rollout.top_p={config.rollout.top_p:g}, rollout.top_k={config.rollout.top_k} and "
                 f"rollout.min_p={config.rollout.min_p:g}: with them this vLLM cannot give the log-probabilities that "
                 f"training compares, since {problem}; set top_p to 1, top_k and min_p to 0, or rollout.engine to "

@@ -16,8 +16,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from grpo_core.errors import EngineError
 from grpo_core.rollout.vllm import client
-from grpo_core.rollout.vllm.client import Server, ServerError, Unavailable
+from grpo_core.rollout.vllm.client import Server, Unavailable
 
 POLL_SECONDS = 0.5
 ATTEMPTS = 5  # per answer, at one server after the other
@@ -61,7 +62,7 @@ class Router:
     ) -> list[dict[str, Any]]:
         """Return the completion of a request, every token of it by weights of version `oldest` or later.
 
-        Raises ServerError if no server is available for too long, or if the only one refuses or hangs.
+        Raises EngineError if no server is available for too long, or if the only one refuses or hangs.
         """
         prefix = hash(tuple(body["token_ids"])) if conversation is None else conversation
         # When asked again, the request keeps its place.
@@ -71,13 +72,13 @@ class Router:
             server = await self._take_room(request)
             try:
                 return await server.complete(body, oldest)
-            except (Unavailable, ServerError) as error:
+            except (Unavailable, EngineError) as error:
                 failure = f"{server.url}: {error}"
                 request.failed.add(server)
                 self._fail(server, error)
             finally:
                 self._free(server)
-        raise ServerError(f"{ATTEMPTS} attempts at one answer have failed; the last: {failure}")
+        raise EngineError(f"{ATTEMPTS} attempts at one answer have failed; the last: {failure}")
 
     async def ask_each(self, work: Callable[[Server], Awaitable[Result]]) -> list[Result]:
         """Return the results of this work at each server that is up, at least at one."""
@@ -92,7 +93,7 @@ class Router:
             await self.wait_for_server()
 
     async def connect(self) -> None:
-        """Lease every server for this trainer; one that is not up yet is left out. Raises ServerError if one cannot be
+        """Lease every server for this trainer; one that is not up yet is left out. Raises EngineError if one cannot be
         used."""
         leases = await asyncio.gather(*(server.take_lease() for server in self.servers), return_exceptions=True)
         if refusals := [error for error in leases if error is not None and not isinstance(error, Unavailable)]:
@@ -114,10 +115,10 @@ class Router:
         return [number for number, server in enumerate(self.servers) if not server.problem]
 
     async def wait_for_server(self) -> None:
-        """Wait until a server is up. Raises ServerError if all refuse, or none is up after vllm_server_timeout."""
+        """Wait until a server is up. Raises EngineError if all refuse, or none is up after vllm_server_timeout."""
         while not self.up:
             if hopeless := self._hopeless():
-                raise ServerError(hopeless)
+                raise EngineError(hopeless)
             await asyncio.sleep(POLL_SECONDS)
 
     async def keep_lease(self, server: Server) -> None:
@@ -182,13 +183,13 @@ class Router:
     def _fail(self, server: Server, error: BaseException) -> None:
         """Leave out a server that has failed. Raises the error if waiting does not help and there is no other."""
         others = any(other is not server for other in self.up)
-        if not isinstance(error, Unavailable) and not (isinstance(error, ServerError) and others):
+        if not isinstance(error, Unavailable) and not (isinstance(error, EngineError) and others):
             raise error
         self._leave_out(server, error)
 
     def _leave_out(self, server: Server, error: BaseException) -> None:
-        was_up, server.refuses = not server.problem, isinstance(error, ServerError)
-        server.problem = str(error) if isinstance(error, Unavailable | ServerError) else repr(error)
+        was_up, server.refuses = not server.problem, isinstance(error, EngineError)
+        server.problem = str(error) if isinstance(error, Unavailable | EngineError) else repr(error)
         if was_up:
             if not self.up:
                 self.none_since = asyncio.get_running_loop().time()
@@ -202,7 +203,7 @@ class Router:
             if hopeless := self._hopeless():
                 for request in self.waiting:
                     if not request.server.done():
-                        request.server.set_exception(ServerError(hopeless))
+                        request.server.set_exception(EngineError(hopeless))
                 self.waiting.clear()
             if server.problem:
                 await asyncio.sleep(POLL_SECONDS)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
 from grpo_core.distributed import from_main, shard_count
+from grpo_core.errors import EngineError
 from grpo_core.model.four_bit import is_quantised
 from grpo_core.model.loading import base_weights, copy_of_whole_weights, in_checkpoint_layout
 from grpo_core.model.sharded import is_sharded
@@ -33,7 +34,7 @@ from grpo_core.planning.sampling_ahead import choose_groups
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream, with_ages
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of
-from grpo_core.rollout.vllm.client import NO_WEIGHTS, OVER_4BIT, OVER_BASE, Server, ServerError, Weights, token_versions
+from grpo_core.rollout.vllm.client import NO_WEIGHTS, OVER_4BIT, OVER_BASE, Server, Weights, token_versions
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
 from grpo_core.rollout.vllm.router import Router
 from grpo_core.rollout.vllm.serve import max_adapter_rank, read_addresses, wrong_vllm
@@ -65,13 +66,13 @@ class VLLMServerEngine:
 
     def __init__(self, config: RunConfig, model: nn.Module, max_length: int):
         if wrong := wrong_vllm():
-            raise ServerError(wrong)
+            raise EngineError(wrong)
         from grpo_core.rollout.vllm.shared_memory import pid_namespace_id
         from grpo_core.rollout.vllm.transfer import send
 
         urls = config.rollout.vllm_server_base_urls or read_addresses()
         if not urls:
-            raise ServerError(
+            raise EngineError(
                 "rollout.engine='vllm-server' without a server: name them in rollout.vllm_server_base_urls "
                 "(`python -m grpo_core.rollout.vllm.serve CONFIG` starts one), or let `grpo run` start them"
             )
@@ -125,7 +126,7 @@ class VLLMServerEngine:
             base = None if is_sharded(model) else partial(base_weights, model)
         elif is_sharded(model):
             if (count := shard_count(model)) > (here := int(os.environ.get("LOCAL_WORLD_SIZE", count))):
-                raise ServerError(
+                raise EngineError(
                     f"train.sharding='full' over {count} processes, {here} of them on this machine: weights "
                     "are sent to servers from the memory of one machine; set train.sharding to 'hybrid', or "
                     "rollout.engine to 'vllm'"
@@ -143,16 +144,16 @@ class VLLMServerEngine:
 
     def _hand_over(self, weights: Weights) -> None:
         """Bring the weights to the servers that are up. The main process sends them; the others then sample at those
-        servers that have them. Raises ServerError in every process if there is none."""
+        servers that have them. Raises EngineError in every process if there is none."""
         failure, numbers = "", [number for number, server in enumerate(self.servers) if not server.problem]
         if self.sends:
             try:
                 numbers = self._bring(weights, numbers)
-            except ServerError as error:
+            except EngineError as error:
                 failure = str(error)
         failure, numbers = from_main((failure, numbers))
         if failure:
-            raise ServerError(failure)
+            raise EngineError(failure)
         if not self.sends:
             self._bring(weights, numbers)
 

@@ -28,8 +28,9 @@ from vllm.distributed.weight_transfer import (
     WeightTransferTrainerFactory,
 )
 
+from grpo_core.errors import EngineError
 from grpo_core.rollout.vllm.adapter import ADAPTER
-from grpo_core.rollout.vllm.client import SOCKET_OPTIONS, Server, ServerError, Unavailable, Weights
+from grpo_core.rollout.vllm.client import SOCKET_OPTIONS, Server, Unavailable, Weights
 from grpo_core.rollout.vllm.secret import with_secret
 from grpo_core.rollout.vllm.snapshot import Snapshot
 
@@ -70,7 +71,7 @@ def send(server: Server, weights: Weights) -> None:
     if weights.adapter is not None:
         if not server.has_base:
             if weights.base is None:
-                raise ServerError(
+                raise EngineError(
                     f"{server.url} was given another model's weights since it was started, and the base of a sharded "
                     "model is not sent to servers; start it again"
                 )

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from grpo_core.data.chat import decode_completions, encode_prompts
 from grpo_core.data.order import derive_seed, rollout_prompts, training_order
 from grpo_core.data.prompts import load_prompts
+from grpo_core.errors import ConfigError
 from grpo_core.planning.plan import Plan, make_plan
 from grpo_core.planning.rules import PlanInputs
 from tests.conftest import make_tokenizer
@@ -123,7 +124,7 @@ def test_a_tokenizer_that_ends_prompts_is_refused(tmp_path: Path) -> None:
 def test_a_prompt_without_tokens_is_refused_with_its_row(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
     pq.write_table(pa.table({"prompt": ["1+1=", "?"]}), path)
-    with pytest.raises(ValueError, match=r"train.parquet, row 1: the tokenizer turns the prompt '\?' into no tokens"):
+    with pytest.raises(ConfigError, match=r"train.parquet, row 1: the tokenizer turns the prompt '\?' into no tokens"):
         load_prompts(path, make_tokenizer())
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_core.errors import ConfigError
 from grpo_core.model.capabilities import check_padding
 from grpo_core.model.loading import load_model
 from grpo_core.model.policy import Policy
@@ -181,7 +182,7 @@ def test_a_training_in_which_padding_changes_a_row_is_refused(values: dict[str, 
     sparse = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16, "n_shared_experts": 1}
     values["model"]["name_or_path"] = str(make_model(tmp_path / "model", "DeepseekV32", **LATENT, **sparse))
     run = make_run(tmp_path / "run", with_keys(values, max_completion_length=40))
-    with pytest.raises(ValueError, match=r"DeepseekV32ForCausalLM .* padded .* within 8 tokens \(index_topk\)"):
+    with pytest.raises(ConfigError, match=r"DeepseekV32ForCausalLM .* padded .* within 8 tokens \(index_topk\)"):
         load_session(run)
     check_padding(load_model(tmp_path / "model"), max_length=8)
 
@@ -225,5 +226,5 @@ def test_sequences_are_as_long_as_frequencies_stay_the_same(kind: str, tmp_path:
         return
     assert change(bound) < 1e-4 < 1e-2 < change(bound + 1)
     check_context(model.config, bound)
-    with pytest.raises(ValueError, match=rf"has {bound + 1} tokens, and the model takes {bound} .*frequencies change"):
+    with pytest.raises(ConfigError, match=rf"has {bound + 1} tokens, and the model takes {bound} .*frequencies change"):
         check_context(model.config, bound + 1)

@@ -66,35 +66,61 @@ def test_a_judge_that_goes_down_ends_the_training_with_a_checkpoint_and_it_goes_
 
 ONE_SIDED = """
 import os
-from grpo_core.errors import RewardError
+from grpo_core.errors import EngineError, RewardError
+from grpo_core.rollout.transformers_engine import TransformersEngine
 calls = []
-def one_sided(completions):
+def fail_once(error):
     calls.append(1)
     if os.environ["RANK"] == "1" and len(calls) == 3 and not os.path.exists(os.environ["STUCK_AT"]):
         open(os.environ["STUCK_AT"], "w").close()
-        raise RewardError("the scale is broken")
+        raise error
+def one_sided(completions):
+    fail_once(RewardError("the scale is broken"))
     return [float(len(completion)) for completion in completions]
+def plain(completions):
+    return [float(len(completion)) for completion in completions]
+usual = TransformersEngine.compute_logprobs
+def compute_logprobs(self, sequences):
+    fail_once(EngineError("the server is gone"))
+    return usual(self, sequences)
+if os.environ.get("ENGINE_FAILS"):
+    TransformersEngine.compute_logprobs = compute_logprobs
 """
 
 
 @pytest.mark.e2e
-def test_of_two_processes_both_end_in_order_when_the_reward_of_one_fails(
-    values: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("reward", "what", "message", "step"),
+    [
+        ("one_sided", "a reward fails", "reward 'one_sided': the scale is broken", 2),
+        ("plain", "the engine fails", "the server is gone", 1),
+    ],
+)
+def test_of_two_processes_both_end_in_order_when_the_reward_or_the_engine_of_one_fails(
+    values: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reward: str,
+    what: str,
+    message: str,
+    step: int,
 ) -> None:
     (tmp_path / "sided.py").write_text(ONE_SIDED)
-    values["rewards"] = [{"function": "sided:one_sided"}]
+    if reward == "plain":
+        monkeypatch.setenv("ENGINE_FAILS", "1")
+    values["rewards"] = [{"function": f"sided:{reward}"}]
     keys = {"num_processes": 2, "per_device_train_batch_size": 4, "save_steps": 100}
     run = make_run(tmp_path / "run", with_keys(values, **keys))
     broken: Any = tmp_path / "broken"
     with started(run, tmp_path, broken, *TWO_PROCESSES) as process:
         output, _ = process.communicate()
     assert process.returncode
-    assert "training: a reward fails, the checkpoint of step 2 is written" in output
-    assert output.count("reward 'one_sided': the scale is broken") == 2
+    assert f"training: {what}, the checkpoint of step {step} is written" in output
+    assert output.count(message) == 2
     with started(run, tmp_path, broken, *TWO_PROCESSES) as process:
         output, _ = process.communicate()
     assert process.returncode == 0, output
-    assert result_of(run)["resumed_at_step"] == 2
+    assert result_of(run)["resumed_at_step"] == step
 
 
 def make_judge(folder: Path) -> Path:

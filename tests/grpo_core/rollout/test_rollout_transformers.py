@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from examples import tiny
 from grpo_core.config.inputs import ModelConfig
+from grpo_core.errors import EngineError
 from grpo_core.model.loading import with_adapter
 from grpo_core.model.precision import make_bfloat16
 from grpo_core.rollout import group_cache
@@ -281,7 +282,7 @@ def test_each_completion_is_truncated_if_there_is_no_end_token(model: Any, model
 
 def test_a_model_that_carries_a_state_is_refused(tokenizer: Any) -> None:
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": len(tokenizer)}
-    with pytest.raises(ValueError, match="MambaForCausalLM gives other logits for a padded prompt"):
+    with pytest.raises(EngineError, match="MambaForCausalLM gives other logits for a padded prompt"):
         TransformersEngine(MambaForCausalLM(MambaConfig(**shape)).eval(), tokenizer)
 
 

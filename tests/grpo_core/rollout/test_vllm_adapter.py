@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from grpo_core.config.files import parse_config
+from grpo_core.config.inputs import ModelConfig
+from grpo_core.errors import EngineError
 from grpo_core.rollout.vllm import binary
 from grpo_core.rollout.vllm import serve as vllm_serve
 from grpo_core.rollout.vllm import server as vllm_server
-from grpo_core.rollout.vllm.adapter import supported_rank
-from grpo_core.rollout.vllm.client import ServerError, Weights
+from grpo_core.rollout.vllm.adapter import sends_adapter_alone, supported_rank
+from grpo_core.rollout.vllm.client import Weights
 from grpo_core.rollout.vllm.router import Router
 from tests import forked
 from tests.conftest import config_values, make_model, make_run
@@ -166,8 +168,12 @@ def test_a_server_makes_room_for_the_adapter_or_is_refused(
 
 def test_the_room_for_adapters_is_the_next_that_vllm_knows() -> None:
     assert [supported_rank(rank) for rank in (1, 8, 9, 300, 512)] == [8, 8, 16, 320, 512]
-    with pytest.raises(ValueError, match="lora_r=513"):
-        supported_rank(513)
+
+
+def test_an_adapter_of_a_higher_rank_than_vllm_knows_is_merged_before_it_is_sent(model_folder: Path) -> None:
+    config = ModelConfig(name_or_path=str(model_folder), use_peft=True, lora_r=512)
+    assert sends_adapter_alone(config)
+    assert not sends_adapter_alone(config.model_copy(update={"lora_r": 513}))
 
 
 @pytest.mark.slow
@@ -196,7 +202,7 @@ def test_an_adapter_goes_to_a_server_alone_if_it_has_the_base_that_it_was_starte
         transfer.send(server, adapter)
     assert sent == [base, adapter.snapshot][has_base:]
     server.has_base = False
-    with pytest.raises(ServerError, match="the base of a sharded model is not sent to servers; start it again"):
+    with pytest.raises(EngineError, match="the base of a sharded model is not sent to servers; start it again"):
         transfer.send(server, Weights("b-1-over-base", adapter.snapshot, {"r": 4}))
 
 

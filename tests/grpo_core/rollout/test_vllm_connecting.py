@@ -9,7 +9,8 @@ from unittest import mock
 
 import pytest
 
-from grpo_core.rollout.vllm.client import ServerError, Unavailable, Weights
+from grpo_core.errors import EngineError
+from grpo_core.rollout.vllm.client import Unavailable, Weights
 from tests.grpo_core.rollout.asking import SAMPLING, ask, model, requests, wait_until_back
 from tests.grpo_core.rollout.pretend_vllm import connected, pretended
 
@@ -24,7 +25,7 @@ def test_a_server_that_another_training_has_taken_is_left_out(
         engine.sync_weights(model(2.0))
         assert engine.compute_logprobs([[3, 4]]) == [[-2.0]]
         servers[1].owner = "another"
-        with pytest.raises(ServerError, match=r"serves another trainer, another.*serves another trainer, another"):
+        with pytest.raises(EngineError, match=r"serves another trainer, another.*serves another trainer, another"):
             engine.sync_weights(model(3.0))
     assert "is left out" in capfd.readouterr().out
 
@@ -39,16 +40,16 @@ def test_without_any_server_the_error_names_all_of_them_and_why(
     ):
         for server in servers:
             server.kill()
-        with pytest.raises(ServerError) as raised:
+        with pytest.raises(EngineError) as raised:
             for _ in engine.generate(requests(4), SAMPLING):
                 pass
         said = str(raised.value)
         assert "not available for 0.05 s (rollout.vllm_server_timeout)" in said
         for server in servers:
             assert f"{server.url}: " in said
-        with pytest.raises(ServerError, match="not available"):
+        with pytest.raises(EngineError, match="not available"):
             engine.sync_weights(model(2.0))
-        with pytest.raises(ServerError, match="not available"):
+        with pytest.raises(EngineError, match="not available"):
             engine.compute_logprobs([[3, 4]])
 
 
@@ -96,7 +97,7 @@ def test_a_server_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path, mo
     with pretended(128, 128) as servers:
         servers[1].started["dtype"] = "float16"
         with (
-            pytest.raises(ServerError, match=f"{servers[1].url} computes in float16"),
+            pytest.raises(EngineError, match=f"{servers[1].url} computes in float16"),
             connected(tmp_path, monkeypatch, servers, model()),
         ):
             pass

@@ -21,8 +21,9 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_core.config.files import dump_config, load_config
-from grpo_core.errors import NotFiniteError
+from grpo_core.errors import EngineError, NotFiniteError
 from grpo_core.planning.plan import load_plan, make_plan, plan_inputs
+from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.training import held_out, update
 from grpo_core.training import loop as trainer
 from grpo_core.training.checkpoint import CheckpointError
@@ -66,6 +67,32 @@ ADAPTER = {
     "max_steps": 6,
     "save_steps": 2,
 }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["generate", "compute_logprobs"])
+def test_an_engine_that_fails_ends_the_training_with_a_checkpoint_from_which_it_goes_on(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Whether it fails as it samples or as it gets weights. `save_steps` is beyond the training's end."""
+    keys = with_keys(values, save_steps=100, max_steps=6)
+    whole, run = make_run(tmp_path / "whole", keys), make_run(tmp_path / "run", keys)
+    usual, calls = getattr(TransformersEngine, method), itertools.count(1)
+
+    def failing(self: TransformersEngine, *arguments: Any) -> Any:
+        if next(calls) == 4:
+            raise EngineError("no server is left")
+        return usual(self, *arguments)
+
+    train(whole, whole / "training")
+    with monkeypatch.context() as patched, pytest.raises(EngineError, match="no server is left"):
+        patched.setattr(TransformersEngine, method, failing)
+        train(run, run / "training")
+    assert [folder.name for folder in (run / "training" / "checkpoints").iterdir()] == [
+        f"step-{len(figures_of(run)):06d}"
+    ]
+    train(run, run / "training")
+    assert_same(run, whole)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def accelerator() -> Iterator[Accelerator]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(50), pytest.param(range(50, 300), marks=pytest.mark.e2e)])
+@pytest.mark.parametrize("seeds", [range(25), pytest.param(range(25, 300), marks=pytest.mark.e2e)])
 def test_one_process_does_what_was_planned(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seeds: range
 ) -> None:

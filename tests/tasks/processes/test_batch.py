@@ -215,7 +215,7 @@ def test_machines_of_the_same_name_are_told_apart(here: Here, tmp_path: Path) ->
     [
         ("scheduler", TakenError, r"Here ended job job-0 \(the reason\): machine . ended with status 143"),
         pytest.param("itself", TakenError, "machine . ended with status 143", marks=pytest.mark.e2e),
-        ("person", StageError, "somebody cancelled job job-0 in Here"),
+        pytest.param("person", StageError, "somebody cancelled job job-0 in Here", marks=pytest.mark.e2e),
     ],
 )
 def test_machines_that_are_told_to_stop_save_and_say_who_took_them(

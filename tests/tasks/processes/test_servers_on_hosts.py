@@ -90,7 +90,7 @@ def serving(values: dict[str, Any], folder: Path) -> Iterator[Servers]:
     assert not Path(environment[ADDRESSES]).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_server_is_started_again_on_its_host_or_on_a_spare_one_and_the_training_learns_its_address(
     hosts: Path,
 ) -> None:
