@@ -137,7 +137,7 @@ def advance(session: Session, state: TrainingState, log: TrainingLog) -> Trainin
 
 
 def rollout_of(session: Session, index: int, state: TrainingState, log: TrainingLog) -> tuple[Rollout, TrainingState]:
-    """Generation batch `index`: the one that the last update read, or a new one, which is logged."""
+    """Return generation batch `index`: the one that the last update read, or a new one, which is logged."""
     if state.rollout is not None and state.rollout.index == index:
         return state.rollout, state
     rollout, samples, begun = roll_out(session, index, state)

@@ -1,4 +1,5 @@
-"""Check that an engine has the trainer's weights: after each hand-over, both score the same probe batch.
+"""Check that an engine has the trainer's weights: after each hand-over, both compute log-probabilities of
+one probe batch.
 
 The probe is the base model's own continuations of a few prompts: rounding changes the log-probabilities of likely
 tokens least.
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from grpo_core.rollout.types import Engine, Request, Sampling
 
-SEQUENCES = 16  # few and short, since both sides score them at each sync; all weights but other tokens' rows take part
+SEQUENCES = (
+    16  # few and short, since both sides compute them at each sync; all weights but other tokens' rows take part
+)
 TOKENS = 16  # of a prompt's end, and of its continuation
 SHORTEST = 2  # tokens of a sequence: one of each
 # By mixed_precision: mean |difference| between engine and trainer that is always allowed, ...

@@ -36,7 +36,7 @@ def begin_probing(session: Session) -> None:
 
 @phase("weight sync")
 def sync_weights(session: Session, state: TrainingState) -> float:
-    """Hand the policy's weights to the engine. Returns the mean |difference| of both sides' scores of the probe.
+    """Hand the policy's weights to the engine. Returns the mean |difference| of the probe's log-probabilities.
 
     Raises TrainingError on every process if one finds that its engine would sample from another policy than the one
     that is trained: too far from it, unchanged although the policy has moved, or lagging behind it.

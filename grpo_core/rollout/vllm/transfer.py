@@ -125,7 +125,7 @@ def _send_adapter(server: Server, version: int, config: Mapping[str, Any], tenso
             written = io.BytesIO()
             torch.save(part, written)
             take(number, config, None, base64.b64encode(written.getbuffer()).decode())
-    # Unloaded first: an adapter that vLLM may load in place, it would load again in each of its steps.
+    # Unload it first: an adapter that it may load in place, vLLM would load again in each of its steps.
     with suppress(httpx2.HTTPStatusError):  # the server has none yet
         _ask("POST", f"{server.url}/v1/unload_lora_adapter", server.seconds, {"lora_name": ADAPTER})
     _ask(
