@@ -42,7 +42,7 @@ def measure(folder: Path, rank: int, rounds: int, transfer: str) -> dict[str, tu
     import torch
 
     from grpo_core.config.files import load_config
-    from grpo_core.model.loading import load_model, plain_weights, trainable_state, with_adapter
+    from grpo_core.model.loading import copy_of_whole_weights, load_model, trainable_state, with_adapter
     from grpo_core.rollout.vllm.adapter import adapter_of
     from grpo_core.rollout.vllm.server import VLLMServerEngine
 
@@ -56,16 +56,16 @@ def measure(folder: Path, rank: int, rounds: int, transfer: str) -> dict[str, tu
     model = with_adapter(load_model(path), config.model)
     with policy_server(run / "config.toml", port, folder / "server.log"):
         engine = VLLMServerEngine(config, model, 32)
-        room = engine.adapter_room
+        rank = engine.adapter_rank
         found: dict[str, tuple[int, list[float]]] = {
             "adapter": (_bytes(adapter_of(model, torch.float32)[1]), []),
-            "merged": (_bytes(plain_weights(model)), []),
+            "merged": (_bytes(copy_of_whole_weights(model)), []),
         }
         for _ in range(rounds):
             for way in ("merged", "base again", "adapter"):  # after whole weights, an adapter brings its base first
                 for tensor in trainable_state(model).values():
                     tensor += 0.01 * torch.randn_like(tensor)
-                engine.adapter_room = 0 if way == "merged" else room
+                engine.adapter_rank = 0 if way == "merged" else rank
                 start = time.perf_counter()
                 engine.sync_weights(model)
                 if way in found:

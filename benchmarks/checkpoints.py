@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from benchmarks.vs_trl import hardware
 from grpo_core.config.files import parse_config
-from grpo_core.distributed import sharing_processes, start_processes, wait_for_all
+from grpo_core.distributed import shard_mesh, start_processes, wait_for_all
 from grpo_core.training import checkpoint_write
 from grpo_core.training.checkpoint import Checkpoints
 from grpo_core.training.state import TrainingState
@@ -48,7 +48,7 @@ def main() -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if accelerator.num_processes > 1:
         for module in (*model.model.layers, model):
-            fully_shard(module, mesh=sharing_processes(within_machine=False))
+            fully_shard(module, mesh=shard_mesh(within_machine=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     config = parse_config(config_values(Path("model"), Path("data")))
     folder = arguments.folder / "checkpoints"

@@ -145,8 +145,8 @@ def _engine_made_as(engine: Name, run: Path) -> Iterator[None]:
     else:
         from grpo_core.rollout.vllm import colocated as vllm
 
-        share: Callable[..., bool] = vllm.share if engine == "vllm-shared" else lambda copies, model: False
-        with mock.patch.object(vllm, "share", share):
+        share: Callable[..., bool] = vllm.share_memory if engine == "vllm-shared" else lambda copies, model: False
+        with mock.patch.object(vllm, "share_memory", share):
             yield
 
 

@@ -68,7 +68,7 @@ def simulated(model: dict[str, Any], processes: int, *, recomputed: bool, offloa
     dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (processes,))
-        with mock.patch.object(parallelize, "sharing_processes", lambda **_: mesh), _as_on_a_gpu():
+        with mock.patch.object(parallelize, "shard_mesh", lambda **_: mesh), _as_on_a_gpu():
             return _peak_of_update(model, config)
     finally:
         dist.destroy_process_group()

@@ -1,12 +1,12 @@
-"""What the processes of a training say to each other. No other module calls a collective.
+"""Collectives of a training: how its processes exchange values. No other module calls one.
 
 Every function is called by all processes, in the same order. With one process each of them is local. The main threads
-call them; a thread that writes checkpoints calls those that take a `group`, with the `writing_group`.
+call them; a thread that writes checkpoints calls only those that take a `group`, with the `writing_group`.
 
 Tensors go over the backend of the device that holds them: NCCL on GPUs. Control messages (objects, flags, barriers) go
 over gloo: a process that waits for one keeps no GPU busy, and NCCL's watchdog does not see the wait.
 
-Each function says that this process waits for others, so that the one that hangs is told from those that wait for it.
+Each function reports that this process waits for others, so that a process that hangs can be told from those that wait.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from grpo_core.errors import GrpoError
 from grpo_core.system.files import naming
 from grpo_core.system.progress import waiting
 
-LARGE = 2**20  # elements of a gradient that is sent by itself; smaller ones are sent together
+LARGE = 2**20  # elements from which a gradient is sent by itself; smaller ones are sent together
 
 T = TypeVar("T")
 
-_control: dist.ProcessGroup | None = None  # of control messages; None: the group that holds all processes
-_limit: timedelta | None = None  # after which a wait for another process is an error; None: torch's
+_control: dist.ProcessGroup | None = None  # for control messages; None: the group of all processes
+_limit: timedelta | None = None  # longest wait for another process; None: torch's default
 
 
 @waiting()
 def start_processes(limit: timedelta) -> Accelerator:
-    """Join the processes that the launcher has started. `limit`: after which a wait for another process is an error."""
+    """Join the processes that the launcher has started. `limit`: a longer wait for another process is an error."""
     global _control, _limit
     _limit = limit
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=limit)])
@@ -63,12 +63,12 @@ def _writing_group() -> dist.ProcessGroup:
 
 
 def processes_per_machine() -> int:
-    """The number of processes on each machine: blocks of consecutive ones."""
+    """Number of processes on each machine; their ranks are consecutive."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", PartialState().num_processes))
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether the error, or one that it comes from, is of the communication: another process is gone, or the network.
+    """True if the error, or one that it comes from, is a failed communication: another process or the network is gone.
 
     NCCL and the store raise torch's DistError; gloo's RuntimeErrors name a file of its source.
     """
@@ -80,26 +80,26 @@ def lost_peer(error: BaseException) -> bool:
     return False
 
 
-def share(count: int) -> range:
-    """Which of `count` things this process does; none if there are more processes than things."""
-    return share_of(count, PartialState().process_index, PartialState().num_processes)
+def own_range(count: int) -> range:
+    """Range of the `count` items that this process handles; may be empty if there are more processes than items."""
+    return range_of_process(count, PartialState().process_index, PartialState().num_processes)
 
 
-def share_of(count: int, place: int, processes: int) -> range:
-    """The share of the process number `place` of `processes`."""
+def range_of_process(count: int, place: int, processes: int) -> range:
+    """Range of the `count` items that process number `place` of `processes` handles."""
     return range(count * place // processes, count * (place + 1) // processes)
 
 
 @waiting()
 def wait_for_all() -> None:
-    """Return when every process has come here."""
+    """Wait until every process has called this."""
     if PartialState().num_processes > 1:
         dist.barrier(group=_control)
 
 
 @waiting()
 def from_main(value: T) -> T:
-    """The main process's value, on every process."""
+    """Return the main process's value on every process."""
     values = [value]
     if PartialState().num_processes > 1:
         dist.broadcast_object_list(values, src=0, group=_control)
@@ -108,7 +108,7 @@ def from_main(value: T) -> T:
 
 @waiting()
 def gathered(items: list[T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """The items of all processes, in the processes' order."""
+    """Return the items of all processes, in the processes' order."""
     if PartialState().num_processes == 1:
         return items
     of_each: list[list[T]] = [[] for _ in range(PartialState().num_processes)]
@@ -117,14 +117,14 @@ def gathered(items: list[T], group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def gathered_in_block(items: list[T], processes: int) -> list[list[T]]:
-    """The items of each process of this process's block: the first `processes` processes are a block, and so on."""
+    """Return the items of each process in this one's block; a block is `processes` processes with consecutive ranks."""
     first = PartialState().process_index // processes * processes
     return gathered([items])[first : first + processes]
 
 
 @waiting()
 def any_process(flag: bool) -> bool:
-    """Whether the flag is set on at least one process."""
+    """True if the flag is set on at least one process."""
     raised = torch.tensor(int(flag))
     if PartialState().num_processes > 1:
         dist.all_reduce(raised, dist.ReduceOp.MAX, group=_control)
@@ -132,17 +132,17 @@ def any_process(flag: bool) -> bool:
 
 
 @waiting()
-def most(count: int) -> int:
-    """The largest of the processes' counts."""
+def max_over_processes(count: int) -> int:
+    """Return the largest of the processes' counts."""
     found = torch.tensor(count)
     if PartialState().num_processes > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=_control)
     return int(found)
 
 
-@functools.cache  # each makes communicators of its own
-def sharing_processes(*, within_machine: bool) -> DeviceMesh:
-    """The processes that share one copy of a model: all of them, or those of each machine."""
+@functools.cache  # each mesh makes its own communicators
+def shard_mesh(*, within_machine: bool) -> DeviceMesh:
+    """Return the mesh of the processes that share one copy of a model: all of them, or those of each machine."""
     state = PartialState()
     if not within_machine:
         return init_device_mesh(state.device.type, (state.num_processes,), mesh_dim_names=("share",))
@@ -152,55 +152,55 @@ def sharing_processes(*, within_machine: bool) -> DeviceMesh:
     return DeviceMesh.from_group(groups, state.device.type, numbers, mesh_dim_names=("copy", "share"))
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor, gathered if the processes share it."""
+def gather_if_sharded(tensor: Tensor) -> Tensor:
+    """Return the whole tensor, gathered if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def is_shared(tensor: Tensor) -> bool:
-    """True if each process has a part of the tensor."""
+def is_sharded_tensor(tensor: Tensor) -> bool:
+    """True if each process has a shard of the tensor."""
     return isinstance(tensor, DTensor)
 
 
-def sharers(model: nn.Module) -> int:
-    """The number of processes that share one copy of a sharded model: blocks of consecutive ones."""
+def shard_count(model: nn.Module) -> int:
+    """Number of processes, with consecutive ranks, that share one copy of a sharded model."""
     return next(tensor.device_mesh.size(-1) for tensor in model.parameters() if isinstance(tensor, DTensor))
 
 
-def share_like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Values that every process has whole, shared as the tensor is; themselves if it is not."""
+def shard_like(tensor: Tensor, values: Tensor) -> Tensor:
+    """Shard values that every process has whole as the tensor is sharded; return them unchanged if it is not."""
     if isinstance(tensor, DTensor):
         return distribute_tensor(values.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
     return values
 
 
-def copy_whole(values: Tensor, tensor: Tensor) -> None:
-    """Copy values that every process has whole into the tensor, or its share of them if the processes share it."""
-    tensor.copy_(share_like(tensor, values))
+def copy_into_shard(values: Tensor, tensor: Tensor) -> None:
+    """Copy values that every process has whole into the tensor, or into this process's shard of it."""
+    tensor.copy_(shard_like(tensor, values))
 
 
-def own_share(tensor: Tensor) -> Tensor:
-    """This process's part of the tensor: all of it, unless the processes share it."""
+def own_shard(tensor: Tensor) -> Tensor:
+    """Return this process's shard of the tensor; the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def share_name(tensor: Tensor) -> str:
-    """What names this process's part of the tensor, in each copy of the model; "" if the processes do not share it."""
+def shard_suffix(tensor: Tensor) -> str:
+    """Suffix that names this process's shard, alike in each copy of the model; "" if the tensor is not sharded."""
     return f".share-{tensor.device_mesh.get_local_rank('share')}" if isinstance(tensor, DTensor) else ""
 
 
 def write_tensors(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Write nested dicts of tensors into the folder, which is there: each process its own share, and what all have
-    whole, one of them. Raises OSError, which names the folder, on every process if one cannot write."""
+    """Write nested dicts of tensors into the existing folder: each process its own shards, and one of them what all
+    have whole. Raises OSError, which names the folder, on every process if one cannot write."""
     with _one_error():
-        # Without copying ahead: that way waits for copies of the device that is current, which is another one's here.
+        # Without copying ahead, which waits for copies on the current device: here that is another process's.
         checkpoint.save(
             tensors, storage_writer=_Writer(folder, per_thread_copy_ahead=0), process_group=group or _control
         )
 
 
 class _Writer(checkpoint.FileSystemWriter):
-    """torch's writer of files, whose error for a full disk is one that other processes understand."""
+    """torch's file writer, which raises an OSError that can be sent to other processes if the disk is full."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         with naming(Path(self.path)):
@@ -212,14 +212,14 @@ class _Writer(checkpoint.FileSystemWriter):
 
 
 def read_tensors(tensors: dict[str, Any], folder: Path) -> None:
-    """Fill the tensors, in place, with what `write_tensors` wrote; the number of processes may be another one."""
+    """Fill the tensors, in place, with what `write_tensors` wrote, perhaps with another number of processes."""
     with _one_error():
         checkpoint.load(tensors, checkpoint_id=folder, process_group=_control, no_dist=not dist.is_initialized())
 
 
 @contextmanager
 def _one_error() -> Iterator[None]:
-    """An error of one process, as all have it: the OSError that it was, or one with its words."""
+    """Raise one process's error in place of torch's collection: the OSError itself, or an OSError with its message."""
     try:
         yield
     except checkpoint.CheckpointException as failures:
@@ -229,8 +229,8 @@ def _one_error() -> Iterator[None]:
 
 @contextmanager
 def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """After the block, raise an error that one process had in it on every process: the OSError or GrpoError that it
-    was, or an OSError with its words."""
+    """After the block, raise on every process an error that one of them had: a process's own error or, on the others,
+    the OSError or GrpoError itself, or an OSError with its words."""
     error = None
     try:
         yield
@@ -245,24 +245,24 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 @waiting()
-def total(values: Tensor) -> Tensor:
-    """Sum over the processes, element by element."""
+def sum_over_processes(values: Tensor) -> Tensor:
+    """Return the sum over the processes, element by element."""
     return reduce(values, "sum")
 
 
 @waiting()
-def largest(values: Tensor) -> Tensor:
-    """Maximum over the processes, element by element. (N,)"""
+def maxima_over_processes(values: Tensor) -> Tensor:
+    """Return the maximum over the processes, element by element. (N,)"""
     return gather(values[None]).max(dim=0).values
 
 
 @waiting()
 @torch.no_grad()
 def average_gradients(parameters: Sequence[Tensor]) -> None:
-    """Replace each gradient by its mean over the processes, summed in its own precision. Those of parameters that the
-    processes share are that already: the backward pass has left each share's mean.
+    """Replace each gradient by its mean over the processes, summed in its own precision. Those of sharded parameters
+    are means already: the backward pass has left each shard's.
 
-    A parameter without a gradient on every process gets none, as with one process: the optimizer leaves it alone.
+    A parameter that has a gradient on no process gets none, as with one process: the optimizer leaves it alone.
     Large gradients are summed where they are, all messages under way together; only small ones are copied into one.
     """
     processes = PartialState().num_processes
@@ -274,7 +274,7 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
     trained = [parameter for parameter, count in zip(parameters, used.tolist(), strict=True) if count]
     for parameter in trained:
         found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        parameter.grad = found.contiguous()  # as messages have to be
+        parameter.grad = found.contiguous()  # messages have to be
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
     if not gradients:
         return
@@ -292,5 +292,5 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
 
 @waiting()
 def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Scale all gradients so that their common norm is at most `max_norm`; returns the norm before, on the device."""
-    return whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+    """Scale all gradients so that their common norm is at most `max_norm`. Returns the norm before, on the device."""
+    return gather_if_sharded(torch.nn.utils.clip_grad_norm_(parameters, max_norm))

@@ -15,10 +15,10 @@ from grpo_core.data.prompts import Prompts, load_prompts, load_tokenizer
 from grpo_core.distributed import start_processes
 from grpo_core.environments.setting import Setting, make_setting
 from grpo_core.model.capabilities import check_padding
-from grpo_core.model.loading import load_start
+from grpo_core.model.loading import load_starting_policy
 from grpo_core.model.parallelize import sharding
 from grpo_core.model.positions import check_context
-from grpo_core.model.precision import in_float32, on_device
+from grpo_core.model.precision import in_float32, with_precision_of
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rewards.contract import Reward, rewards_of
 from grpo_core.rollout.collect import Sample, sample_and_score
@@ -59,7 +59,7 @@ def load_base(config: RunConfig, files: Mapping[str, Path], completion: int) -> 
     in `files`, by set."""
     expect(config.train.hang_timeout, phase_limits(config))
     processes = start_processes(longest_wait(config))
-    config = on_device(config, processes.device).model_copy(update={"rollout": config.rollout.in_evaluation})
+    config = with_precision_of(config, processes.device).model_copy(update={"rollout": config.rollout.in_evaluation})
     shard = sharding(config.train, frozen=True) if processes.num_processes > 1 else None
     tokenizer = load_tokenizer(config.model)
     setting = make_setting(config, tokenizer)
@@ -67,7 +67,7 @@ def load_base(config: RunConfig, files: Mapping[str, Path], completion: int) -> 
     sets = {name: load_prompts(path, tokenizer, options, encode) for name, path in files.items()}
     rewards = rewards_of(config)
     dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
-    model = load_start(config.model, dtype=dtype, device=processes.device, shard=shard)
+    model = load_starting_policy(config.model, dtype=dtype, device=processes.device, shard=shard)
     max_length = max(prompts.max_length for prompts in sets.values()) + completion
     check_context(model.config, max_length)
     with nullcontext() if is_sharded(model) else in_float32(model):

@@ -27,7 +27,7 @@ def probe(run: Path, output: Path) -> dict[str, Any]:
     """
     with importing():
         from grpo_core.data.order import derive_seed
-        from grpo_core.distributed import share, wait_for_all
+        from grpo_core.distributed import own_range, wait_for_all
         from grpo_core.evaluation.base import load_base
         from grpo_core.rewards.composition import passed
         from grpo_core.rollout.collect import Sample, share_samples
@@ -41,7 +41,7 @@ def probe(run: Path, output: Path) -> dict[str, Any]:
     sampling = training_sampling(config.rollout)
 
     def sample(prompts: range) -> tuple[list[Sample], float]:
-        rows = [prompts[place] for place in share(len(prompts))]
+        rows = [prompts[place] for place in own_range(len(prompts))]
         # Three numbers, so that no other request has this seed: four are a training's, two an evaluation's.
         requests = [Request(ids[row], n, derive_seed(config.seed, row, n)) for row in rows]
         return base.sample("train", requests, rows, sampling)

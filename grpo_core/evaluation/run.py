@@ -39,7 +39,7 @@ def evaluate(
     """
     begun = time.monotonic()
     with importing():
-        from grpo_core.distributed import share, wait_for_all
+        from grpo_core.distributed import own_range, wait_for_all
         from grpo_core.evaluation.base import load_base
         from grpo_core.evaluation.comparison import compare_policies
         from grpo_core.evaluation.outcomes import deciding_metric
@@ -60,7 +60,7 @@ def evaluate(
 
     def sample_share(name: str) -> tuple[list[Sample], float]:
         prompts = sets[name]
-        rows = share(len(prompts.ids))
+        rows = own_range(len(prompts.ids))
         return loaded.sample(name, [evaluation_request(config, prompts, row, n) for row in rows], rows, sampling)
 
     def sample(policy: str, model: Any) -> None:

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from grpo_core.errors import ConfigError
 from grpo_core.model.packed_attention import Kind, pack_batch, packed_states, use_attention
 from grpo_core.model.sequences import Sequences
-from grpo_core.model.sharded import forward, within
+from grpo_core.model.sharded import call_as_forward, forward
 from grpo_core.model.transfer import to_device
 
-PROBED = 100  # tokens that ways to compute a sequence are compared over: several blocks of flex attention
+PROBED = 100  # tokens of the sequences that two ways to compute are compared on: several blocks of flex attention
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # relative, between two ways to compute the same
-# Deep models in bfloat16 differ by more from rounding alone: times what transformers' eager and fused attention differ
-# by. At 28 layers a correct packed batch came to 1.0 times that, a completion that sees another to 10 and more.
+# Deep models in bfloat16 differ by more from rounding alone: this times the difference between transformers' eager and
+# fused attention is allowed. At 28 layers a correct packed batch had 1.0 times that, one that mixes completions 10+.
 ROUNDING = 3.0
 
 
 def decoder(model: Any) -> Any:
-    """What gives the last hidden states, with the adapter in place if there is one."""
+    """Return the module that gives the last hidden states, with the adapter in place if there is one."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     found = base.get_decoder()
     return base.model if found is base else found  # transformers does not find that of Llama 4's text model
@@ -31,11 +31,11 @@ def decoder(model: Any) -> Any:
 
 @torch.no_grad()
 def plain_output_layer(model: Any) -> nn.Linear | None:
-    """The linear layer that makes the logits of the decoder's output, where that is all there is to it.
+    """Return the linear layer that alone turns the decoder's output into logits.
 
     None for models that scale or cap their logits, or whose output layer is adapted or has a bias: there the model
-    itself has to make them. One that is trained whole beside an adapter is found in peft's wrapper, whose weight is the
-    base's while the adapter is disabled.
+    itself has to make them. A layer that is trained whole beside an adapter is found in peft's wrapper, whose weight is
+    the base's while the adapter is disabled.
     """
     layer: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if type(getattr(layer, "original_module", layer)) is not nn.Linear or layer.bias is not None:
@@ -43,13 +43,13 @@ def plain_output_layer(model: Any) -> nn.Linear | None:
     if getattr(model.config.get_text_config(), "final_logit_softcapping", None):
         return None
     ids = torch.arange(4, device=layer.weight.device)[None]
-    found = within(model, lambda ids: layer(decoder(model)(input_ids=ids).last_hidden_state), ids)
+    found = call_as_forward(model, lambda ids: layer(decoder(model)(input_ids=ids).last_hidden_state), ids)
     return layer if torch.allclose(found, forward(model, input_ids=ids).logits) else None
 
 
 def attends_to_all(config: Any, max_length: float = math.inf) -> bool:
-    """Whether each layer attends to all tokens before, as far as the configuration says, in sequences of up to
-    `max_length` tokens: a window that no sequence fills hides nothing."""
+    """True if, by the configuration, each layer attends to all earlier tokens in sequences of up to `max_length`
+    tokens: a window that no sequence fills hides nothing."""
     window = getattr(config, "sliding_window", None)
     if kinds := getattr(config, "layer_types", None):
         reaches_all = {"full_attention"} | ({"sliding_attention"} if window and window >= max_length else set())
@@ -61,7 +61,7 @@ def attends_to_all(config: Any, max_length: float = math.inf) -> bool:
 @torch.no_grad()
 def check_padding(model: Any, max_length: float) -> None:
     """Raises ConfigError if padding on the right changes the hidden states of a row, as it can in sparse attention when
-    sequences are longer than the number of keys that it selects. Rounding explains least in float32."""
+    sequences are longer than the number of keys that it selects. The check is strictest in float32."""
     config = decoder(model).config
     selected = getattr(config, "index_topk", None) or 0  # keys that DeepSeek's sparse attention selects
     width = _probe_width(config, max_length, max(PROBED, 2 * selected))
@@ -74,8 +74,8 @@ def check_padding(model: Any, max_length: float) -> None:
         return decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
 
     def differ() -> tuple[Tensor, Tensor]:
-        bare, found = within(model, states, row[:, :length])[0], within(model, states, padded)[1, :length]
-        return bare, found - bare
+        bare = call_as_forward(model, states, row[:, :length])[0]
+        return bare, call_as_forward(model, states, padded)[1, :length] - bare
 
     bare, difference = differ()
     allowed = TOLERANCE[bare.dtype] * bare.norm()
@@ -117,20 +117,20 @@ def make_packable(model: Any, kinds: Sequence[Kind], *, max_length: float = math
         found = decoder(model)(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
         return found[:, prompt - 1 : -1].flatten(0, 1)
 
-    plain, usual = within(model, states), config._attn_implementation
+    plain, usual = call_as_forward(model, states), config._attn_implementation
     reasons: list[str] = []
     for kind in kinds:
         try:
             use_attention(config)
             batch = to_device(pack_batch(sequences, kind), model.device)
-            with torch.set_grad_enabled(kind != "padded"):  # a kernel that cannot be compiled is to fail here
-                packed = within(model, packed_states, decoder(model), batch)
+            with torch.set_grad_enabled(kind != "padded"):  # so that a kernel that cannot be compiled fails here
+                packed = call_as_forward(model, packed_states, decoder(model), batch)
                 if packed.requires_grad:
                     packed.sum().backward()
             difference, allowed = _difference(packed, plain), TOLERANCE[plain.dtype]
             if not difference < allowed:
                 config._attn_implementation = "eager"
-                allowed = max(allowed, ROUNDING * _difference(within(model, states), plain))
+                allowed = max(allowed, ROUNDING * _difference(call_as_forward(model, states), plain))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever another architecture, a kernel or a compiler raises
@@ -147,5 +147,5 @@ def make_packable(model: Any, kinds: Sequence[Kind], *, max_length: float = math
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Relative."""
+    """Norm of the difference, relative to that of `expected`."""
     return float((found - expected).norm() / expected.norm())

@@ -11,10 +11,10 @@ from torch import nn
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Let layers of one class compute by compiled code, which they share, when first called.
+    """Compile layers of one class when they are first called; they share the compiled code.
 
-    All sizes are dynamic, so that passes of other lengths are not compiled again. Sampling, which is a call with a
-    key-value cache, is left as it is.
+    All sizes are dynamic, so that passes of other lengths are not compiled again. Calls with a key-value
+    cache (sampling) run uncompiled.
     """
     for layer in layers:
         layer.forward = partial(_forward, layer.forward, torch.compile(layer.forward, dynamic=True))

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from grpo_core.config.memory_bounds import CHUNK_LOGITS
-from grpo_core.distributed import gathered, most, share
+from grpo_core.distributed import gathered, max_over_processes, own_range
 from grpo_core.model.capabilities import decoder, plain_output_layer
 from grpo_core.model.logprobs import divergence, kl_of_logs
 from grpo_core.model.sequences import pad
-from grpo_core.model.sharded import forward, is_sharded, within
+from grpo_core.model.sharded import call_as_forward, forward, is_sharded
 from grpo_core.system.progress import moved, phase
 
 TOKENS = 8192  # of a forward pass, padding included; one sequence may be longer
@@ -33,7 +33,7 @@ def mean_kl(
 
     KL(p ‖ q) = Σ_v p(v) (log p(v) − log q(v)) over the whole vocabulary, at temperature 1: nothing is estimated from
     the sampled token, as k3 is. The models' passes have the dtype of their weights, logarithms and sums are float32.
-    With several processes each computes its share, and all get the whole.
+    With several processes each computes its part, and all get all values.
     """
     layers = [plain_output_layer(policy), plain_output_layer(base)]
     budget = TOKENS
@@ -42,7 +42,7 @@ def mean_kl(
         budget = min(TOKENS, CHUNK_LOGITS // policy.config.get_text_config().vocab_size)
     lengths = [len(x) + len(y) for x, y in zip(prompt_ids, completion_ids, strict=True)]
 
-    def of_rows(rows: list[int]) -> list[float]:
+    def kl_of_rows(rows: list[int]) -> list[float]:
         ids = pad([prompt_ids[row] + completion_ids[row] for row in rows], torch.int64).to(policy.device)
         spans = [(len(prompt_ids[row]) - 1, lengths[row] - 1) for row in rows]  # each state predicts the token after it
         states = [_states(model, layer, ids, spans) for model, layer in zip((policy, base), layers, strict=True)]
@@ -54,18 +54,19 @@ def mean_kl(
         parts = kl.split([stop - start for start, stop in spans])
         return [_mean(part, masks[row]) for part, row in zip(parts, rows, strict=True)]
 
-    def computed(rows: list[int]) -> list[float]:
+    def compute(rows: list[int]) -> list[float]:
         moved()
         if layers[0] is None:  # the models' own forward passes
-            return of_rows(rows)
-        return within(policy, within, base, of_rows, rows)
+            return kl_of_rows(rows)
+        return call_as_forward(policy, call_as_forward, base, kl_of_rows, rows)
 
-    mine = share(len(lengths))
+    mine = own_range(len(lengths))
     batches = [[mine[row] for row in rows] for rows in _batches([lengths[row] for row in mine], budget)]
-    missing = most(len(batches)) - len(batches) if is_sharded(policy) else 0  # all gather the weights for each
-    found = [(row, value) for rows in batches for row, value in zip(rows, computed(rows), strict=True)]
+    # All processes gather a sharded model's weights for each batch.
+    missing = max_over_processes(len(batches)) - len(batches) if is_sharded(policy) else 0
+    found = [(row, value) for rows in batches for row, value in zip(rows, compute(rows), strict=True)]
     for _ in range(missing):
-        computed([0])
+        compute([0])
     return [value for _, value in sorted(gathered(found))]
 
 
@@ -75,7 +76,7 @@ def _mean(values: Tensor, mask: list[int] | None) -> float:
 
 
 def _states(model: Any, layer: Any, ids: Tensor, spans: list[tuple[int, int]]) -> Tensor:
-    """Last hidden states of the spans, or logits where the model has to make them itself. Padding is on the right,
+    """Return last hidden states of the spans, or logits if the model has to make them itself. Padding is on the right,
     where a causal model does not see it."""
     if layer is None:
         states = forward(model, input_ids=ids, use_cache=False).logits
@@ -85,7 +86,7 @@ def _states(model: Any, layer: Any, ids: Tensor, spans: list[tuple[int, int]]) -
 
 
 def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
-    """Rows of like length, longest first, of at most `budget` tokens together, padding included."""
+    """Yield rows of like length, longest first, with at most `budget` tokens together, padding included."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     start = 0
     while start < len(order):

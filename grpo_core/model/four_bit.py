@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
 
-def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """What transformers loads a 4-bit model by, which computes in this dtype."""
+def nf4_config(dtype: torch.dtype) -> BitsAndBytesConfig:
+    """Return transformers' configuration for loading a 4-bit model that computes in this dtype."""
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
 
 
 def keep_gradients(model: nn.Module) -> None:
-    """Let 4-bit layers on a CPU pass gradients on, always: with AVX512-BF16, bitsandbytes packs the weights of a model
+    """Make 4-bit layers on a CPU always pass gradients on: with AVX512-BF16, bitsandbytes packs the weights of a model
     in evaluation mode for a kernel that computes in bfloat16 and gives no gradient."""
     for layer in _layers(model):
         layer.support_avx512bf16_for_cpu = False
@@ -44,8 +44,8 @@ def computing_in_float32(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def plain(tensor: Tensor) -> Tensor:
-    """The weights that 4-bit codes stand for, in the dtype that they were quantised from; others as they are."""
+def dequantised(tensor: Tensor) -> Tensor:
+    """Return the weights that 4-bit codes stand for, in the dtype that they were quantised from; others unchanged."""
     state = getattr(tensor, "quant_state", None)
     if state is None:
         return tensor

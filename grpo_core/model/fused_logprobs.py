@@ -48,7 +48,7 @@ class FusedLogprobs(torch.autograd.Function):
         hidden, weight, targets, values = ctx.saved_tensors
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # in which chunks add up
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # the sum over the chunks
         for part in _chunks(targets, weight):
             given = (None if grad is None else grad[part] for grad in (grad_logprobs, grad_entropy))
             logits = hidden[part] @ weight.T
@@ -73,7 +73,7 @@ def _add_product(total: Float32[Tensor, "V h"], a: Float[Tensor, "V n"], b: Floa
 
 
 def _statistics(logits: Float[Tensor, "N V"], targets: Int[Tensor, " N"], temperature: float) -> Float32[Tensor, "4 N"]:
-    """logp, the entropy H, the largest z, the logarithm of Σ_j exp(z_j − largest), where z = logits / temperature."""
+    """Return logp, the entropy H, the largest z, the log of Σ_j exp(z_j − largest), where z = logits / temperature."""
     rows, vocabulary = logits.shape
     values = torch.empty(4, rows, device=logits.device)
     _statistics_kernel[(rows,)](logits, targets, 1 / temperature, values, rows, vocabulary, BLOCK, num_warps=WARPS)
@@ -88,7 +88,7 @@ def _overwrite_by_gradient(
     grad_logprobs: Float32[Tensor, " N"] | None,
     grad_entropy: Float32[Tensor, " N"] | None,
 ) -> None:
-    """∂logp/∂z_j = [j = t] − p_j and ∂H/∂z_j = −p_j (log p_j + H). `values`: what `_statistics` gave."""
+    """Overwrite logits by ∂logp/∂z_j = [j = t] − p_j and ∂H/∂z_j = −p_j (log p_j + H). `values`: of `_statistics`."""
     rows, vocabulary = logits.shape
     given = [None if grad is None else grad.contiguous() for grad in (grad_logprobs, grad_entropy)]
     _gradient_kernel[(rows,)](

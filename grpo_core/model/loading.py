@@ -18,12 +18,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed import DistributedConfig, mixin
 
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.distributed import copy_whole, is_shared, own_share, share_like, whole
+from grpo_core.distributed import copy_into_shard, gather_if_sharded, is_sharded_tensor, own_shard, shard_like
 from grpo_core.errors import ConfigError
-from grpo_core.model.four_bit import keep_gradients, nf4, plain
-from grpo_core.model.precision import in_bfloat16
+from grpo_core.model.four_bit import dequantised, keep_gradients, nf4_config
+from grpo_core.model.precision import make_bfloat16
 
-# In the names of what bitsandbytes saves beside 4-bit weights.
+# Parts of the names of tensors that bitsandbytes saves beside 4-bit weights.
 OF_4BIT = (".weight.absmax", ".weight.quant_", ".weight.nested_")
 
 
@@ -36,21 +36,21 @@ def load_model(
     shard: Callable[[Any], None] | None = None,
     in_4bit: bool = False,
 ) -> Any:
-    """A causal LM with weights of `dtype` (float32 or bfloat16), without its own dropout: the ratio of an on-policy
+    """Load a causal LM with weights of `dtype` (float32 or bfloat16), without its dropout: the ratio of an on-policy
     update must be exactly 1. Each weight goes straight from the file to the device, without a copy in another dtype or
     place.
 
-    `shard`: applied to the model while it has no weights yet; then each process reads its own share of them only.
+    `shard`: applied to the model while it has no weights yet; each process then reads only its own shard of them.
     `in_4bit`: linear layers have 4-bit weights, and compute in `dtype`.
     """
     device = torch.device(device)
     options: dict[str, Any] = {}
     if shard is not None:
         options["distributed_config"] = DistributedConfig(fsdp_size=torch.distributed.get_world_size())
-    elif device.type != "cpu":  # of which transformers would speak as offloading
+    elif device.type != "cpu":  # where transformers would report offloading
         options["device_map"] = {"": device}
     if in_4bit:
-        options["quantization_config"] = nf4(dtype)
+        options["quantization_config"] = nf4_config(dtype)
     with nullcontext() if shard is None else _sharding_by(shard):
         model = AutoModelForCausalLM.from_pretrained(
             path, revision=revision, dtype=dtype, attn_implementation=attention_of(path, revision), **options
@@ -58,7 +58,7 @@ def load_model(
     if shard is not None:
         del model.config.distributed_config  # it would be saved with the model
     elif dtype == torch.bfloat16:
-        in_bfloat16(model)  # also what transformers leaves in float32
+        make_bfloat16(model)  # also what transformers leaves in float32
     keep_gradients(model)
     for module in model.modules():  # some layers apply dropout by a rate of their own
         for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
@@ -68,8 +68,8 @@ def load_model(
 
 @contextmanager
 def _sharding_by(shard: Callable[[Any], None]) -> Iterator[None]:
-    """Inside, transformers shards what it loads in this way, not in its own: its own way has a head that is tied to the
-    embedding in a unit of which the head is no part, so that the head cannot be read."""
+    """Inside, transformers shards what it loads by `shard`, not in its own way: that puts the weight of a head tied to
+    the embedding into a unit without the head, so that the head cannot be read."""
     own: Any = mixin.apply_fully_sharded_data_parallelism
 
     def apply(model: Any, _: Any) -> Any:
@@ -85,18 +85,18 @@ def _sharding_by(shard: Callable[[Any], None]) -> Iterator[None]:
 
 
 def attention_of(path: Path | str, revision: str | None = None) -> str | None:
-    """transformers' attention that a model needs: "eager" if it caps its attention scores (Gemma 2, VaultGemma), since
-    the fused one ignores the cap; None where transformers may choose."""
+    """Return transformers' name of the attention that a model needs: "eager" if it caps its attention scores (Gemma 2,
+    VaultGemma), since the fused one ignores the cap; None if transformers may choose."""
     config = AutoConfig.from_pretrained(path, revision=revision).get_text_config()
     return "eager" if getattr(config, "attn_logit_softcapping", None) else None
 
 
 def with_adapter(model: Any, config: ModelConfig) -> Any:
-    """The model under a LoRA adapter (arXiv:2106.09685) where the configuration asks for one; the base is frozen.
+    """Put the model under a LoRA adapter (arXiv:2106.09685) if the configuration asks for one; the base is frozen.
 
     The adapter starts as no change at all, its input side drawn from torch's global random state; or, given
     `config.adapter`, as the one in that folder. Modules that are trained whole are float32 copies of the base's. Raises
-    ConfigError if the model has no such module, or it has 4 bits.
+    ConfigError if the model has no such module, or the module has 4-bit weights.
     """
     if not config.use_peft:
         return model
@@ -122,7 +122,7 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
         ensure_weight_tying=bool(config.lora_modules_to_save and model.config.get_text_config().tie_word_embeddings),
     )
     adapted: Any = get_peft_model(model, adapter).eval()
-    # Without what peft has added for a tied head.
+    # Take out what peft has added for a tied head.
     adapted.peft_config["default"].modules_to_save = config.lora_modules_to_save
     for module, name, parameter in base:
         module._parameters[name] = parameter.requires_grad_(False)
@@ -142,8 +142,8 @@ def _check_modules_to_save(model: nn.Module, config: ModelConfig) -> None:
         found = [module for name, module in model.named_modules() if name.endswith(wanted)]
         if not found:
             raise ConfigError(
-                f"model.lora_modules_to_save names {wanted!r}, and no module of {config.name_or_path} has a name that "
-                "ends so; name one that it has, such as 'embed_tokens' or 'lm_head'"
+                f"model.lora_modules_to_save names {wanted!r}, but no module of {config.name_or_path} has a name that "
+                "ends with it; name one that it has, such as 'embed_tokens' or 'lm_head'"
             )
         if any(not parameter.is_floating_point() for module in found for parameter in module.parameters()):
             raise ConfigError(
@@ -158,7 +158,7 @@ def saved_name(name: str) -> str:
 
 
 def _read_adapter(adapted: nn.Module, folder: Path) -> dict[str, Tensor]:
-    """The adapter in the folder, by the names of `trainable_state`. Tied modules are in its file twice."""
+    """Read the adapter in the folder, by the names of `trainable_state`. Its file has tied modules twice."""
     saved = load_file(folder / "adapter_model.safetensors")
     every = {name for name, each in adapted.named_parameters(remove_duplicate=False) if each.requires_grad}
     names = {saved_name(name): name for name in every}
@@ -166,15 +166,17 @@ def _read_adapter(adapted: nn.Module, folder: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if name not in every - trainable_state(adapted).keys()}
 
 
-def load_start(config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, shard: Any = None) -> Any:
-    """The policy that a training starts from, without an adapter: the base, or the base with `config.adapter` merged,
-    in float32, which is rounded to `dtype` then."""
+def load_starting_policy(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, shard: Any = None
+) -> Any:
+    """Load the policy that a training starts from, without an adapter: the base, or the base with `config.adapter`
+    merged in float32 and then rounded to `dtype`."""
     merges = config.adapter is not None
     held = torch.float32 if merges else dtype
     model = load_model(config.name_or_path, config.revision, dtype=held, device=device, shard=shard)
     if merges:
         model = with_adapter(model, config).merge_and_unload()
-    return in_bfloat16(model) if merges and dtype == torch.bfloat16 else model
+    return make_bfloat16(model) if merges and dtype == torch.bfloat16 else model
 
 
 def adapter_dropouts(model: nn.Module) -> list[nn.Dropout]:
@@ -200,60 +202,60 @@ def as_reference(model: Any, start: dict[str, Tensor] | None) -> Iterator[None]:
 
 
 def trainable_state(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that training moves, by name: all of them, or the adapter's."""
+    """Return the parameters that training changes, by name: all of them, or the adapter's."""
     return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def copy_of_trainable_state(model: nn.Module) -> dict[str, Tensor]:
-    """What `trainable_state` gives, in memory of its own."""
+    """Return a copy of `trainable_state`."""
     return {name: parameter.clone() for name, parameter in trainable_state(model).items()}
 
 
 @torch.no_grad()
 def load_trainable_state(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Copy what `trainable_state` gave into the model."""
+    """Copy a `trainable_state` into the model."""
     own = trainable_state(model)
     if own.keys() != state.keys():
-        raise ValueError(f"the saved parameters are others than the model's: {sorted(own.keys() ^ state.keys())[:5]}")
+        raise ValueError(f"the saved parameters are not the model's: {sorted(own.keys() ^ state.keys())[:5]}")
     for name, parameter in own.items():
-        copy_whole(state[name], parameter)
+        copy_into_shard(state[name], parameter)
 
 
 @torch.no_grad()
 def whole_weights(model: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The weights as they are now, one after the other, by their names in the base model; an adapter's change is added
-    to what it adapts. A sharded model's are gathered one by one: all processes go through them.
+    """Yield the current weights one after the other, by their names in the base model, with an adapter's changes added.
+    A sharded model's are gathered one by one: all processes go through them.
 
-    `dtype`: that they are wanted in; default: the model's. What is not changed by that is the model's own memory. A
-    head that is tied to the embedding comes under both names: vLLM on a CPU, when it gets only the embedding, goes on
-    with a packed copy of the old head.
+    `dtype`: of the weights; default: the model's. Weights that need no conversion are the model's own memory. A head
+    that is tied to the embedding comes under both names: given only the embedding, vLLM on a CPU would go on with a
+    packed copy of the old head.
     """
     for name, tensor, changes in _named_weights(model):
         wanted = dtype if dtype and isinstance(tensor, nn.Parameter) else tensor.dtype  # buffers stay as they are
-        weights = whole(tensor.detach().to(wanted))
+        weights = gather_if_sharded(tensor.detach().to(wanted))
         for change in changes:
             weights = (weights + change()).to(wanted)
         yield name, weights
 
 
 @torch.no_grad()
-def weight_shares(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """This process's shares of `whole_weights`, rows of each; nothing is gathered. What the processes do not share is
-    whole in the main one and left out in the others."""
+def weight_shards(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield this process's shards of `whole_weights`, rows of each; nothing is gathered. Tensors that are not sharded
+    come whole from the main process and are left out by the others."""
     for name, tensor, changes in _named_weights(model):
         wanted = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
         found = tensor.detach().to(wanted)
         for change in changes:
-            found = (found + share_like(found, change())).to(wanted)
-        if is_shared(found):
-            yield name, own_share(found)
+            found = (found + shard_like(found, change())).to(wanted)
+        if is_sharded_tensor(found):
+            yield name, own_shard(found)
         elif PartialState().is_main_process:
             yield name, found
 
 
 def _named_weights(model: Any) -> Iterator[tuple[str, Tensor, list[Callable[[], Tensor]]]]:
-    """Each weight by its name in the base model, with what computes the changes that adapters add to it: each is as
-    large as the weight."""
+    """Yield each weight by its name in the base model, with functions that compute the changes that adapters add to it,
+    each as large as the weight."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     changes: dict[int, list[Callable[[], Tensor]]] = defaultdict(list)
     for module in base.modules():
@@ -264,12 +266,12 @@ def _named_weights(model: Any) -> Iterator[tuple[str, Tensor, list[Callable[[], 
     for name, tensor in base.state_dict(keep_vars=True).items():
         if not any(part in name for part in (".lora_", ".original_module.", *OF_4BIT)):
             own = name.replace(".base_layer", "").replace(".modules_to_save.default", "")
-            yield own, plain(tensor), changes.get(id(tensor), [])
+            yield own, dequantised(tensor), changes.get(id(tensor), [])
 
 
-def as_saved(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Weights by the names, and divided as, checkpoints have them, which vLLM's loaders know: in transformers 5, the
-    experts of a layer are one tensor."""
+def in_checkpoint_layout(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights named and divided as in checkpoints, which vLLM's loaders know: in transformers 5, the experts of a
+    layer are one tensor."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not getattr(base, "_weight_conversions", None):
         yield from weights
@@ -279,16 +281,16 @@ def as_saved(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tupl
 
 
 def base_weights(model: Any) -> dict[str, Tensor]:
-    """The frozen weights under an adapter alone, by their names in the base model; in the model's own memory, except
-    those of 4 bits, which are what their codes stand for."""
+    """Return only the frozen weights under an adapter, by their names in the base model; in the model's own memory,
+    except those of 4 bits, which are dequantised."""
     state = model.get_base_model().state_dict(keep_vars=True)
     named = {name: each for name, each in state.items() if not any(part in name for part in (".lora_", *OF_4BIT))}
-    return {name.replace(".base_layer", ""): plain(tensor).detach() for name, tensor in named.items()}
+    return {name.replace(".base_layer", ""): dequantised(tensor).detach() for name, tensor in named.items()}
 
 
-def plain_weights(model: Any) -> dict[str, Tensor]:
-    """All `whole_weights`, in memory of their own; what shares its memory does so here too."""
-    live = {own_share(parameter).data_ptr() for parameter in model.parameters()}
+def copy_of_whole_weights(model: Any) -> dict[str, Tensor]:
+    """Return a copy of all `whole_weights`; weights that share memory do so here too."""
+    live = {own_shard(parameter).data_ptr() for parameter in model.parameters()}
     copies: dict[int, Tensor] = {}
     found = {}
     for name, tensor in whole_weights(model):

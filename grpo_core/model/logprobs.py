@@ -1,7 +1,7 @@
 """Hidden states → log-probabilities of chosen tokens, without the logits of all tokens at once.
 
-The output layer is applied to chunks of tokens, so that memory does not grow with tokens · vocabulary. This is the way
-of a CPU; that of a GPU is in `fused_logprobs`.
+The output layer is applied to chunks of tokens, so that memory does not grow with tokens · vocabulary. This is the
+implementation for CPUs; that for GPUs is in `fused_logprobs`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def chosen_logprobs(
     targets: Int[Tensor, " N"],
     temperature: float,
 ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
-    """logp = z_t − log Σ_j exp z_j and the entropy H = −Σ_j p_j log p_j of z = h Wᵀ / temperature.
+    """Return logp = z_t − log Σ_j exp z_j and the entropy H = −Σ_j p_j log p_j of z = h Wᵀ / temperature.
 
     The products have the dtype of `hidden`.
     """
@@ -42,7 +42,7 @@ def divergence(
     other_hidden: Float[Tensor, "N other_h"],
     other_weight: Float[Tensor, "V other_h"],
 ) -> Float32[Tensor, " N"]:
-    """KL(p ‖ q) = Σ_j p_j (log p_j − log q_j), where p = softmax(h Wᵀ) and q that of the other."""
+    """KL(p ‖ q) = Σ_j p_j (log p_j − log q_j), where p = softmax(h Wᵀ), and q is that of the other."""
     kl = torch.empty(len(hidden), device=hidden.device)
     for part in _chunks(len(hidden), len(weight)):
         log_p = _log_softmax(hidden[part], weight, 1.0)
@@ -51,7 +51,7 @@ def divergence(
 
 
 def kl_of_logs(log_p: Float[Tensor, "N V"], log_q: Float[Tensor, "N V"]) -> Float[Tensor, " N"]:
-    """Σ_j p_j (log p_j − log q_j); where p_j = 0 its term is 0."""
+    """Σ_j p_j (log p_j − log q_j); a term with p_j = 0 is 0."""
     p = log_p.exp()
     return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
 
@@ -89,7 +89,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         hidden, weight, targets, entropy, *kept = ctx.saved_tensors
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # in which chunks add up
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # the sum over the chunks
         for n, part in enumerate(_chunks(len(targets), len(weight))):
             p = kept[n] if kept else _log_softmax(hidden[part], weight, ctx.temperature).exp()
             grad = torch.zeros_like(p)
@@ -114,5 +114,5 @@ def _log_softmax(
 
 
 def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
-    size = chunk_tokens("cpu", vocabulary)  # of `divergence` on a GPU too, which holds several arrays of logits
+    size = chunk_tokens("cpu", vocabulary)  # also for `divergence` on a GPU, which holds several arrays of logits
     return (slice(start, start + size) for start in range(0, tokens, size))

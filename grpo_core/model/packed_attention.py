@@ -24,7 +24,7 @@ from grpo_core.model.sequences import Sequences, prompts_of
 
 Kind = Literal["padded", "varlen", "flex"]
 NAME = "grpo_packed"  # of the attention function, among transformers'
-FLEX_BLOCK = 128  # tokens; for flex attention a packed batch is padded to two or more: for one, it is compiled again
+FLEX_BLOCK = 128  # tokens; a packed batch is padded to two blocks or more: for one, flex attention is compiled again
 SHORT = {torch.bfloat16: 512}  # keys up to which plain products are faster than torch's fused attention on a CPU
 
 
@@ -60,8 +60,8 @@ class _Padded:
 
 @dataclass(frozen=True)
 class _Varlen:
-    """S sequences: each prompt, then each completion, whose queries are its own tokens and whose keys are those of its
-    prompt and its own. The queries are the packed batch as it lies."""
+    """S sequences: each prompt, then each completion. A sequence's queries are its own tokens; its keys are its
+    prompt's and its own. Queries are in the order of the packed batch."""
 
     keys: Tensor  # (M,) token among the N of each key, sequence by sequence
     query_starts: Tensor  # (S + 1,) int32, place among the N where each sequence's queries start; the last is N
@@ -72,14 +72,14 @@ class _Varlen:
 
 @dataclass(frozen=True)
 class _Members:
-    """To whom each token belongs, for flex attention; padding belongs to no prompt."""
+    """Prompt and completion index of each token, for flex attention; padding belongs to no prompt."""
 
     prompt: Tensor  # (N,) number of its prompt
     completion: Tensor  # (N,) number of its completion, -1 in a prompt
 
 
 def pack_batch(sequences: Sequences, kind: Kind) -> PackedBatch:
-    """The sequences packed for one kind of attention, on the CPU. A completion's last token is no input: nothing comes
+    """Pack the sequences for one kind of attention, on the CPU. A completion's last token is no input: nothing comes
     after it."""
     firsts, owners = prompts_of(sequences)
     of_row = torch.tensor(owners)
@@ -109,12 +109,12 @@ def pack_batch(sequences: Sequences, kind: Kind) -> PackedBatch:
 
 
 def packed_states(decoder: Any, batch: PackedBatch) -> Tensor:
-    """Hidden states that predict the completion tokens, row by row, by a decoder after `use_attention`, on whose device
-    the batch is. (tokens, h)"""
+    """Return the hidden states that predict the completion tokens, row by row. `decoder`: after `use_attention`, on the
+    batch's device. (tokens, h)"""
     attention: Any = batch.attention
     if isinstance(attention, _Members):
         attention = _block_mask(attention.prompt, attention.completion)
-    # transformers takes a mask of four dimensions as it is, and makes one of N · N without.
+    # transformers uses a mask of four dimensions as it is; without one, it makes one of N · N.
     mask = attention if isinstance(attention, BlockMask) else batch.input_ids[None, None]
     output = decoder(
         input_ids=batch.input_ids, position_ids=batch.positions, attention_mask=mask, use_cache=False, packed=attention
@@ -123,7 +123,7 @@ def packed_states(decoder: Any, batch: PackedBatch) -> Tensor:
 
 
 def use_attention(config: Any) -> None:
-    """Let a model with torch's fused attention take packed batches too. Not undone: recomputed layers ask again."""
+    """Let a model with torch's fused attention take packed batches too. Not undone: recomputed layers need it again."""
     if config._attn_implementation != "sdpa":
         raise ValueError(f"attention is {config._attn_implementation!r}: packed batches need 'sdpa'")
     config._attn_implementation = NAME
@@ -140,9 +140,9 @@ def attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: its own for rows, → (B, T, H, d), ours for a packed batch, → (1, N, H, d).
+    """Attention function for transformers: its own for rows, → (B, T, H, d); ours for a packed batch, → (1, N, H, d).
 
-    Raises ValueError for a packed batch if the layer's attention is of another kind.
+    Raises ValueError for a packed batch if the layer's attention is not plain.
     """
     if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
@@ -221,7 +221,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, s
 
 
 class _Gather(torch.autograd.Function):
-    """Rows at different places; the gradient is put back there, with no need to add."""
+    """Take rows at distinct places; the backward pass writes their gradients there, without adding."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Repeat(torch.autograd.Function):
-    """Rows at places of which some come again and again; the gradients of each add up in float32."""
+    """Take rows at places that may repeat; the gradients of each row add up in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
@@ -303,7 +303,7 @@ def _varlen(prompts: Tensor, completions: Tensor, prompt_of: Tensor) -> _Varlen:
 
 @torch.no_grad()
 def _block_mask(group: Tensor, member: Tensor) -> BlockMask:
-    """A token attends to its prompt's tokens and to its own completion's, of those before it and itself."""
+    """Mask by which a token attends to its prompt's and its own completion's tokens, up to itself."""
 
     def allowed(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q >= k) & (group[q] == group[k]) & ((member[k] == -1) | (member[q] == member[k]))
@@ -325,11 +325,11 @@ def _flex(scale: float, compiled: bool) -> Any:
 
 @cache
 def _create_block_mask(compiled: bool) -> Any:
-    """Compiled, it does not make the whole mask on its way to that of the blocks."""
+    """Return torch's function; compiled, it does not make the whole mask on its way to that of the blocks."""
     return torch.compile(create_block_mask, dynamic=True, fullgraph=True) if compiled else create_block_mask
 
 
 def _ragged(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Row and place in it of each element of rows of these lengths, one after the other."""
+    """Row of each element, and its place there, for rows of these lengths laid end to end."""
     inside = torch.arange(int(lengths.max()))[None] < lengths[:, None]
     return inside.nonzero(as_tuple=True)  # type: ignore[return-value]

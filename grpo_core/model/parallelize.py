@@ -1,7 +1,7 @@
-"""Sharding, applied to a model from outside: each process holds a share of every weight, gradient and optimizer state.
+"""Sharding, applied to a model from outside: each process holds a shard of every weight, gradient and optimizer state.
 
 A layer's weights are gathered while it computes and given back after it, in the forward and in the backward pass; its
-gradient is summed straight into the shares (FSDP2, torch's `fully_shard`; ZeRO stage 3, arXiv:1910.02054). What is not
+gradient is summed straight into the shards (FSDP2, torch's `fully_shard`; ZeRO stage 3, arXiv:1910.02054). What is not
 in a layer (embedding, last norm, head) is one more unit, gathered from the beginning of a pass to its end.
 """
 
@@ -15,20 +15,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.config.training import TrainConfig
-from grpo_core.distributed import sharing_processes
+from grpo_core.distributed import shard_mesh
 from grpo_core.errors import TrainingError
 
 
 def sharding(config: TrainConfig, *, frozen: bool) -> Callable[[Any], None] | None:
-    """What shards a model as the configuration says, before its weights are loaded; None if it does not.
+    """Return the function that shards a model before its weights are loaded; None if the configuration asks for none.
 
-    `config`: with its precision decided. In bf16 the weights are gathered in bfloat16, and gradients are summed in
+    `config`: with its precision resolved. In bf16 the weights are gathered in bfloat16, and gradients are summed in
     float32. `frozen`: the model gets no gradients. Raises TrainingError for a model without layers that can be
     gathered one by one.
     """
     if config.sharding == "none":
         return None
-    mesh = sharing_processes(within_machine=config.sharding == "hybrid")
+    mesh = shard_mesh(within_machine=config.sharding == "hybrid")
     dtype = torch.bfloat16 if config.mixed_precision == "bf16" else None
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
 

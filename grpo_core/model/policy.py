@@ -22,11 +22,11 @@ from grpo_core.model.logprobs import chosen_logprobs
 from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
 from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.sequences import Sequences
-from grpo_core.model.sharded import forward, is_sharded, within
+from grpo_core.model.sharded import call_as_forward, forward, is_sharded
 from grpo_core.model.transfer import to_device
 
 
-def _of_logits(
+def _logprobs_and_entropy(
     logits: Float32[Tensor, "N V"], targets: Int[Tensor, " N"]
 ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
     log_p = logits.log_softmax(-1)
@@ -43,7 +43,7 @@ class PaddedRows:
 
 @dataclass(frozen=True)
 class PassInputs:
-    """What a forward pass reads for B sequences, whose N completion tokens lie in B rows of at most T."""
+    """Inputs of a forward pass over B sequences, whose N completion tokens lie in B rows of at most T."""
 
     tokens: PackedBatch | PaddedRows
     targets: Int64[Tensor, " N"]  # the completion tokens, row by row
@@ -79,7 +79,7 @@ class Policy(nn.Module):
         kinds: list[Kind] = ["varlen", "flex"] if on_gpu else ["padded"]
         found, self.why_not = None, "its logits are not those of a linear layer alone"
         if self.output_layer is not None:
-            # In float32, where routing of experts does not differ by rounding; kernels are tried in their own dtype.
+            # In float32, where rounding does not change the routing of experts; kernels are tried in their own dtype.
             with nullcontext() if on_gpu or sharded else in_float32(model):
                 found, self.why_not = make_packable(model, kinds, max_length=max_length)
         self.packs, self.attention = found is not None, found or kinds[0]
@@ -98,7 +98,7 @@ class Policy(nn.Module):
             compile_layers(self.recomputable)
 
     def prepare(self, sequences: Sequences) -> PassInputs:
-        """Inputs of a forward pass over the sequences. The CPU makes them and does not wait until the device has them.
+        """Return the inputs of a forward pass. The CPU makes them and does not wait until the device has them.
 
         All indices are made on the CPU, where the lengths are: asking a device for a size would wait for all its work.
         """
@@ -129,9 +129,9 @@ class Policy(nn.Module):
         with self._checkpointing():
             if self.output_layer is None:
                 logits = forward(self.model, input_ids=tokens.input_ids, use_cache=False).logits.flatten(0, 1)
-                logprobs, entropy = _of_logits(logits[tokens.predicts].float() / self.temperature, targets)
+                logprobs, entropy = _logprobs_and_entropy(logits[tokens.predicts].float() / self.temperature, targets)
             else:
-                logprobs, entropy = within(self.model, self._chosen_logprobs, tokens, targets)
+                logprobs, entropy = call_as_forward(self.model, self._chosen_logprobs, tokens, targets)
         if not entropy_gradient:
             entropy = entropy.detach()
         empty = torch.zeros(math.prod(inputs.shape), device=targets.device)
@@ -141,7 +141,7 @@ class Policy(nn.Module):
     def _chosen_logprobs(
         self, tokens: PackedBatch | PaddedRows, targets: Int64[Tensor, " N"]
     ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
-        """Log-probabilities of the targets and entropies, past the model's own forward pass."""
+        """Log-probabilities of the targets and entropies, without the model's own forward pass."""
         assert self.output_layer is not None
         if isinstance(tokens, PackedBatch):
             hidden = packed_states(decoder(self.model), tokens)  # (N, h)
@@ -172,8 +172,8 @@ class Policy(nn.Module):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.recomputed = layers
 
-    def at(self, temperature: float) -> Policy:
-        """The same policy at another temperature."""
+    def at_temperature(self, temperature: float) -> Policy:
+        """Return the same policy at another temperature."""
         other = copy.copy(self)
         other.temperature = temperature
         return other

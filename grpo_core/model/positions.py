@@ -1,4 +1,4 @@
-"""How long sequences may be for a model to compute each of them in one way, whatever shares a forward pass with it."""
+"""Length up to which a model computes a sequence in one way, whatever shares a forward pass with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from grpo_core.errors import ConfigError
 
 
 def usable_positions(config: Any) -> int | None:
-    """Most tokens that a sequence may have: the model's positions, or, with RoPE of type dynamic or longrope, those
+    """Largest number of tokens of a sequence: the model's positions, or, with RoPE of type dynamic or longrope, those
     before its frequencies change. None: no limit.
 
     transformers chooses such frequencies by the longest sequence of a forward pass. Beyond that length, the

@@ -16,14 +16,14 @@ from grpo_core.config.run import RunConfig
 from grpo_core.model.four_bit import computing_in_float32
 
 
-def on_device(config: RunConfig, device: torch.device | str) -> RunConfig:
-    """The configuration with the precision that `auto` means on this device."""
+def with_precision_of(config: RunConfig, device: torch.device | str) -> RunConfig:
+    """Return the configuration with the precision that `auto` means on this device."""
     on_gpu = torch.device(device).type == "cuda"
     return config.with_precision(torch.cuda.get_device_capability(device) if on_gpu else None)
 
 
-def in_bfloat16(model: Any) -> Any:
-    """The model with bfloat16 parameters, in place; buffers as they are."""
+def make_bfloat16(model: Any) -> Any:
+    """Make the model's parameters bfloat16, in place, and return it; buffers stay as they are."""
     for parameter in model.parameters():
         if parameter.is_floating_point():  # else codes of 4-bit weights
             parameter.data = parameter.data.bfloat16()
@@ -40,7 +40,7 @@ def in_float32(model: Any) -> Iterator[None]:
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
     others = [parameter for parameter in model.parameters() if id(parameter) not in in_layers]
-    own: list[list[Tensor]] = []  # data that the parameters of what computes now have outside
+    own: list[list[Tensor]] = []  # the parameters' own data, to be restored
 
     def widen(parameters: Sequence[nn.Parameter]) -> None:
         own.append([parameter.data for parameter in parameters])
@@ -65,7 +65,7 @@ def in_float32(model: Any) -> Iterator[None]:
 
 
 def working_copy(master: Any) -> Any:
-    """The model in bfloat16. A gradient is added to the master's float32 one as soon as it is there, so that
+    """Return a copy of the model in bfloat16. A gradient is added to the master's float32 one as soon as it exists, so
     micro-batches add up in float32 and no second set of gradients is held.
 
     Parameters that are frozen in bfloat16 or in 4 bits are the masters' own. Those that are frozen in float32 (a
@@ -83,7 +83,7 @@ def working_copy(master: Any) -> Any:
     working = copy.deepcopy(master, halves)
     for own, parameter in zip(master.parameters(), working.parameters(), strict=True):
         if own.requires_grad:
-            parameter.register_post_accumulate_grad_hook(partial(_hand_over, own))
+            parameter.register_post_accumulate_grad_hook(partial(_add_to_master, own))
     return working
 
 
@@ -96,7 +96,7 @@ def refresh(working: Any, master: Any) -> None:
 
 
 @torch.no_grad()
-def _hand_over(master: Tensor, parameter: Tensor) -> None:
+def _add_to_master(master: Tensor, parameter: Tensor) -> None:
     assert parameter.grad is not None
     if master.grad is None:
         master.grad = parameter.grad.float()

@@ -40,12 +40,12 @@ def save_model(
     """
     is_main = PartialState().is_main_process
     if is_main:
-        shutil.rmtree(folder, ignore_errors=True)  # of an end that was killed: its files may have other names
+        shutil.rmtree(folder, ignore_errors=True)  # left when saving was killed: its files may have other names
     wait_for_all()
     if config.use_peft and is_main:
         save_adapter(model, folder.with_name("adapter"))
     if config.use_peft and (is_main or shard is not None):
-        new = config.model_copy(update={"adapter": None})  # whose folder may be gone by now
+        new = config.model_copy(update={"adapter": None})  # the first adapter's folder may be gone by now
         merged = with_adapter(load_model(config.name_or_path, config.revision, shard=shard), new)
         load_trainable_state(merged, trainable_state(model))
         model = merged if shard is not None else merged.merge_and_unload()
@@ -67,9 +67,9 @@ def save_adapter(model: Any, folder: Path | str) -> None:
 
 
 def _save_sharded(model: Any, folder: Path) -> None:
-    """Files of consecutive weights of at most FILE_BYTES or one weight, the processes in turn one each."""
+    """Write files of consecutive weights, of at most FILE_BYTES or one weight; the processes take turns."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    left_out = set(base.all_tied_weights_keys)  # which transformers ties when it loads
+    left_out = set(base.all_tied_weights_keys)  # transformers ties them when it loads
     files: dict[str, int] = {}  # weight → number of its file
     number = filled = 0
     for name, tensor in base.state_dict().items():

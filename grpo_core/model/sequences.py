@@ -33,12 +33,12 @@ class Sequences:
         return self.prompt_lengths + self.completion_lengths
 
     def take(self, rows: Tensor) -> Sequences:
-        """Some rows, padded to the longest of them."""
+        """Select rows, padded to the longest of them."""
         chosen = Sequences(*(values[rows] for values in vars(self).values()))
         return replace(chosen, input_ids=chosen.input_ids[:, : int(chosen.lengths.max())])
 
     def tokens_of(self, rows: Tensor, *, share_prompts: bool) -> int:
-        """Tokens of a pass over some rows: each prompt once with `share_prompts`, else padding too."""
+        """Number of tokens in a pass over these rows: each prompt once with `share_prompts`, otherwise with padding."""
         lengths = self.lengths[rows]
         if not share_prompts:
             return len(rows) * int(lengths.max())
@@ -47,8 +47,8 @@ class Sequences:
 
 
 def pack(sequences: Sequences, tokens: int, *, share_prompts: bool) -> Iterator[Tensor]:
-    """The rows in parts of at most `tokens` tokens, or of one row: those with the same prompt, then those of like
-    length next to each other. A prompt counts once in a part with `share_prompts`, else padding counts too.
+    """Divide the rows into parts of at most `tokens` tokens, or of one row; rows of like length are next to each other.
+    With `share_prompts`, so are rows with the same prompt, and it counts once; otherwise padding counts too.
 
     Completions padded to the longest, as attention on a CPU has them, are at most twice as many tokens.
     """
@@ -79,7 +79,7 @@ def pack(sequences: Sequences, tokens: int, *, share_prompts: bool) -> Iterator[
 
 
 def prompts_of(sequences: Sequences) -> tuple[list[int], list[int]]:
-    """The first row of each different prompt, and for each row the place of its prompt among these."""
+    """Return the first row of each different prompt, and for each row the index of its prompt among these."""
     places: dict[int, int] = {}
     firsts: list[int] = []
     owners: list[int] = []

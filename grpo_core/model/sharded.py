@@ -1,4 +1,4 @@
-"""A model of which each process holds a share: how to compute with it.
+"""Computing with a sharded model.
 
 It is sharded from outside, by `model.parallelize`. Each layer gathers its weights while it computes; the others
 (embedding, last norm, head) are gathered around a call of the model itself.
@@ -16,37 +16,37 @@ T = TypeVar("T")
 
 
 def is_sharded(model: Any) -> bool:
-    """True if each process holds a share of the model's weights only."""
+    """True if each process holds only a shard of the model's weights."""
     return isinstance(_base(model), FSDPModule)
 
 
-def within(model: Any, work: Callable[..., T], *arguments: Any) -> T:
-    """`work(*arguments)` as if it were the model's forward pass: inside, what is not in a layer is whole, and may be
-    called or read past the model. With a sharded model all processes call it, and make the same calls inside."""
+def call_as_forward(model: Any, work: Callable[..., T], *arguments: Any) -> T:
+    """Call `work(*arguments)` as if it were the model's forward pass: inside, weights outside the layers are whole, and
+    may be used directly. With a sharded model all processes call it, and make the same calls inside."""
     root = _base(model)
     if not isinstance(root, FSDPModule):
         return work(*arguments)
     called: Any = root
     called.forward = work
     try:
-        return _given_back(root, called, *arguments)
+        return _call_and_reshard(root, called, *arguments)
     finally:
         del called.forward
 
 
 def forward(model: Any, **inputs: Any) -> Any:
-    """The model's own forward pass. With a sharded model all processes call it."""
+    """Run the model's own forward pass. With a sharded model all processes call it."""
     root = _base(model)
-    return _given_back(root, model, **inputs) if isinstance(root, FSDPModule) else model(**inputs)
+    return _call_and_reshard(root, model, **inputs) if isinstance(root, FSDPModule) else model(**inputs)
 
 
-def _given_back(root: FSDPModule, call: Callable[..., T], *arguments: Any, **inputs: Any) -> T:
-    """The answer of a call that gathers the root's weights. They are given back after it; where there are gradients, at
+def _call_and_reshard(root: FSDPModule, call: Callable[..., T], *arguments: Any, **inputs: Any) -> T:
+    """Return the result of a call that gathers the root's weights. They are given back after it or, with gradients, at
     the end of the backward pass."""
     try:
         found = call(*arguments, **inputs)
     except BaseException:
-        root.reset_iter_state()  # of what was gathered for the layer that failed
+        root.reset_iter_state()  # what was gathered for the layer that failed
         raise
     if not torch.is_grad_enabled():
         root.reshard()

@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 def move(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors on the device: those of one dtype in one copy out of pinned memory, for which the CPU does not wait.
+    """Move the tensors to the device: those of one dtype in one copy out of pinned memory, without waiting for it.
 
-    They are parts of one buffer per dtype. On the CPU they stay what they are.
+    The results are parts of one buffer per dtype. On the CPU they are the tensors themselves.
     """
     if device.type == "cpu":
         return [*tensors]
@@ -29,8 +29,8 @@ def move(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def to_device(value: T, device: torch.device) -> T:
-    """A dataclass with its tensors on the device, and those of the dataclasses in it."""
-    return _with(value, iter(move([*_tensors(value)], device)))
+    """Return a dataclass with its tensors, and those of the dataclasses in it, on the device."""
+    return _with_tensors(value, iter(move([*_tensors(value)], device)))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -41,10 +41,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(found)
 
 
-def _with(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """The dataclass with other tensors, in the order of `_tensors`."""
+def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return the dataclass with other tensors, in the order of `_tensors`."""
     changes = {
-        name: next(tensors) if isinstance(found, Tensor) else _with(found, tensors)
+        name: next(tensors) if isinstance(found, Tensor) else _with_tensors(found, tensors)
         for name, found in vars(value).items()
         if isinstance(found, Tensor) or dataclasses.is_dataclass(found)
     }

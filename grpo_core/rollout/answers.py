@@ -1,4 +1,4 @@
-"""What an engine, or conversations with it, answer to requests, before it is scored."""
+"""Answers of an engine, or of conversations with it, to requests, before they are scored."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from grpo_core.data.prompts import Prompts
 from grpo_core.environments.conversation import Conversation
 from grpo_core.environments.setting import Setting
-from grpo_core.rollout.ahead import Taking
+from grpo_core.rollout.ahead import TakingSampler
 from grpo_core.rollout.conversations import play
 from grpo_core.rollout.types import Completion, Request, Sampler, Sampling
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion that is not scored yet; `place`: among those of all requests."""
+    """A completion that is not scored yet; `place`: its index among those of all requests."""
 
     place: int
     row: int
@@ -34,7 +34,7 @@ Answers = Generator[list[Answer], None, None]
 
 
 def completions_of(engine: Sampler, requests: Sequence[Request], rows: Sequence[int], sampling: Sampling) -> Answers:
-    """Completions of one turn."""
+    """Yield completions of one turn."""
     first = _places(requests)
     for finished in engine.generate(requests, sampling):
         yield [
@@ -52,9 +52,9 @@ def conversations_of(
     prompts: Prompts,
     setting: Setting,
 ) -> Answers:
-    """Conversations with tools or environments, each member of a request's group in one of its own."""
+    """Yield conversations with tools or environments; each member of a request's group has its own."""
     asked = [row for row, request in zip(rows, requests, strict=True) for _ in range(request.num_completions)]
-    if isinstance(engine, Taking):
+    if isinstance(engine, TakingSampler):
         first = _places(requests)
         ended: Iterable[list[tuple[int, Conversation]]] = (
             [(first[number] + member, talk) for number, talks in found for member, talk in enumerate(talks)]
@@ -75,12 +75,12 @@ def conversations_of(
 
 
 def _places(requests: Sequence[Request]) -> list[int]:
-    """The place of each request's first completion among those of all."""
+    """Index of each request's first completion among those of all requests."""
     return [0, *itertools.accumulate(request.num_completions for request in requests)]
 
 
 def _completion(talk: Conversation) -> Completion:
-    """The conversation's tokens. One that has none, since its environment failed, gets a token that is not trained."""
+    """Return the conversation's tokens, or a token that is not trained if it has none, since its environment failed."""
     if not talk.ids:
         return Completion([0], [0.0], truncated=False, mask=[0], ages=None if talk.ages is None else [0])
     return Completion(talk.ids, talk.logprobs, talk.truncated, talk.mask, talk.ages)

@@ -1,4 +1,4 @@
-"""One generation batch, from prompts to rollout: sample, score, compare within groups; shared over all processes."""
+"""One generation batch, from prompts to rollout: sample, score, compare within groups; divided among all processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import decode_completions, text_of
 from grpo_core.data.order import Arranged, derive_seed, fresh_prompts, rollout_prompts, source_rows
 from grpo_core.data.prompts import Prompts
-from grpo_core.distributed import gathered, processes_per_machine, share
+from grpo_core.distributed import gathered, own_range, processes_per_machine
 from grpo_core.environments.conversation import Said, conversation_metrics
 from grpo_core.environments.processes import Environment
 from grpo_core.environments.setting import Setting
@@ -33,7 +33,7 @@ from grpo_core.planning.plan import Plan
 from grpo_core.rewards.composition import counted, passed
 from grpo_core.rewards.contract import Reward
 from grpo_core.rewards.scoring import Batch, score_arriving
-from grpo_core.rollout.ahead import Group, Taking, requests_of, windows
+from grpo_core.rollout.ahead import Group, TakingSampler, requests_of, windows
 from grpo_core.rollout.answers import Answer, completions_of, conversations_of
 from grpo_core.rollout.process_work import TOKENS, work_metrics
 from grpo_core.rollout.requests import own_limit, training_sampling
@@ -51,7 +51,7 @@ class Sample:
     text: str  # of a conversation, the policy's last words
     rewards: list[float]  # K, NaN for None
     said: Said | None = None  # in a conversation with tools or an environment
-    place: int = 0  # among all completions that its process has asked for
+    place: int = 0  # index among all completions that its process has asked for
     turn: int = 0  # the generation batch whose turn the row was
 
 
@@ -71,12 +71,12 @@ def collect(
     again: Sequence[Group] = (),
     arranged: Arranged = None,
 ) -> tuple[GenerationBatch, list[Sample], list[Group]]:
-    """Generation batch `index`, its samples in the same order, and the groups that are begun and not in it.
+    """Return generation batch `index`, its samples in the same order, and the groups that are begun but not in it.
 
-    Every process samples and scores its share, and all get the whole. Another `attempt` draws other samples of the same
-    prompts. `lookahead`, `begun`: what samples ahead, and the groups that the call before has left; None if nothing is
-    sampled ahead. `max_staleness`: how many hand-overs of weights after its begin a group that begins now may be taken.
-    `again`: the groups to sample if they are not those whose turn it is, since the batch had these before a roll-back.
+    Every process samples and scores its part, and all get the whole. Another `attempt` draws other samples of the same
+    prompts. `lookahead`: what samples ahead; None if nothing does. `begun`: the groups that the previous call has left.
+    `max_staleness`: number of hand-overs of weights within which a group that begins now must be taken. `again`: the
+    groups to sample instead of those whose turn it is: those that the batch had before a roll-back.
     `arranged`: see `rollout_prompts`.
     """
     g = plan.num_generations
@@ -85,16 +85,16 @@ def collect(
     work: list[list[dict[str, float]]] = []  # of each process, in each draw
 
     def draw(groups: Sequence[Group]) -> list[Sample]:
-        """G scored completions of each group, over all processes."""
-        mine = share(len(groups) * g)
+        """Return G scored completions of each group, over all processes."""
+        mine = own_range(len(groups) * g)
         requests, own = _requests(groups, prompts, g, config, attempt, mine)
         return scored(engine, requests, own, lambda place: groups[(mine.start + place) // g], setting)
 
     def take(lookahead: Lookahead, window: Sequence[Group], count: int) -> list[Sample]:
-        """G scored completions of `count` of this process's begun groups, and of those of the others."""
+        """Return G scored completions per group: `count` of this process's begun groups, and those of the others."""
         requests = requests_of(window, prompts, plan, config, attempt)
         lookahead.begin(requests, sampling, max_staleness)
-        rows, taking = [row for _, row in window], Taking(lookahead, count)
+        rows, taking = [row for _, row in window], TakingSampler(lookahead, count)
         return scored(taking, requests, rows, lambda place: window[place // g], setting)
 
     def scored(
@@ -104,7 +104,7 @@ def collect(
         group_of: Callable[[int], Group],
         setting: Setting | None = None,
     ) -> list[Sample]:
-        """What all processes sample, this one of its requests; `group_of`: the group of each of its completions."""
+        """Return all processes' samples, this one's for `requests`; `group_of`: group of each of its completions."""
 
         def sample() -> tuple[list[Sample], float]:
             found, seconds = sample_and_score(sampler, requests, rows, sampling, prompts, tokenizer, rewards, setting)
@@ -123,7 +123,7 @@ def collect(
     else:
         process = PartialState()
         all_begun = windows(begun, plan, config.seed, index, max_staleness, process.num_processes, arranged)
-        samples = take(lookahead, all_begun[process.process_index], len(share(plan.prompts_per_generation)))
+        samples = take(lookahead, all_begun[process.process_index], len(own_range(plan.prompts_per_generation)))
         taken = {(sample.turn, sample.row) for sample in samples}
         left = [group for window in all_begun for group in window if group not in taken]
     advantages = _advantages(samples, config, plan)
@@ -164,8 +164,8 @@ def generation_batch(
     metrics: dict[str, float],
     arranged: Arranged = None,
 ) -> GenerationBatch:
-    """Generation batch `index`, made of `samples`, groups in a row, with advantages. `sampled`: these, and those of
-    groups that were replaced; `metrics`: of how they were sampled.
+    """Make generation batch `index` of `samples`, groups in a row, with advantages. `sampled`: these, and those of
+    groups that were replaced; `metrics`: of the sampling.
 
     Raises NotFiniteError if the log-probability of a token is not finite.
     """
@@ -180,7 +180,7 @@ def generation_batch(
     sampling_logprobs = pad([completion.logprobs for completion in completions], torch.float32)
     if not sampling_logprobs.isfinite().all():
         raise NotFiniteError(f"rollout {index}: the policy's log-probabilities of its own samples are not finite")
-    trained = [_is_trained(completion, config.algorithm) for completion in completions]
+    trained = [_trained_mask(completion, config.algorithm) for completion in completions]
     return GenerationBatch(
         index=index,
         scheduled_rows=rollout_prompts(plan, config.seed, index, arranged),
@@ -201,7 +201,7 @@ def generation_batch(
 
 
 def _metrics_of(places: Sequence[int], samples: Sequence[Sample], advantages: Advantages, g: int) -> dict[str, float]:
-    """Rewards and lengths of the samples at these places, which are those of whole groups."""
+    """Metrics of rewards and lengths of the samples at these places, which are whole groups."""
     rewards = advantages.rewards[[*places]]
     is_silent = advantages.group_std[[place // g for place in places[::g]]] == 0
     return {
@@ -213,7 +213,7 @@ def _metrics_of(places: Sequence[int], samples: Sequence[Sample], advantages: Ad
 
 
 def _source_metrics(samples: Sequence[Sample], advantages: Advantages, plan: Plan) -> dict[str, float]:
-    """The metrics of each source that the batch has completions of."""
+    """Metrics of each source that has completions in the batch."""
     metrics = {}
     for source, rows in zip(plan.sources, source_rows(plan), strict=False):
         if own := [place for place, sample in enumerate(samples) if sample.row in rows]:
@@ -222,13 +222,13 @@ def _source_metrics(samples: Sequence[Sample], advantages: Advantages, plan: Pla
 
 
 def _sources(samples: Sequence[Sample], plan: Plan) -> list[str | None]:
-    """The name of each sample's source; None without sources."""
+    """Name of each sample's source; None without sources."""
     ends, names = [rows.stop for rows in source_rows(plan)], [source.name for source in plan.sources] or [None]
     return [names[bisect_right(ends, sample.row)] for sample in samples]
 
 
 def _matrix(samples: Sequence[Sample]) -> np.ndarray:
-    """What the rewards gave, NaN for None. (B, K)"""
+    """Values of the rewards, NaN for None. (B, K)"""
     return np.array([sample.rewards for sample in samples], dtype=np.float64)
 
 
@@ -253,7 +253,7 @@ def sample_and_score(
     rewards: Sequence[Reward],
     setting: Setting | None = None,
 ) -> tuple[list[Sample], float]:
-    """The requests' completions, scored, and the seconds until the last was sampled; `rows` are the requests'.
+    """Return the requests' completions, scored, and the seconds until the last was sampled; `rows`: of the requests.
 
     Asynchronous rewards work on the requests that are finished while the others are sampled. With a `setting`, each
     completion is a conversation; one whose environment fails gets None from every reward.
@@ -321,9 +321,9 @@ def share_samples(
 def _requests(
     groups: Sequence[Group], prompts: Prompts, g: int, config: RunConfig, attempt: int, mine: range
 ) -> tuple[list[Request], list[int]]:
-    """Requests for the completions `mine` of the groups, and their dataset rows.
+    """Return requests for the completions `mine` of the groups, and their dataset rows.
 
-    A group may straddle two processes; its seeds go on where the other process's end.
+    A group may straddle two processes; its seeds continue where the other process's end.
     """
     requests: list[Request] = []
     request_rows: list[int] = []
@@ -335,9 +335,9 @@ def _requests(
     return requests, request_rows
 
 
-def _is_trained(completion: Completion, config: AlgorithmConfig) -> list[float]:
-    """1 per token that is trained, 0 per token that is not: those of an environment and, with
-    mask_truncated_completions, all that were cut off."""
+def _trained_mask(completion: Completion, config: AlgorithmConfig) -> list[float]:
+    """Mask with 1 per token that is trained, and 0 per token of an environment or, with mask_truncated_completions, of
+    a completion that was cut off."""
     kept = not (config.mask_truncated_completions and completion.truncated)
     return [float(kept and sampled) for sampled in completion.mask or [1] * len(completion.ids)]
 
@@ -355,7 +355,7 @@ def _reward_metrics(rewards: Sequence[RewardConfig], given: np.ndarray) -> dict[
 
 
 def _age_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """How often the engine has got other weights since it sampled: mean over the tokens, and of the oldest."""
+    """Number of hand-overs of weights since a token was sampled: mean over the tokens, and of the oldest."""
     ages = [
         age
         for completion in completions

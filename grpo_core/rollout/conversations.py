@@ -10,19 +10,19 @@ from grpo_core.environments.conversation import Conversation, Play, Question, Sa
 from grpo_core.environments.processes import CallError, wait_for_any
 from grpo_core.rollout.types import Completion, Request, Sampler, Sampling, Stream
 
-SETTLE_SECONDS = 0.02  # in which other answers may come, so that sampling does not begin with one request
+SETTLE_SECONDS = 0.02  # to wait for further answers, so that sampling does not begin with one request
 LONGEST_PAUSE = 1.0
 
-Ended = list[tuple[int, Conversation]]  # by its place among the conversations
+Ended = list[tuple[int, Conversation]]  # each by its index among the conversations
 Playing = Generator[Ended, Sequence[tuple[Play, int]] | None, None]  # more conversations are sent with their seeds
 
 
 def play(engine: Sampler, plays: Sequence[Play], seeds: Sequence[int], sampling: Sampling) -> Playing:
-    """Play all conversations to their ends. Gives, after each step of the engine, those that have ended. More may be
-    sent into it, which are numbered on; it ends when all have ended and none is sent.
+    """Play all conversations to their ends. Yields, after each step of the engine, those that have ended. More may be
+    sent in, and their numbers continue; the generator ends when all have ended and none is sent.
 
     A conversation's first turn is drawn with its seed, as a single completion is, and turn n with
-    derive_seed(seed, n): what it says does not depend on what is sampled beside it.
+    derive_seed(seed, n), so its tokens do not depend on what is sampled beside it.
     """
     plays, seeds = [*plays], [*seeds]
     asked: dict[int, Question] = {}  # conversations that wait for their environment
@@ -58,9 +58,9 @@ def play(engine: Sampler, plays: Sequence[Play], seeds: Sequence[int], sampling:
             if asked and not stream.sampled:
                 wait_for_any(
                     [each.environment for each in asked.values()],
-                    _pause(asked, SETTLE_SECONDS if ready else LONGEST_PAUSE),
+                    _seconds_to_wait(asked, SETTLE_SECONDS if ready else LONGEST_PAUSE),
                 )
-            heard = _heard(asked)
+            heard = _take_answers(asked)
             for which, answer in heard:
                 go_on(which, answer)
             if heard and asked and not stream.sampled:
@@ -109,8 +109,8 @@ class _Stream:
             self.running.close()
 
 
-def _heard(asked: dict[int, Question]) -> list[tuple[int, object]]:
-    """Answers, or what became of them, that have arrived; their questions are taken out of `asked`."""
+def _take_answers(asked: dict[int, Question]) -> list[tuple[int, object]]:
+    """Return the answers, or errors, that have arrived, and take their questions out of `asked`."""
     heard: list[tuple[int, object]] = []
     for which, question in asked.items():
         try:
@@ -124,8 +124,8 @@ def _heard(asked: dict[int, Question]) -> list[tuple[int, object]]:
     return heard
 
 
-def _pause(asked: dict[int, Question], most: float) -> float:
-    """Seconds until the first of the questions has had its time, at most so many."""
+def _seconds_to_wait(asked: dict[int, Question], most: float) -> float:
+    """Seconds until the deadline of the first of the questions, but at most `most`."""
     nearest = min(question.environment.deadline for question in asked.values())
     return max(0.0, min(most, nearest - time.monotonic()))
 

@@ -14,8 +14,8 @@ from grpo_core.rollout.types import AheadSampler, Request, Sampling, Stream
 
 
 @dataclass(frozen=True)
-class _Turns:
-    """Turns that are sampled ahead, as an engine's."""
+class _AheadTurns:
+    """Sampler of turns that are sampled ahead."""
 
     engine: AheadSampler
 
@@ -25,7 +25,7 @@ class _Turns:
 
 @dataclass
 class _Group:
-    """`due`: the version of the weights at which it is taken at the latest; `members`: those that have ended."""
+    """`due`: latest version of the weights at which it is taken; `members`: conversations that have ended."""
 
     due: int
     size: int
@@ -42,9 +42,9 @@ class ConversationsAhead:
     def __init__(self, engine: AheadSampler, setting: Setting, prompts: Prompts):
         self.engine, self.setting, self.prompts = engine, setting, prompts
         self.begun: dict[int, _Group] = {}  # by the request's seed
-        self.finished: list[int] = []  # of these, in the order in which they were
+        self.finished: list[int] = []  # of these, those with all members, in the order of their ends
         self.playing: Playing | None = None
-        self.places: list[tuple[int, int]] = []  # of the conversations that it plays: their groups, and numbers in them
+        self.places: list[tuple[int, int]] = []  # per conversation in `playing`: its group, and number there
 
     def begin(self, requests: Sequence[Request], sampling: Sampling, max_staleness: int) -> None:
         new: list[tuple[Play, int]] = []
@@ -80,7 +80,7 @@ class ConversationsAhead:
         self.begun, self.finished, self.playing, self.places = {}, [], None, []
 
     def _go_on(self, sampling: Sampling, new: Sequence[tuple[Play, int]] = ()) -> None:
-        """One step of those that are played, with the new ones."""
+        """Play one step of the conversations, with the new ones."""
         ended: Ended = []
         if self.playing is not None:
             try:
@@ -89,7 +89,7 @@ class ConversationsAhead:
                 self.playing = None
         elif new:
             plays, seeds = zip(*new, strict=True)
-            self.playing, self.places = play(_Turns(self.engine), plays, seeds, sampling), self.places[-len(new) :]
+            self.playing, self.places = play(_AheadTurns(self.engine), plays, seeds, sampling), self.places[-len(new) :]
             ended = next(self.playing)
         for place, talk in ended:
             seed, number = self.places[place]
@@ -99,7 +99,7 @@ class ConversationsAhead:
                 self.finished.append(seed)
 
     def _pop(self, seed: int) -> list[Conversation]:
-        """The group's conversations, each token with its age now."""
+        """Remove the group and return its conversations, each token with its current age."""
         self.finished.remove(seed)
         members = self.begun.pop(seed).members
         for talk in members.values():

@@ -16,7 +16,7 @@ from grpo_core.rollout.types import Engine
 def make_engine(
     config: RunConfig, model_path: Path | str, model: nn.Module, tokenizer: object, max_length: int
 ) -> Engine:
-    """The configured engine, with the weights at `model_path`, the folder or hub name that `model` was loaded from.
+    """Make the configured engine with the weights at `model_path`, the folder or hub name that `model` came from.
 
     `max_length`: the longest prompt plus completion, in tokens.
     """
@@ -24,9 +24,8 @@ def make_engine(
     if name == "transformers":
         from grpo_core.rollout.transformers_engine import TransformersEngine
 
-        if is_sharded(
-            model
-        ):  # sampling would gather all layers for each token, and the processes sample unequally many
+        # Sharded, it would gather all layers for each token, and the processes sample unequally many.
+        if is_sharded(model):
             dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
             device = next(model.parameters()).device
             model = load_model(model_path, config.model.revision, dtype=dtype, device=device)

@@ -1,6 +1,6 @@
 """Decoding with one copy of each prompt's keys and values for all completions of its group, none of them padded.
 
-transformers hands a model's attention over to a function of ours. It keeps keys and values itself: those of a prompt
+transformers calls a function of ours for a model's attention. It keeps keys and values itself: those of a prompt
 once, which all its completions multiply in one product, and those of the completions in place, in buffers that grow by
 doubling. One softmax goes over both, so that the result is that of plain attention.
 
@@ -25,9 +25,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from grpo_core.model.capabilities import TOLERANCE, attends_to_all, decoder
 
 NAME = "grpo_group_cache"
-FIRST_CAPACITY = 64  # tokens of a completion that there is room for at first
-GRAPH_TOKENS = 64  # on a GPU a captured step reads a multiple of these, and serves as many; divides every capacity
-# What attention need not know; a window is longer than any sequence where the cache is shared.
+FIRST_CAPACITY = 64  # initial capacity, in tokens of a completion
+GRAPH_TOKENS = 64  # on a GPU a captured step reads a multiple of these, and is used as often; divides every capacity
+# Options that attention may ignore; a window is longer than any sequence where the cache is shared.
 HARMLESS = {"dropout", "position_ids", "position_embeddings", "use_cache", "sliding_window"}
 
 
@@ -63,12 +63,12 @@ class GroupCache:
         self.next = torch.zeros(1, dtype=torch.int64, device=device)  # place of the next token of all completions
         self.step, self.capacity = 0, 0
         self.block = GRAPH_TOKENS if device.type == "cuda" else 1  # tokens of completions that are read at a time
-        self.most = -(-max_tokens // self.block) * self.block
+        self.max_tokens = -(-max_tokens // self.block) * self.block
         self.graph: Any = None
         self._lay_out()
 
     def prefill(self) -> Tensor:
-        """Logits of each completion's first token. (B, V)"""
+        """Return the logits of each completion's first token. (B, V)"""
         rows = torch.arange(len(self.lengths), device=self.lengths.device)
 
         def last_only(module: nn.Module, arguments: Any, output: Any) -> Any:
@@ -85,10 +85,10 @@ class GroupCache:
         return logits[self.group]
 
     def decode(self, token: Tensor) -> Tensor:
-        """Logits of the tokens after these. (B,) → (B, V)"""
+        """Return the logits of the tokens after these. (B,) → (B, V)"""
         if self.step == self.capacity:
             self._drop_unused()
-            self._resize(max(min(2 * self.step, self.most), self.step + FIRST_CAPACITY))
+            self._resize(max(min(2 * self.step, self.max_tokens), self.step + FIRST_CAPACITY))
         logits = self._replay(token) if token.is_cuda else self._forward(token[:, None], self.positions[:, None])
         self.step += 1
         self.next += 1
@@ -96,7 +96,7 @@ class GroupCache:
         return logits
 
     def keep(self, rows: Tensor) -> None:
-        """Only these completions go on. (B,) bool"""
+        """Keep only these completions. (B,) bool"""
         self.positions, self.first = self.positions[rows], self.first[rows]
         groups, self.group = self.group[rows].unique_consecutive(return_inverse=True)
         self.lengths, self.prompt_bias = self.lengths[groups], self.prompt_bias[groups]
@@ -106,7 +106,7 @@ class GroupCache:
         self._lay_out()
 
     def join(self, other: GroupCache) -> None:
-        """Completions of another cache, of which only the prompts have been read, go on behind those of this one."""
+        """Append the completions of another cache, which has read only its prompts."""
         self._drop_unused()
         width = int(torch.cat([self.lengths, other.lengths]).max())  # of the longest prompt
 
@@ -127,11 +127,11 @@ class GroupCache:
         self.lengths = torch.cat([self.lengths, other.lengths])
         self.positions = torch.cat([self.positions, other.positions])
         self.first = torch.cat([self.first, self.next.expand(len(other.group))])
-        self.most = max(self.most, other.most)
+        self.max_tokens = max(self.max_tokens, other.max_tokens)
         self._lay_out()
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Attention of one layer, whose new keys and values are kept. (B, heads, T, D) → (B, T, heads, D)"""
+        """Compute one layer's attention, and keep its new keys and values. (B, heads, T, D) → (B, T, heads, D)"""
         if module.layer_idx not in self.layers:
             room = key.new_zeros(len(self.group), key.shape[1], 0, key.shape[3])
             room_values = value.new_zeros(len(self.group), value.shape[1], 0, value.shape[3])
@@ -144,16 +144,16 @@ class GroupCache:
         keys, values = layer.keys[:, :, : self.visible], layer.values[:, :, : self.visible]
         rows, heads, _, size = query.shape
         queries = (query * scaling).view(rows, key.shape[1], -1, size)  # by the key head that they read
-        prompt = self._of_rows(self._of_groups(queries) @ layer.prompt_keys.transpose(2, 3), queries)
+        prompt = self._from_grid(self._to_grid(queries) @ layer.prompt_keys.transpose(2, 3), queries)
         own = queries @ keys.transpose(2, 3)
         scores = torch.cat([prompt + self.row_bias, own + self.own_bias], dim=-1)
         shares = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
         of_prompt, of_own = shares.split([prompt.shape[-1], own.shape[-1]], dim=-1)
-        mixed = self._of_rows(self._of_groups(of_prompt) @ layer.prompt_values, queries) + of_own @ values
+        mixed = self._from_grid(self._to_grid(of_prompt) @ layer.prompt_values, queries) + of_own @ values
         return mixed.reshape(rows, 1, heads, value.shape[3])
 
     def _lay_out(self) -> None:
-        """Where each completion is in the grid of R prompts times the largest group."""
+        """Find each completion's place in the grid of R prompts times the largest group."""
         groups, sizes = self.group.unique_consecutive(return_counts=True)
         self.width = int(sizes.max())
         first = sizes.cumsum(0) - sizes
@@ -162,19 +162,19 @@ class GroupCache:
         self.row_bias = self.prompt_bias[self.group][:, None, None]  # (B, 1, 1, P)
         self.graph = None
 
-    def _of_groups(self, x: Tensor) -> Tensor:
-        """(B, H, n, …) → (R, H, width · n, …), zeros where a group has fewer completions than another."""
+    def _to_grid(self, x: Tensor) -> Tensor:
+        """(B, H, n, …) → (R, H, width · n, …), zeros where a group has fewer completions than the largest."""
         if self.slots is not None:
             x = x.new_zeros(len(self.prompt_bias) * self.width, *x.shape[1:]).index_copy_(0, self.slots, x)
         return x.unflatten(0, (-1, self.width)).transpose(1, 2).flatten(2, 3)
 
-    def _of_rows(self, x: Tensor, like: Tensor) -> Tensor:
-        """The way back: (R, H, width · n, …) → (B, H, n, …)."""
+    def _from_grid(self, x: Tensor, like: Tensor) -> Tensor:
+        """Undo `_to_grid`: (R, H, width · n, …) → (B, H, n, …)."""
         x = x.unflatten(2, (self.width, like.shape[2])).transpose(1, 2).flatten(0, 1)
         return x if self.slots is None else x[self.slots]
 
     def _drop_unused(self) -> None:
-        """Drop the places before the first that a completion uses; whole blocks of them."""
+        """Drop whole blocks of places before the first that a completion uses."""
         unused = int(self.first.min()) // self.block * self.block
         for layer in self.layers.values():
             layer.keys, layer.values = layer.keys[:, :, unused:], layer.values[:, :, unused:]
@@ -188,7 +188,7 @@ class GroupCache:
         self.capacity, self.graph = capacity, None
 
     def _forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Logits after the last of these. (…, T) → (…, V)"""
+        """Return the logits after the last of these tokens. (…, T) → (…, V)"""
         self.visible = (self.step // self.block + 1) * self.block
         places = torch.arange(self.visible, device=positions.device)
         hidden = ((places < self.first[:, None]) | (places > self.next))[:, None, None]
@@ -198,9 +198,9 @@ class GroupCache:
             return self.model(input_ids=input_ids, position_ids=positions, **options).logits[:, -1].float()
 
     def _replay(self, token: Tensor) -> Tensor:
-        """A step without the time that Python takes for one: captured as a CUDA graph, again where shapes change.
+        """Run a step as a CUDA graph, without Python's overhead. It is captured again when shapes change.
 
-        Written after torch's manual and not run on a GPU so far.
+        Written after torch's manual; not run on a GPU so far.
         """
         if self.graph is None or self.step % GRAPH_TOKENS == 0:
             self.token, self.place = token[:, None].clone(), self.positions[:, None].clone()
@@ -251,18 +251,18 @@ def _attention_of_ours(model: Any) -> Iterator[None]:
 
 
 def can_share_cache(model: Any, max_length: float) -> bool:
-    """Whether the model says the same with this cache as in a plain pass, in sequences of up to `max_length` tokens.
+    """True if the model's logits with this cache match a plain pass's, in sequences of up to `max_length` tokens.
 
-    Not so for layers that attend to a window only, cap their scores or carry a state.
+    False for layers that attend to a window only, cap their scores or carry a state.
     """
     plain = attends_to_all(model.config.get_text_config(), max_length)
-    return plain and says_the_same(model, partial(GroupCache, model))
+    return plain and matches_plain_forward(model, partial(GroupCache, model))
 
 
 @torch.no_grad()
-def says_the_same(model: Any, make_cache: Callable[..., Any]) -> bool:
-    """Whether log-probabilities with the cache match those of a plain pass, for prompts of different lengths, one of
-    which joins when the others have been decoded for a step."""
+def matches_plain_forward(model: Any, make_cache: Callable[..., Any]) -> bool:
+    """True if logits with the cache match those of a plain pass, for prompts of different lengths, one of which joins
+    after the others have been decoded for a step."""
     prompts, later = [[0, 1, 2], [3, 1, 0, 2, 1], [2, 3]], [[1, 2, 0], [0, 3, 3], [2, 0, 1], [3, 2]]
     steps = [torch.tensor(tokens, device=model.device) for tokens in ([1, 0, 2], [2, 3, 0, 3], [0, 3, 1, 2])]
     try:

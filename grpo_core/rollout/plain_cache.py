@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 
 class PlainCache:
-    """The methods of `GroupCache`, with one row per completion, padded on the left."""
+    """Cache with the methods of `GroupCache`; it has one row per completion, padded on the left."""
 
     def __init__(self, model: Any, prompts: list[list[int]], copies: list[int], max_tokens: int, pad_id: int):
         self.model, device = model, model.device
@@ -39,7 +39,7 @@ class PlainCache:
         self.mask, self.positions = self.mask[rows], self.positions[rows]
 
     def join(self, other: PlainCache) -> None:
-        """Completions of another cache go on behind those of this one, padded on the left to the same width."""
+        """Append the completions of another cache, padded on the left to the same width."""
         unused = int(self.mask.any(0).int().argmax())  # columns that are padding everywhere
         width = max(self.mask.shape[1] - unused, other.mask.shape[1])
 

@@ -1,4 +1,4 @@
-"""How evenly the processes of a training are occupied: by their own work, without the time in which they waited."""
+"""How evenly the processes of a training are occupied by their own work, not counting the time in which they wait."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ TOKENS = "tokens"  # sampled by a process
 
 
 def work_metrics(work: Sequence[Mapping[str, float]], per_machine: int) -> dict[str, float]:
-    """For each phase, the process that worked longest, and how many seconds longer than the others' median; for each of
-    several machines, tokens sampled per second of sampling. Nothing for a single process.
+    """Return for each phase the process that worked longest, and how many seconds longer than the others' median; for
+    each of several machines, tokens sampled per second of sampling. Empty for a single process.
 
     `work`: for each process, seconds by phase, and tokens. `per_machine`: processes on each machine, in a row.
     """

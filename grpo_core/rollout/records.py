@@ -19,7 +19,7 @@ from grpo_core.system.progress import phase
 
 
 def token_columns(samples: Sequence[Sample]) -> dict[str, pa.Array]:
-    """What a training on the samples needs beside texts and rewards. `sampling_logprobs`: the engine's, as float32;
+    """Columns that training on the samples needs beside texts and rewards. `sampling_logprobs`: the engine's, float32;
     `trained_tokens`: of conversations, 1 per token that the policy sampled, 0 per token of the environment."""
     completions = [sample.completion for sample in samples]
     found = {
@@ -34,14 +34,14 @@ def token_columns(samples: Sequence[Sample]) -> dict[str, pa.Array]:
 
 
 def _lists(rows: Sequence[Sequence[float]], kind: type[np.number]) -> pa.Array:
-    """Lists as a column, in a tenth of the time that `pa.array` takes."""
+    """Make a column of lists, in a tenth of the time that `pa.array` takes."""
     offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
     values = np.fromiter(itertools.chain.from_iterable(rows), kind, count=offsets[-1])
     return pa.ListArray.from_arrays(offsets, values)
 
 
 def conversation_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """Columns of records for conversations; none without tools and environment. `opening`: what the environment's
+    """Columns of records for conversations; empty without tools and environment. `opening`: what the environment's
     `reset` added to the prompt; `conversation`: the messages after that, as JSON; `environment_failure`: "" if there
     was none."""
     held = [sample.said for sample in samples if sample.said]
@@ -60,7 +60,7 @@ def conversation_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
 
 @phase("reading the recording")
 def replay(index: int, config: RunConfig, plan: Plan) -> tuple[GenerationBatch, list[Sample]]:
-    """Generation batch `index` as it was recorded, and its samples in the same order. Rewards are those of the
+    """Return generation batch `index` as recorded, and its samples in the same order. Rewards are those of the
     recording; they are weighted and compared as `config` says.
 
     The same on every process, each of which reads the whole.

@@ -13,7 +13,7 @@ from grpo_core.rollout.types import Request, Sampling
 
 
 def training_sampling(config: RolloutConfig) -> Sampling:
-    """How training completions are drawn."""
+    """Sampling of training completions."""
     return Sampling(
         config.max_completion_length,
         config.temperature,
@@ -26,19 +26,19 @@ def training_sampling(config: RolloutConfig) -> Sampling:
 
 
 def evaluation_sampling(config: RunConfig) -> Sampling:
-    """How evaluated completions are drawn."""
+    """Sampling of evaluated completions."""
     keys = config.evaluation
     return Sampling(config.evaluation_length, keys.temperature, keys.top_p, keys.top_k, stop=tuple(config.rollout.stop))
 
 
 def own_limit(config: RunConfig, row: Mapping[str, Any]) -> int | None:
-    """Tokens after which completions of this dataset row are cut off, if its source has a limit of its own."""
+    """Tokens after which completions of this dataset row are cut off; None if its source has no limit of its own."""
     limits = {source.name: source.max_completion_length for source in config.data.sources}
     return limits[row["source"]] if limits else None
 
 
 def evaluation_request(config: RunConfig, prompts: Prompts, row: int, num_samples: int = 1) -> Request:
-    """Completions of a held-out prompt; their seeds depend on nothing but run seed and row."""
+    """Return the request for completions of a held-out prompt; its seeds depend only on run seed and row."""
     limit = own_limit(config, prompts.rows[row])
     limit = limit and min(limit, config.evaluation_length)
     return Request(prompts.ids[row], num_samples, derive_seed(config.seed, row), limit)

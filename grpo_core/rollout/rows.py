@@ -1,4 +1,4 @@
-"""Completions that are decoded together, one row each: what has been drawn for them, and which go on."""
+"""Completions that are decoded together, one row each: what has been drawn for them, and which are unfinished."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from grpo_core.rollout.types import Completion, Request, Sampling
 
 @dataclass
 class Rows:
-    """B completions of up to T tokens. A finished one that is still decoded overwrites its place after its last token,
-    hence one place more."""
+    """B completions of up to T tokens. A finished one that is still decoded overwrites the place after its last token,
+    hence T + 1 places."""
 
     places: Tensor  # (B, 2) int64: the request's number, and the completion's number in it
     limits: Tensor  # (B,) int64, tokens
@@ -29,12 +29,12 @@ class Rows:
     seen: Tensor  # (B, V) bool, tokens of prompt and completion so far; (B, 0) without a repetition penalty
 
 
-def begin(requests: Mapping[int, Request], sampling: Sampling, logits: Tensor) -> Rows:
-    """Rows of requests, by their numbers, before the first token, whose logits these are. (B, V)"""
+def begin_rows(requests: Mapping[int, Request], sampling: Sampling, logits: Tensor) -> Rows:
+    """Make the rows of numbered requests before their first token, whose logits these are. (B, V)"""
     device = logits.device
     limits, places = [], []
     for number, request in requests.items():
-        limits += [limit(request, sampling)] * request.num_completions
+        limits += [token_limit(request, sampling)] * request.num_completions
         places += [(number, i) for i in range(request.num_completions)]
     points = uniforms([*requests.values()], max(limits) + 1).to(device)
     ended = torch.zeros(len(limits), dtype=torch.bool, device=device)
@@ -55,15 +55,15 @@ def begin(requests: Mapping[int, Request], sampling: Sampling, logits: Tensor) -
     )
 
 
-def limit(request: Request, sampling: Sampling) -> int:
-    """Tokens of each of the request's completions at most."""
+def token_limit(request: Request, sampling: Sampling) -> int:
+    """Largest number of tokens of each of the request's completions."""
     return sampling.max_tokens if request.max_tokens is None else request.max_tokens
 
 
 def advance(
     rows: Rows, logits: Tensor, sampling: Sampling, end_ids: Tensor, stops: StopTexts | None
 ) -> tuple[Tensor, Tensor]:
-    """Draw the next token of each row, in place. Returns the tokens, and which rows they finish: (B,), (B,) bool."""
+    """Draw the next token of each row, in place. Returns the tokens, and which rows they finish. (B,), (B,) bool"""
     at = rows.lengths[:, None]
     if sampling.repetition_penalty != 1:
         logits = penalise(logits, rows.seen, sampling.repetition_penalty)
@@ -81,12 +81,12 @@ def advance(
 
 
 def select(rows: Rows, which: Tensor) -> Rows:
-    """These rows alone. (B,) bool"""
+    """Return only these rows. (B,) bool"""
     return Rows(*(column[which] for column in _columns(rows)))
 
 
 def join(rows: Rows, others: Rows) -> Rows:
-    """The others behind these."""
+    """Return the rows with the others appended."""
     columns = []
     for mine, theirs in zip(_columns(rows), _columns(others), strict=True):
         if mine.dim() == 2:
@@ -97,7 +97,7 @@ def join(rows: Rows, others: Rows) -> Rows:
 
 
 def completions(rows: Rows) -> list[tuple[int, int, Completion]]:
-    """What has been drawn: the request's number, the completion's number in it, the completion."""
+    """Return what has been drawn: per row the request's number, the completion's number in it, and the completion."""
     columns = (rows.places, rows.tokens, rows.logprobs, rows.lengths, rows.ended)
     return [
         (number, i, Completion(ids[:n], logprobs[:n], truncated=not ended))

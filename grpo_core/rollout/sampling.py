@@ -1,4 +1,4 @@
-"""Drawing tokens from logits, each completion with a stream of uniforms of its own."""
+"""Drawing tokens from logits, each completion with its own stream of uniforms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = 128  # tokens
 
 
 def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """One token per row, and its log-probability at the sampling temperature. (B, V), (B,) → (B,), (B,)
+    """Draw one token per row. Returns it and its log-probability at the sampling temperature. (B, V), (B,) → (B,), (B,)
 
     Min-p, top-k and top-p decide which tokens can be drawn. The log-probability is over the whole vocabulary all the
     same, as the trainer's is: otherwise their difference would hold what truncation left out, on-policy too.
@@ -41,12 +41,12 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits after the repetition penalty on the tokens seen so far. (B, V), (B, V) bool → (B, V)"""
+    """Return the logits after the repetition penalty on the tokens seen so far. (B, V), (B, V) bool → (B, V)"""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def _search(blocks: Tensor, sums: Tensor, target: Tensor) -> Tensor:
-    """The token at which the running sum passes the target; `sums` is that over blocks. (B, 1) → (B, 1)"""
+    """Find the token at which the running sum passes the target; `sums`: the sum over blocks. (B, 1) → (B, 1)"""
     # Only where probabilities are not finite does a search end past the last block; the caller refuses those.
     block = torch.searchsorted(sums, target, right=True).clamp(max=sums.shape[1] - 1)
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
@@ -73,6 +73,6 @@ def _truncate(p: Tensor, sampling: Sampling) -> None:
 
 
 def uniforms(requests: Sequence[Request], length: int) -> Tensor:
-    """One stream of uniforms per completion, from the lower 32 bits of its own seed. (B, length) float32 on the CPU"""
+    """Return one stream of uniforms per completion, by the lower 32 bits of its seed. (B, length) float32 on the CPU"""
     seeds = [request.seed + i for request in requests for i in range(request.num_completions)]
     return torch.stack([torch.rand(length, generator=torch.Generator().manual_seed(seed)) for seed in seeds])

@@ -1,4 +1,4 @@
-"""Ends completions at texts as vLLM does: a completion ends with the token that completes one of them."""
+"""Stop texts, as in vLLM: a completion ends with the token that completes one of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESET = "Invalid prefix encountered"  # tokenizers' error where bytes make no ch
 
 
 class StopTexts:
-    """The ends of the texts of completions that are being sampled, and the texts that end them."""
+    """Stop texts, and the last characters of each completion that is being sampled."""
 
     def __init__(self, tokenizer: Any, texts: Sequence[str]):
         if not tokenizer.is_fast:
@@ -25,7 +25,7 @@ class StopTexts:
                 "none; remove it, or set rollout.engine to 'vllm'"
             )
         self.tokenizer, self.texts = tokenizer.backend_tokenizer, texts
-        self.kept = max(map(len, texts)) - 1  # characters that a text may begin in
+        self.kept = max(map(len, texts)) - 1  # last characters, in which a text may begin
         self.streams: dict[tuple[int, int], DecodeStream] = {}
         self.ends: dict[tuple[int, int], str] = {}
 
@@ -37,8 +37,8 @@ class StopTexts:
                 self.ends[number, i] = ""
 
     def completed(self, places: Tensor, tokens: Tensor, going: Tensor) -> Tensor:
-        """Which completions these tokens end with a text. `places`: (B, 2) request and completion; of rows that are not
-        `going`, tokens are not read. (B,), (B,) bool → (B,) bool"""
+        """Return which completions these tokens end with a text. `places`: (B, 2) request and completion; tokens of
+        rows that are not `going` are not read. (B,), (B,) bool → (B,) bool"""
         found = [False] * len(going)
         for row in going.nonzero().flatten().tolist():
             number, i = places[row].tolist()
@@ -50,7 +50,7 @@ class StopTexts:
     def _next(self, place: tuple[int, int], token: int) -> str:
         try:
             return self.streams[place].step(self.tokenizer, token) or ""
-        except Exception as error:  # its only class of errors
+        except Exception as error:  # the only class of errors that it raises
             if not str(error).startswith(RESET):
                 raise
             self.streams[place] = DecodeStream(skip_special_tokens=True)

@@ -1,5 +1,5 @@
-"""Sampling with the training model itself: nothing to install, nothing to synchronise; the default on a CPU. Beside a
-sharded model it has a whole one of its own.
+"""Sampling with the training model itself: nothing to install, nothing to synchronise; the default on a CPU. If
+that model is sharded, the engine has a whole one of its own.
 
 Each completion draws from its own stream of uniforms, so its tokens depend on its seed alone and not on the batch.
 """
@@ -21,25 +21,25 @@ from grpo_core.errors import EngineError
 from grpo_core.model.loading import whole_weights
 from grpo_core.model.precision import in_float32
 from grpo_core.model.sharded import is_sharded
-from grpo_core.rollout.group_cache import GroupCache, can_share_cache, says_the_same
+from grpo_core.rollout.group_cache import GroupCache, can_share_cache, matches_plain_forward
 from grpo_core.rollout.plain_cache import PlainCache
-from grpo_core.rollout.rows import Rows, advance, begin, completions, join, limit, select
+from grpo_core.rollout.rows import Rows, advance, begin_rows, completions, join, select, token_limit
 from grpo_core.rollout.stop_texts import StopTexts
 from grpo_core.rollout.types import Completion, Finished, Request, Sampling, Stream
 
-JOIN_STEPS = 8  # at least, between two joins: each prefills prompts and copies the cache, about as long as a few steps
+JOIN_STEPS = 8  # at least, between two joins, which prefill prompts and copy the cache: about as long as a few steps
 STILL_GOING = 0.75  # share of the batch; below it, finished completions leave, which costs a copy of the cache
 
 
 class TransformersEngine:
-    """Satisfies `engine.Engine` with a decoding loop over a Hugging Face causal LM; `max_length`: tokens of the longest
+    """Satisfies `types.Engine` with a decoding loop over a Hugging Face causal LM; `max_length`: tokens of the longest
     sequence."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, max_length: float = math.inf):
         padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)  # any token would do: it is masked
         self.pad_id = next(token for token in padding if token is not None)
         self.tokenizer, self.max_length = tokenizer, max_length
-        self._take(model)
+        self._use_model(model)
         # Both, as in vLLM: a chat model often ends its turns with another token than its tokenizer names.
         named = getattr(model.generation_config, "eos_token_id", None)
         named = named if isinstance(named, list) else [named]
@@ -53,30 +53,31 @@ class TransformersEngine:
                 own[name].copy_(weights)
             return "copied"
         if model is not self.model:
-            self._take(model)
+            self._use_model(model)
         return "shared"
 
     def close(self) -> None:
         pass
 
-    def _take(self, model: Any) -> None:
-        """EngineError for a model that says something else when it goes on from what it has kept of prompts."""
+    def _use_model(self, model: Any) -> None:
+        """Sample with this model from now on. Raises EngineError if cached prompts change the model's output."""
         self.model, self.shares_cache = model, can_share_cache(model, self.max_length)
         right = self.shares_cache
         if not right:
             with in_float32(model):  # where rounding sends no token to another expert
                 self.shares_cache = can_share_cache(model, self.max_length)
-                right = self.shares_cache or says_the_same(model, partial(PlainCache, model, pad_id=self.pad_id))
+                make_cache = partial(PlainCache, model, pad_id=self.pad_id)
+                right = self.shares_cache or matches_plain_forward(model, make_cache)
         if not right:
             raise EngineError(
-                f"{type(model).__name__} says something else of a padded prompt than of the prompt alone, as layers do "
-                "that carry a state: the transformers engine would sample from another policy; set rollout.engine to "
-                "'vllm'"
+                f"{type(model).__name__} gives other logits for a padded prompt than for the prompt alone, as layers "
+                "that carry a state do: the transformers engine would sample from another policy; set rollout.engine "
+                "to 'vllm'"
             )
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Stream:
-        """Each step draws a token for every row. Waiting requests are prefilled together, and their rows join the
+        """Draw a token for every row in each step. Waiting requests are prefilled together, and their rows join the
         others."""
         end_ids = self.end_ids.to(next(self.model.parameters()).device)
         waiting: list[tuple[int, Request]] = []
@@ -91,12 +92,12 @@ class TransformersEngine:
         while True:
             waiting += enumerate(more, len(asked))
             asked += more
-            new = _first_rows(waiting, MAX_ROWS - (len(rows.going) if rows else 0)) if pause <= 0 else {}
+            new = _next_requests(waiting, MAX_ROWS - (len(rows.going) if rows else 0)) if pause <= 0 else {}
             if new:
                 waiting, pause = waiting[len(new) :], JOIN_STEPS
                 new_cache = self._make_cache([*new.values()], sampling)
                 new_logits = new_cache.prefill()
-                new_rows = begin(new, sampling, new_logits)
+                new_rows = begin_rows(new, sampling, new_logits)
                 if stops:
                     stops.begin(new)
                 if rows:
@@ -136,19 +137,19 @@ class TransformersEngine:
         return [row[: len(ids) - 1] for row, ids in zip(logprobs, sequences, strict=True)]
 
     def _make_cache(self, requests: Sequence[Request], sampling: Sampling) -> Any:
-        """Requests with the same prompt, one behind the other, share it."""
+        """Make a cache for the requests; consecutive ones with the same prompt share it."""
         alike = [[*members] for _, members in itertools.groupby(requests, lambda request: request.prompt_ids)]
         prompts = [members[0].prompt_ids for members in alike]
         copies = [sum(request.num_completions for request in members) for members in alike]
-        longest = max(limit(request, sampling) for request in requests)
+        longest = max(token_limit(request, sampling) for request in requests)
         if not self.shares_cache:
             return PlainCache(self.model, prompts, copies, longest, self.pad_id)
         return GroupCache(self.model, prompts, copies, longest)
 
 
-def _first_rows(requests: Sequence[tuple[int, Request]], rows: int) -> dict[int, Request]:
-    """As many of the first requests as have at most `rows` completions together; of no rows at all, one that has more
-    than MAX_ROWS is taken alone."""
+def _next_requests(requests: Sequence[tuple[int, Request]], rows: int) -> dict[int, Request]:
+    """Return as many of the first requests as have at most `rows` completions together. If all MAX_ROWS are free, a
+    request with more is taken alone."""
     taken: dict[int, Request] = {}
     for number, request in requests:
         if request.num_completions > rows and (taken or rows < MAX_ROWS):

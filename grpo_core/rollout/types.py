@@ -26,16 +26,16 @@ class Sampling:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether some tokens cannot be drawn."""
+        """True if some tokens cannot be drawn."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True)
 class Request:
     """`num_completions` of one prompt; completion i is drawn with `seed + i`, whatever else is in the batch.
-    `max_tokens`: fewer than the sampling allows; None: as many. `conversation`: the same number for all turns of a
-    conversation, which an engine with several caches samples where the earlier turns are cached. `row`: of the
-    dataset, where conversations are sampled about it."""
+    `max_tokens`: a lower limit than the sampling's; None: the sampling's. `conversation`: the same number for all turns
+    of a conversation, so that an engine with several caches samples them where the earlier turns are cached. `row`: the
+    dataset row of a conversation."""
 
     prompt_ids: list[int]
     num_completions: int
@@ -52,8 +52,8 @@ class Completion:
     A log-probability is at the sampling temperature (at 1 where sampling is greedy), after the repetition penalty and
     over the whole vocabulary, whatever top-k, top-p and min-p have left out. `mask`: of a conversation, 1 per token
     that the policy sampled and 0 per token of the environment, whose log-probability is given as 0; None: the policy
-    sampled all of them. `ages`: how often the engine has got other weights since it sampled the token; None: not since
-    any of them. `versions`: the weights that sampled the token, counted by hand-overs; None: the engine does not say.
+    sampled all of them. `ages`: hand-overs of weights since the token was sampled; None: 0 for all of them.
+    `versions`: the weights that sampled the token, counted by hand-overs; None: the engine does not say.
     """
 
     ids: list[int]
@@ -68,21 +68,21 @@ class Completion:
         return len(self.ids) if self.mask is None else sum(self.mask)
 
 
-def aged(completion: Completion, version: int) -> Completion:
-    """The same with ages instead of versions; `version`: of the engine's weights."""
+def with_ages(completion: Completion, version: int) -> Completion:
+    """Return the completion with ages instead of versions; `version`: of the engine's weights."""
     return replace(completion, ages=[version - then for then in completion.versions or ()], versions=None)
 
 
-Finished = tuple[int, list[Completion]]  # a request, by its place among the requests, and all of its completions
+Finished = tuple[int, list[Completion]]  # a request, by its index among the requests, and all of its completions
 Stream = Generator[list[Finished], Sequence[Request] | None, None]
 
 
 class Sampler(Protocol):
-    """What gives completions."""
+    """Source of completions."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Stream:
-        """After each step the requests that it finished, often none; may be closed early. More requests may be sent
-        into it, which are numbered on; it ends when all are finished and none is sent."""
+        """Yield after each step the requests that it finished, often none; may be closed early. More requests may be
+        sent in, and their numbers continue; it ends when all are finished and none is sent."""
         ...
 
 
@@ -110,15 +110,14 @@ class Lookahead(Protocol):
     they come."""
 
     def begin(self, requests: Sequence[Request], sampling: Sampling, max_staleness: int) -> None:
-        """Start those that are not begun; each is to be taken at most `max_staleness` hand-overs of weights later."""
+        """Start those that are not begun; each must be taken at most `max_staleness` hand-overs of weights later."""
         ...
 
     def take(
         self, requests: Sequence[Request], sampling: Sampling, count: int
     ) -> Generator[list[tuple[int, list[Any]]], None, None]:
-        """The completions, or conversations, of `count` of these requests, all of them begun: those that have to be
-        taken now, and of the others those that finish first, which are older ones where several have. What is left is
-        sampled on."""
+        """Yield the completions, or conversations, of `count` of these requests, all of them begun: those that have to
+        be taken now, then those that finish first, older ones before others. Sampling of the rest goes on."""
         ...
 
     def drop_begun(self) -> None:
@@ -133,13 +132,13 @@ class AheadSampler(Protocol):
     version: int
 
     def generate_ahead(self, requests: Sequence[Request], sampling: Sampling) -> Stream:
-        """As `generate`, behind what the training waits for, with the versions of the weights."""
+        """Do as `generate`, with lower priority than what the training waits for, and with versions of the weights."""
         ...
 
 
 @dataclass(frozen=True)
 class GenerationBatch:
-    """Sampled and scored: B completions, the same on every process, groups in a row, right-padded to T tokens."""
+    """B completions, sampled and scored: the same on every process, groups in a row, right-padded to T tokens."""
 
     index: int
     scheduled_rows: list[int]  # P, the dataset rows whose turn it is

@@ -1,4 +1,4 @@
-"""How long one process may wait for another."""
+"""Longest times that one process may wait for another."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ LONGEST_WAIT = timedelta(days=365)
 
 
 def longest_wait(config: RunConfig) -> timedelta:
-    """How long one process may wait for another before that counts as an error: longer than the configuration lets
-    sampling and scoring of a batch take, with UNLIMITED_WORK for what it does not limit.
+    """Longest time that one process may wait for another; more is an error. It exceeds the time that the configuration
+    lets sampling and scoring of a batch take, with UNLIMITED_WORK for what it does not limit.
 
-    A failing call of a reward is repeated to find the completion that makes it fail. A process that dies is not waited
-    for that long: the launcher ends the others.
+    A failing call of a reward is repeated to find the completion that makes it fail. If a process dies, the launcher
+    ends the others before this time.
     """
-    limited = _scoring(config) + _answer(config) + _environments(config)
+    limited = _scoring_seconds(config) + _answer_seconds(config) + _environment_seconds(config)
     return UNLIMITED_WORK + timedelta(seconds=min(limited, LONGEST_WAIT.total_seconds()))
 
 
 def phase_limits(config: RunConfig) -> dict[str, float]:
     """Seconds for which a process may stand still in a phase by the configured time limits, by the phase's name; in
     set-up and checkpoints, as long as a slow disk may take."""
-    answer = _answer(config)
+    answer = _answer_seconds(config)
     unlimited = UNLIMITED_WORK.total_seconds()
-    scoring = _scoring(config)
+    scoring = _scoring_seconds(config)
     return {SET_UP: unlimited, REWARDS: scoring, "sampling": answer, "weight sync": answer, CHECKPOINT: unlimited}
 
 
-def _scoring(config: RunConfig) -> float:
+def _scoring_seconds(config: RunConfig) -> float:
     return sum(2 * (reward.timeout + START_SECONDS * reward.isolated) for reward in config.rewards)
 
 
-def _environments(config: RunConfig) -> float:
+def _environment_seconds(config: RunConfig) -> float:
     """Seconds for which a process may wait for its environments, all of which work concurrently."""
     return config.environment.conversation_timeout if config.environment.is_used else 0.0
 
 
-def _answer(config: RunConfig) -> float:
-    """Seconds in which a server answers, or is given up; 0 without servers."""
+def _answer_seconds(config: RunConfig) -> float:
+    """Seconds within which a server answers or is given up; 0 without servers."""
     rollout = config.rollout
     answer = ATTEMPTS * (rollout.vllm_server_timeout + 2 * rollout.vllm_request_timeout)
     return answer if rollout.engine == "vllm-server" else 0.0

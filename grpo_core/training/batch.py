@@ -1,4 +1,4 @@
-"""Rollouts → what one update trains: plain tensors, right-padded, weights included.
+"""Rollouts → the batch that one update trains on: plain tensors, right-padded, weights included.
 
 The weights carry an update's whole normalisation, so its rows may be divided among processes and passes in any way:
 those without a gradient are left out, each process takes about as many tokens, and its passes hold rows of like length.
@@ -27,7 +27,7 @@ from grpo_core.training.balance import divide
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Completions that are trained: those of an update, of a process, or of a pass. The rows of every tensor are the
+    """Completions that are trained on: those of an update, of a process, or of a pass. The rows of every tensor are the
     same completions."""
 
     sequences: Sequences
@@ -41,14 +41,14 @@ class MicroBatch:
     entropy_weights: Float[Tensor, "B T"]  # of the entropy bonus: its mean over the tokens that are kept
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Moved to a device, except the sequences, whose lengths are read on the CPU. Nothing waits for it."""
+        """Move to a device, except the sequences, whose lengths are read on the CPU. Nothing waits for it."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         moved = zip(tensors, move([*tensors.values()], device), strict=True)
         return replace(self, **dict(moved))
 
 
 def join(batch: GenerationBatch, rows: Sequence[int]) -> Sequences:
-    """Prompts and completions of the given rows joined, on the CPU."""
+    """Join prompts and completions of the given rows, on the CPU."""
     prompts = [batch.prompt_ids[row] for row in rows]
     prompt_lengths, lengths = torch.tensor([len(prompt) for prompt in prompts]), batch.completion_lengths[rows]
     width = int(lengths.max())
@@ -59,7 +59,7 @@ def join(batch: GenerationBatch, rows: Sequence[int]) -> Sequences:
 
 
 def update_batch(parts: Sequence[tuple[Rollout, int]], plan: Plan, config: RunConfig) -> MicroBatch:
-    """The rows of an update, over all processes, on the CPU. `parts`: its micro-steps, each a slice of a rollout."""
+    """Return an update's rows, of all processes, on the CPU. `parts`: its micro-steps, each a slice of a rollout."""
     rollouts = {rollout.index: rollout for rollout, _ in parts}
     slices = {index: [part for rollout, part in parts if rollout.index == index] for index in rollouts}
     return concatenate(
@@ -68,7 +68,7 @@ def update_batch(parts: Sequence[tuple[Rollout, int]], plan: Plan, config: RunCo
 
 
 def _slices(rollout: Rollout, slices: Sequence[int], plan: Plan, config: RunConfig, micro_steps: int) -> MicroBatch:
-    """The rows of some slices of a rollout, weighted as the plan has them: b of each process per micro-step."""
+    """Return the rows of some slices of a rollout, weighted by the plan: b of each process per micro-step."""
     order = training_order(plan, config.seed, rollout.index)[slices].reshape(-1, plan.per_device_train_batch_size)
     rows = torch.from_numpy(order.flatten())
     sequences = join(rollout, rows.tolist())
@@ -110,7 +110,7 @@ def _slices(rollout: Rollout, slices: Sequence[int], plan: Plan, config: RunConf
 
 
 def concatenate(batches: Sequence[MicroBatch]) -> MicroBatch:
-    """The rows of all batches in one, padded to the longest."""
+    """Join the rows of all batches, padded to the longest."""
     if len(batches) == 1:
         return batches[0]
 
@@ -124,11 +124,11 @@ def concatenate(batches: Sequence[MicroBatch]) -> MicroBatch:
     return MicroBatch(Sequences(**parts), **{name: rows(name) for name in names})  # type: ignore[arg-type]
 
 
-def with_gradient(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Which completions' policy term has a gradient, (B,) bool.
+def has_gradient(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Return which completions' policy terms have a gradient. (B,) bool
 
-    One without advantage, of a group whose rewards are all equal or just at its mean, adds nothing to the gradient of
-    any loss type; neither does one without a token in the loss.
+    A completion without advantage, of a group whose rewards are all equal or just at its mean, adds nothing to the
+    gradient of any loss type; nor does one without a token in the loss.
     """
     return (advantages != 0) & (mask.sum(1) > 0)
 
@@ -136,29 +136,29 @@ def with_gradient(advantages: Tensor, mask: Tensor) -> Tensor:
 def own_rows(
     batch: MicroBatch, process: int, processes: int, *, without_advantage: bool, share_prompts: bool
 ) -> MicroBatch:
-    """The rows of an update that one process computes, at least one, so that every process has figures.
+    """Return the rows of an update that one process computes, at least one, so that every process has figures.
 
     Rows without a gradient are left out; with `without_advantage`, those without an advantage have one (KL, entropy
     bonus). The weights stay, and with them the normalisation.
     """
-    needed = batch.mask.sum(1) > 0 if without_advantage else with_gradient(batch.advantages, batch.mask)
+    needed = batch.mask.sum(1) > 0 if without_advantage else has_gradient(batch.advantages, batch.mask)
     if not needed.any():
         needed[batch.sequences.lengths.argmin()] = True
         # A row that no gradient needs has no old log-probabilities of its own: the current ones stand in for them.
         batch = replace(batch, old_logprobs=None)
-    mine = balanced(batch.sequences, needed.nonzero().flatten(), processes, share_prompts=share_prompts)[process]
-    return take(batch, mine) if len(mine) else idle(take(batch, needed.nonzero().flatten()))
+    mine = balance_rows(batch.sequences, needed.nonzero().flatten(), processes, share_prompts=share_prompts)[process]
+    return take(batch, mine) if len(mine) else idle_row(take(batch, needed.nonzero().flatten()))
 
 
-def idle(batch: MicroBatch) -> MicroBatch:
-    """The shortest row of the batch, without weight: a pass that adds nothing to the gradient or to any figure."""
+def idle_row(batch: MicroBatch) -> MicroBatch:
+    """Return the batch's shortest row, with weight 0: a pass that adds nothing to the gradient or to any figure."""
     row = take(batch, batch.sequences.lengths.argmin()[None])
     nothing = torch.zeros_like(row.mask)
     return replace(row, mask=nothing, weights=nothing, entropy_weights=nothing)
 
 
-def balanced(sequences: Sequences, rows: Tensor, processes: int, *, share_prompts: bool) -> list[Tensor]:
-    """Each process's part of the rows, with about as many tokens; a prompt counts once with `share_prompts`."""
+def balance_rows(sequences: Sequences, rows: Tensor, processes: int, *, share_prompts: bool) -> list[Tensor]:
+    """Divide the rows among processes, about as many tokens each; a prompt counts once with `share_prompts`."""
     prompts, completions = sequences.prompt_lengths[rows], sequences.completion_lengths[rows]
     if share_prompts:
         parts = divide(sequences.prompt_of[rows].tolist(), prompts.tolist(), completions.tolist(), processes)
@@ -168,7 +168,7 @@ def balanced(sequences: Sequences, rows: Tensor, processes: int, *, share_prompt
 
 
 def take(batch: MicroBatch, rows: Tensor) -> MicroBatch:
-    """Some rows of a batch, padded to the longest of them."""
+    """Select rows of a batch, padded to the longest of them."""
     sequences = batch.sequences.take(rows)
     width = int(sequences.completion_lengths.max())
     tensors = {name: value[rows] for name, value in vars(batch).items() if isinstance(value, Tensor)}

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from grpo_core.config.run import RunConfig
 from grpo_core.data.places import PROBED
 from grpo_core.distributed import (
-    copy_whole,
+    copy_into_shard,
     failing_together,
     from_main,
     gathered,
     read_tensors,
-    share_name,
+    shard_suffix,
     wait_for_all,
     write_tensors,
     writing_group,
@@ -47,7 +47,7 @@ from grpo_core.planning.plan import Plan
 from grpo_core.rewards.contract import source_of
 from grpo_core.system.files import naming, replace_folder
 from grpo_core.system.progress import CHECKPOINT, phase
-from grpo_core.training.checkpoint_write import checksum, has_room, in_host_memory, in_thread, write
+from grpo_core.training.checkpoint_write import checksum, has_room_for_copy, in_host_memory, in_thread, write
 from grpo_core.training.optimizer import AdamW8bit
 from grpo_core.training.random_state import random_state, set_random_state
 from grpo_core.training.state import TrainingState, restored_state, saved_fields
@@ -108,7 +108,7 @@ class _Write:
 
     state: TrainingState
     done: Future[None]
-    healthy: bool = False  # to be marked when it is there
+    healthy: bool = False  # whether to mark it when it is there
 
 
 @dataclass
@@ -129,8 +129,8 @@ class Checkpoints:
     @phase(CHECKPOINT)
     def save(self, state: TrainingState, keep: int, *, healthy: bool = False) -> None:
         """Begin to write `step-NNNNNN`; once it is there, all but the newest `keep` and the newest healthy one are
-        dropped. Called by every process. What changes from now on is not in it: where the machine has no room for a
-        copy, this returns when all is written.
+        dropped. Called by every process. Later changes are not in it: if the machine has no room for a copy, this
+        returns when all is written.
 
         `healthy`: the weights are known to be healthy. If no step has used them yet, `confirm` marks them later.
         The generation batch goes with it: the next update may still read it, and its samples cannot be drawn again,
@@ -139,7 +139,7 @@ class Checkpoints:
         self.wait()
         is_main, sharded = self.accelerator.is_main_process, is_sharded(self.model)
         tensors = self._tensors() if is_main or sharded else {}
-        background, why = has_room(tensors)
+        background, why = has_room_for_copy(tensors)
         if is_main and background != self.in_background:
             with suppress(BrokenPipeError):  # if what reads the output has died, this checkpoint is the last one
                 print(f"training: {why}", flush=True)
@@ -171,7 +171,7 @@ class Checkpoints:
             self.newest = state
 
     def save_last(self, state: TrainingState, keep: int) -> None:
-        """The checkpoint of a training that ends early, on the disk when this returns. Called by every process."""
+        """Save a training that ends early, and wait until it is on the disk. Called by every process."""
         try:
             self.wait()
         except OSError as error:
@@ -182,8 +182,8 @@ class Checkpoints:
 
     @phase(CHECKPOINT)
     def wait(self) -> None:
-        """Return when the last checkpoint is on the disk. Called by every process. If it could not be written, every
-        process raises OSError, which names the file; the checkpoints before it stay."""
+        """Wait until the last checkpoint is on the disk. Called by every process. Raises OSError, which names the file,
+        on every process if it could not be written; the checkpoints before it stay."""
         written, self.in_flight = self.in_flight, None
         if written is not None:
             written.done.result()
@@ -193,7 +193,7 @@ class Checkpoints:
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """Wait for the last checkpoint where the block ends, also by an error."""
+        """Wait for the last checkpoint when the block ends, also by an error."""
         try:
             yield
         except BaseException:
@@ -205,7 +205,7 @@ class Checkpoints:
         self.wait()
 
     def confirm(self, step: int) -> None:
-        """The checkpoint of `step`, if there is one, is healthy. Called by every process."""
+        """Mark the checkpoint of `step`, if there is one, as healthy. Called by every process."""
         if self.in_flight is not None and self.in_flight.state.updates == step:
             self.in_flight.healthy = True
         elif self.accelerator.is_main_process and self._folder(step).exists():
@@ -213,7 +213,7 @@ class Checkpoints:
 
     @phase(CHECKPOINT)
     def restore(self, *, healthy: bool = False) -> TrainingState | None:
-        """Load the newest undamaged checkpoint (the newest `healthy` one) and drop those after it; None without one.
+        """Load the newest undamaged (and `healthy`) checkpoint, and drop those after it. Returns None without one.
 
         A damaged one is set aside as `step-NNNNNN.damaged` with a warning. Raises CheckpointError if a damaged one is
         all that is left, or if one was written under another configuration, with other data or reward functions, or by
@@ -246,17 +246,17 @@ class Checkpoints:
         return state
 
     def _tensors(self) -> dict[str, Any]:
-        """All tensors that a training changes, by name: weights, the optimizer's moments, a moving reference."""
+        """Return all tensors that a training changes, by name: weights, the optimizer's moments, a moving reference."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
-        # Moments of 8 bits are no DTensors: those of a share lie beside the other shares'.
+        # Moments of 8 bits are no DTensors: those of each shard have their own names.
         apart = isinstance(self.optimizer, AdamW8bit)
         state = self.optimizer.state
-        moments = {names[parameter] + share_name(parameter) * apart: values for parameter, values in state.items()}
+        moments = {names[parameter] + shard_suffix(parameter) * apart: values for parameter, values in state.items()}
         reference = {} if self.reference is None else dict(self.reference.master.named_parameters())
         return {"model": trainable_state(self.model), "optimizer": moments, "reference": reference}
 
     def best_steps(self) -> set[int]:
-        """Best evaluated step of each checkpoint: a training that continues from one of them may load that policy."""
+        """Best evaluated steps by the checkpoints: a training that continues from one of them may load that policy."""
         steps = [_manifest(folder).get("best_step") for folder in self._all()]
         steps.append(self.in_flight and self.in_flight.state.best_step)
         return {step for step in steps if step is not None}
@@ -330,13 +330,12 @@ class Checkpoints:
 
 @torch.no_grad()
 def _copy(saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Copy saved tensors into those of the same names. Loaded by their objects' own ways, an optimizer's would be on
-    the device twice."""
+    """Copy saved tensors into those of the same names; `load_state_dict` would put an optimizer's there twice."""
     if own.keys() != saved.keys():
-        raise ValueError(f"the saved state is that of other tensors: {sorted(own.keys() ^ saved.keys())[:5]}")
+        raise ValueError(f"the saved state has other tensors: {sorted(own.keys() ^ saved.keys())[:5]}")
     for name, value in own.items():
         if isinstance(value, Tensor):
-            copy_whole(saved[name], value)
+            copy_into_shard(saved[name], value)
         else:
             _copy(saved[name], value)
 
@@ -349,12 +348,13 @@ def _other_batch(folder: Path, batch: dict[str, int], config: RunConfig) -> str:
     if keys is not None:
         way_out = f"with train.num_processes={processes}, set " + ", ".join(f"{key}={n}" for key, n in keys.items())
     return (
-        f"{folder} was written with {_in_words(batch)}; this configuration has {_in_words(batch_of(config))}. A "
-        f"training goes on with the same batch: {way_out}; to train with another one, move {folder.parents[1]} away"
+        f"{folder} was written with {_batch_in_words(batch)}; this configuration has "
+        f"{_batch_in_words(batch_of(config))}. A training goes on with the same batch: {way_out}; to train with "
+        f"another one, move {folder.parents[1]} away"
     )
 
 
-def _in_words(batch: dict[str, int]) -> str:
+def _batch_in_words(batch: dict[str, int]) -> str:
     return ", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in batch.items())
 
 

@@ -1,7 +1,7 @@
 """Files of a checkpoint written in a thread, from a copy in the host's memory, while the training goes on.
 
-Where the machine's memory does not hold the copy, the training waits instead. The threads of several processes talk to
-each other in a process group of their own.
+If the machine's memory does not hold the copy, the training waits instead. The threads of several processes communicate
+in their own process group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_core.distributed import gathered, own_share, processes_per_machine
+from grpo_core.distributed import gathered, own_shard, processes_per_machine
 from grpo_core.system.files import naming
 from grpo_core.system.memory import available_memory
 
@@ -26,7 +26,7 @@ MOST_OF_MEMORY = 0.5  # of what is free, for the copies of all processes: reward
 
 
 def in_thread(work: Callable[[], None], device: torch.device) -> Future[None]:
-    """Do the work in a thread; the end of the process does not wait for it. The Future has its end, or its error.
+    """Do the work in a thread; the end of the process does not wait for it. Returns a Future of its end or error.
 
     `device`: this process's, which a new thread does not know.
     """
@@ -48,8 +48,8 @@ def in_thread(work: Callable[[], None], device: torch.device) -> Future[None]:
     return done
 
 
-def has_room(tensors: dict[str, Any]) -> tuple[bool, str]:
-    """Whether every machine holds a copy of what its processes write, and a sentence on the one with the least room.
+def has_room_for_copy(tensors: dict[str, Any]) -> tuple[bool, str]:
+    """Return whether every machine can hold a copy of what its processes write, and a sentence on the fullest one.
     Called by every process, before any of them copies."""
     each, count = gathered([(_own_bytes(tensors), available_memory())]), processes_per_machine()
     machines = [each[first : first + count] for first in range(0, len(each), count)]
@@ -62,7 +62,7 @@ def has_room(tensors: dict[str, Any]) -> tuple[bool, str]:
 
 
 def in_host_memory(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Copy of nested dicts of tensors, which later changes do not reach; of what processes share, this one's share."""
+    """Copy nested dicts of tensors to host memory, out of reach of later changes; of sharded ones, the own shard."""
     return {
         name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else in_host_memory(value)
         for name, value in tensors.items()
@@ -71,11 +71,11 @@ def in_host_memory(tensors: dict[str, Any]) -> dict[str, Any]:
 
 def _own_bytes(tensors: dict[str, Any]) -> int:
     values = tensors.values()
-    return sum(own_share(value).nbytes if isinstance(value, Tensor) else _own_bytes(value) for value in values)
+    return sum(own_shard(value).nbytes if isinstance(value, Tensor) else _own_bytes(value) for value in values)
 
 
 def write(content: object, path: Path) -> None:
-    """torch.save that raises OSError, with the file's name, for a full disk."""
+    """Do torch.save, but raise OSError, with the file's name, for a full disk."""
     with naming(path), path.open("wb") as file:
         torch.save(content, file)
 

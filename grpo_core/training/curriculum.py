@@ -1,4 +1,4 @@
-"""What a curriculum does to a training: which epochs are arranged when, and what is said of them."""
+"""A curriculum in a training: when epochs are arranged, and the metrics."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from grpo_core.training.state import TrainingState
 
 
 def arrange_epochs(session: Session, state: TrainingState) -> TrainingState:
-    """The state with the epochs arranged whose rates are now known, see `known_batches`, without those that are over.
+    """Arrange the epochs whose rates are now known, see `known_batches`, and drop those that are over.
 
-    What the state holds is not arranged again: a training that was rolled back or goes on takes the same prompts.
+    Epochs in the state are not arranged again: a training that was rolled back or resumed takes the same prompts.
     """
     if state.arranged is None:
         return state
@@ -35,7 +35,7 @@ def arrange_epochs(session: Session, state: TrainingState) -> TrainingState:
 
 
 def curriculum_metrics(session: Session, state: TrainingState, index: int) -> dict[str, float]:
-    """Figures of a curriculum when generation batch `index` is sampled; none without one."""
+    """Metrics of a curriculum when generation batch `index` is sampled; empty without one."""
     if state.arranged is None or state.rates is None:
         return {}
     keys, rates = session.config.data.curriculum, state.rates

@@ -12,7 +12,7 @@ from grpo_core.config.training import HealthConfig, StalenessAction
 
 @dataclass(frozen=True)
 class Finding:
-    """A broken limit: what is to be done, and the sentence for the log."""
+    """A broken limit: what to do, and the sentence for the log."""
 
     step: int
     rule: str
@@ -34,7 +34,7 @@ class _Rule:
 def observe(
     config: HealthConfig, streaks: Mapping[str, int], step: int, metrics: Mapping[str, float]
 ) -> tuple[dict[str, int], list[Finding]]:
-    """New streaks (updates in a row that broke each limit) and what is found after update `step`.
+    """Return new streaks (updates in a row that broke each limit) and the findings after update `step`.
 
     A finding comes when a streak reaches its length, and again each time it has grown by that length.
     """
@@ -50,7 +50,7 @@ def observe(
 
 
 def not_finite(config: HealthConfig, step: int, error: Exception) -> Finding:
-    """The finding for a NaN or infinity: nothing that comes after it can be right, so there is no mere warning."""
+    """Return the finding for a NaN or infinity: what comes after cannot be right, so it is never a mere warning."""
     return Finding(
         step,
         "not_finite",
@@ -64,7 +64,7 @@ def not_finite(config: HealthConfig, step: int, error: Exception) -> Finding:
 
 
 def is_healthy(config: HealthConfig, streaks: Mapping[str, int]) -> bool:
-    """No limit is being broken that would roll the training back: the weights looked at are ones to come back to."""
+    """True if no limit that would roll the training back is being broken: these weights are worth returning to."""
     return not any(rule.action == "roll_back" and streaks.get(rule.name) for rule in _rules(config))
 
 
@@ -72,8 +72,8 @@ def may_roll_back(config: HealthConfig) -> bool:
     return "roll_back" in (config.not_finite_action, *(rule.action for rule in _rules(config)))
 
 
-def record(path: Path, finding: Finding) -> None:
-    """Append a finding to health.jsonl and say it."""
+def record_finding(path: Path, finding: Finding) -> None:
+    """Append a finding to health.jsonl and print it."""
     with path.open("a") as file:
         file.write(json.dumps(vars(finding)) + "\n")
     print(f"health: {finding.message} [{finding.action.replace('_', ' ')}]", flush=True)
@@ -90,8 +90,8 @@ def _rules(config: HealthConfig) -> list[_Rule]:
         ),
         _Rule(
             "entropy", "entropy", -1, c.min_entropy, c.patience, c.entropy_action,
-            "the policy hardly varies what it says any more and stops exploring. Raise algorithm.epsilon_high (0.28) "
-            "or algorithm.entropy_coef, lower train.learning_rate, or take a checkpoint from before",
+            "the policy gives nearly the same output each time and stops exploring. Raise algorithm.epsilon_high "
+            "(0.28) or algorithm.entropy_coef, lower train.learning_rate, or take a checkpoint from before",
         ),
         _Rule(
             "kl", "kl", 1, c.max_kl, c.patience, c.kl_action,
@@ -105,9 +105,9 @@ def _rules(config: HealthConfig) -> list[_Rule]:
         ),
         _Rule(
             "log_ratio", "log_ratio/max", 1, c.max_log_ratio, c.patience, c.log_ratio_action,
-            "the trainer finds a sampled token e to that power more or less likely than the engine did. Engine and "
-            "trainer differ (precision, sampling settings), or the rollout is too old (with rollout.max_staleness "
-            "above 0 some training is always between): lower num_iterations, learning_rate or max_staleness, or use "
+            "trainer and engine give a sampled token probabilities that differ by a factor of e to that power. The two "
+            "differ (precision, sampling settings), or the rollout is too old (with rollout.max_staleness "
+            "above 0 there are always updates between): lower num_iterations, learning_rate or max_staleness, or use "
             "the same precision on both sides",
         ),
         _Rule(

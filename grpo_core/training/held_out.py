@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from safetensors.torch import load_file, save_file
 
 from grpo_core.config.metrics import of_source
-from grpo_core.distributed import read_tensors, share, write_tensors
+from grpo_core.distributed import own_range, read_tensors, write_tensors
 from grpo_core.model.loading import load_trainable_state, trainable_state
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rewards.composition import weighted_sum
@@ -28,12 +28,12 @@ WEIGHTS = "weights.safetensors"
 
 
 def evaluate_policy(session: Session, state: TrainingState, folder: Path) -> dict[str, float]:
-    """Metrics of the policy as it stands; every process answers its share of the prompts, and all get the whole. The
-    rewards on each prompt are written to `folder`, a file per evaluated update."""
+    """Return metrics of the current policy; every process answers its part of the prompts, and all get the whole. The
+    rewards on each prompt are written to `folder`, one file per evaluated update."""
     held_out, engine = session.held_out, session.engine
     assert held_out is not None and engine is not None
     sync_weights(session, state)
-    rows = share(len(held_out.ids))
+    rows = own_range(len(held_out.ids))
     requests = [evaluation_request(session.config, held_out, row) for row in rows]
     sampling = evaluation_sampling(session.config)
     samples, *_ = share_samples(
@@ -80,7 +80,7 @@ def _figures(
 
 
 def _write(samples: Sequence[Sample], session: Session, path: Path) -> None:
-    """One row per held-out prompt, in their order; null where a reward did not score."""
+    """Write one row per held-out prompt, in their order; null where a reward did not score."""
     matrix = np.array([sample.rewards for sample in samples])  # (N, K)
     names = [f"rewards/{reward.name}" for reward in session.rewards]
     scores = dict(zip(["reward", *names], [weighted_sum(matrix, session.config.rewards), *matrix.T], strict=True))
@@ -94,7 +94,7 @@ def _write(samples: Sequence[Sample], session: Session, path: Path) -> None:
 
 
 def keep_best(session: Session, state: TrainingState, folder: Path, checkpoints: Checkpoints) -> None:
-    """Write the policy under `folder` when this evaluation is the best so far; drop older ones but those that a
+    """Write the policy under `folder` if this evaluation is the best so far; drop older ones except those that a
     checkpoint names as its best. Called by every process."""
     if state.best_step is None or state.best_step != state.updates:
         return
@@ -115,7 +115,7 @@ def keep_best(session: Session, state: TrainingState, folder: Path, checkpoints:
 
 
 def load_best(session: Session, step: int, folder: Path) -> None:
-    """Take the policy as it was evaluated after `step` back into the model."""
+    """Load the policy that was evaluated after `step` into the model."""
     weights = _best(folder, step) / WEIGHTS
     if weights.exists():
         load_trainable_state(session.model, load_file(weights))

@@ -22,12 +22,12 @@ EXIT_STATUS = 128 + signal.SIGTERM  # of a training that was told to stop
 
 
 class Stopped(KeyboardInterrupt):
-    """A stop. It is a KeyboardInterrupt, which asyncio lets pass; a reward function may swallow an Exception."""
+    """Told to stop. It is a KeyboardInterrupt, which asyncio lets pass; a reward function may swallow an Exception."""
 
 
 @dataclass
 class _Told:
-    """Signals reach the process, not a session: there is one of this."""
+    """State of a stop; one per process, since signals reach the process, not a session."""
 
     to_stop: bool = False
     may_raise: bool = False
@@ -54,8 +54,8 @@ def stop_signals() -> Iterator[None]:
 
 @contextmanager
 def interruptible(accelerator: Accelerator) -> Iterator[None]:
-    """Let a stop end the block with Stopped, until its `commit`. After that, and after a RolloutError, the random
-    states are those from before the block.
+    """Let a stop end the block with Stopped, until its `commit`. After Stopped or a RolloutError, the random states are
+    those from before the block.
 
     Several processes have to stop at the same place: where the block begins, and at each `stop_if_asked`.
     """
@@ -73,7 +73,7 @@ def interruptible(accelerator: Accelerator) -> Iterator[None]:
         set_random_state(before)
         if isinstance(error, Stopped) or not _told.raised:
             raise
-        raise Stopped from error  # what broke because it was left half way
+        raise Stopped from error  # the error came of being left half way
 
 
 def stop_if_asked() -> None:

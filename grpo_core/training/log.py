@@ -1,7 +1,7 @@
 """Files that a training writes: metrics.jsonl, health.jsonl, completions as Parquet, result.json; and progress lines.
 
 A line of metrics.jsonl has `step`, the figures and `timestamp`, seconds since 1970 when the update was done. Timestamps
-always rise: an update that is done again has a later one than when it was first done.
+always rise: an update that is done again has a later one than before.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LINE_KEYS = ("step", "timestamp")  # of metrics.jsonl, beside the figures
 
 
 class TrainingLog:
-    """Open for the length of a training; only the main process writes."""
+    """Log of a training, open as long as it runs; only the main process writes."""
 
     def __init__(self, session: Session, output: Path, state: TrainingState):
         self.session = session
@@ -78,8 +78,8 @@ class TrainingLog:
     def completions(self, step: int, rollout: Rollout, samples: Sequence[Sample]) -> None:
         """Record the generation batch that was sampled for update `step`, one row per completion.
 
-        Sampled again after a roll-back to a place between its updates, it has the rows of both times: `step` says for
-        which updates.
+        If it is sampled again after a roll-back to a place between its updates, the file has the rows of both times:
+        `step` says for which updates.
         """
         if not self.accelerator.is_main_process:
             return
@@ -111,17 +111,17 @@ class TrainingLog:
         publish(temporary, path)
 
     def pass_rates(self, state: TrainingState) -> None:
-        """Write the pass rates of what was sampled until now."""
+        """Write the pass rates of the completions sampled until now."""
         if self.accelerator.is_main_process and state.rates is not None:
             write_rates(state.rates, self.output / PASS_RATES)
 
     def finding(self, finding: Finding) -> None:
         """Record what the health policy found."""
         if self.accelerator.is_main_process:
-            health.record(self.output / "health.jsonl", finding)
+            health.record_finding(self.output / "health.jsonl", finding)
 
     def rewind(self, state: TrainingState) -> None:
-        """Forget what is after `state`: its updates are done again."""
+        """Drop what was logged after `state`: those updates are done again."""
         if self.accelerator.is_main_process:
             print(f"training: back to step {state.updates}", flush=True)
             self.file.close()
@@ -168,7 +168,7 @@ class TrainingLog:
         return result
 
     def _open(self, state: TrainingState) -> None:
-        """Drop the lines and the generation batches of updates after `state`, to write on from there."""
+        """Drop the lines and the generation batches of updates after `state`, and go on writing from there."""
         path, step = self.output / "metrics.jsonl", state.recorded
         rows = _readable_rows(path)
         kept = [row for row in rows if row["step"] <= step]
@@ -203,7 +203,7 @@ def _line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
 
 
 def _readable_rows(path: Path) -> list[dict[str, float]]:
-    """The whole lines there are. A kill may cut the last one off, and a power cut leave zeros in the place of some."""
+    """Return the lines that are whole. A kill may cut the last one off, and a power cut put zeros in place of some."""
     if not path.exists():
         return []
     rows = []

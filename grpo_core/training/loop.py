@@ -137,7 +137,7 @@ def advance(session: Session, state: TrainingState, log: TrainingLog) -> Trainin
 
 
 def rollout_of(session: Session, index: int, state: TrainingState, log: TrainingLog) -> tuple[Rollout, TrainingState]:
-    """Generation batch `index`: the one that the last update read, or a new one, which is logged."""
+    """Return generation batch `index`: the one that the last update read, or a new one, which is logged."""
     if state.rollout is not None and state.rollout.index == index:
         return state.rollout, state
     rollout, samples, begun = roll_out(session, index, state)
@@ -166,7 +166,7 @@ def evaluate_if_due(session: Session, state: TrainingState, output: Path, checkp
 
 
 def check_health(session: Session, state: TrainingState) -> tuple[TrainingState, dict[str, float], list[Finding]]:
-    """The metrics of the last update, now complete, and the health limits that they break.
+    """Return the metrics of the last update, now complete, and the health limits that they break.
 
     Raises NotFiniteError if one of them is not finite.
     """
@@ -179,7 +179,7 @@ def check_health(session: Session, state: TrainingState) -> tuple[TrainingState,
 
 @phase("saving the model")
 def _finish(session: Session, state: TrainingState, log: TrainingLog) -> dict[str, Any]:
-    """Write model and result, once what happened is what was planned."""
+    """Write model and result if what happened is what was planned."""
     expected = session.plan.counts(state.updates)
     if state.counts != expected:
         raise TrainingError(f"after {state.updates} updates the plan says {expected}, counted is {state.counts}")

@@ -14,14 +14,14 @@ from grpo_core.model.policy import Policy
 from grpo_core.model.sequences import Sequences, pack
 from grpo_core.model.sharded import is_sharded
 
-CPU_TOKENS = 2048  # per pass on a CPU; with more, what a layer computes leaves the cache before the next layer reads it
+CPU_TOKENS = 2048  # per pass on a CPU; with more, a layer's output leaves the cache before the next layer reads it
 
 Result = TypeVar("Result")
 
 
 class SharedModelError(TrainingError):
-    """Memory has run out in a process that shares its model: the others wait for it in the middle of a layer, so that
-    all have to be started again. `tokens`: per pass, that they are to go on with."""
+    """Memory has run out with a sharded model: the other processes wait in the middle of a layer, so that all have to
+    be started again. `tokens`: per pass, to go on with."""
 
     def __init__(self, used: int, tokens: int, error: torch.OutOfMemoryError):
         super().__init__(
@@ -49,7 +49,7 @@ class OutOfMemoryRetry:
         return self.tokens if self.tokens < self.planned else None
 
     def run(self, sequences: Sequences, work: Callable[[list[Tensor]], Result], *, share_prompts: bool) -> Result:
-        """`work(parts)` over the sequences' rows, packed into one part per pass.
+        """Return `work(parts)` for the sequences' rows, packed into one part per pass.
 
         Tried again as long as memory runs out, from the beginning each time: with half the tokens per pass, until none
         has more than the longest sequence; then recomputing the activations of half of the layers, then of all. Raises

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from grpo_core.config.training import TrainConfig
-from grpo_core.distributed import own_share
+from grpo_core.distributed import own_shard
 from grpo_core.planning.plan import Plan
 
 # In parameter names, as Trainer.get_decay_parameter_names of transformers has them.
 BIAS_OR_NORM = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 BLOCK = 256  # moments that have one scale
-SMALLEST = 4096  # elements of a parameter, or of a process's share of it, whose moments have 8 bits
+SMALLEST = 4096  # elements from which a parameter, or a process's shard of it, has moments of 8 bits
 HOST = torch.device("cpu")
 TOGETHER = 2**22  # elements whose moments are float32 at the same time, a multiple of BLOCK
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices, except those that transformers' Trainer takes for biases or norms, such as
-    the biases of fused experts and the norms of single heads. Its state is there, as before a first step."""
+    the biases of fused experts and the norms of single heads. Its state exists, as before a first step."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decayed, others = list[Tensor](), list[Tensor]()
     for name, parameter in trained.items():
@@ -34,8 +34,8 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.O
         (decayed if is_weight else others).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = adamw([group for group in groups if group["params"]], config)
-    # Its memory, and the gradients', runs out now or never, not after the first rollout: one step at the rate 0, which
-    # changes nothing. Each update sets its own rate.
+    # One step at the rate 0, which changes nothing, takes the memory of gradients and state, so that it runs out now
+    # and not after the first rollout. Each update sets its own rate.
     for parameter in trained.values():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -46,7 +46,7 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.O
 
 
 def adamw(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
-    """The configured kind of AdamW over these groups of parameters, without a learning rate and without state."""
+    """Make the configured kind of AdamW for these groups of parameters, with learning rate 0 and without state."""
     settings: dict[str, Any] = {"lr": 0.0, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
     if config.optim == "adamw_8bit":
         return (OffloadedAdamW8bit if config.offload == "optimizer" else AdamW8bit)(groups, **settings)
@@ -54,8 +54,7 @@ def adamw(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Opti
 
 
 def learning_rate(config: TrainConfig, plan: Plan, updates: int) -> float:
-    """The learning rate of the update after so many, as transformers' get_scheduler has it. A function of their number
-    alone, so that there is no state to save."""
+    """Learning rate of the update after `updates` updates, as in transformers' get_scheduler. It has no state."""
     if config.lr_scheduler_type == "constant":
         return config.learning_rate
     if updates < plan.warmup_steps:
@@ -73,8 +72,8 @@ class AdamW8bit(torch.optim.Optimizer):
     """AdamW (arXiv:1711.05101) whose moments have 8 bits and, per block of 256, a float32 scale (arXiv:2110.02861).
 
     It computes in float32, with the moments as they are before they are rounded. Moments of parameters with fewer than
-    4,096 elements, or with a number that is no multiple of 256, stay float32. Each process moves its own share of a
-    sharded parameter, which blocks do not cross: with other shares, other numbers have a common scale.
+    4,096 elements, or with a number that is no multiple of 256, stay float32. Each process updates its own shard of
+    a parameter, which blocks do not cross: with other shards, other numbers have a common scale.
     """
 
     def __init__(
@@ -92,10 +91,10 @@ class AdamW8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    weights = own_share(parameter).view(-1)
+                    weights = own_shard(parameter).view(-1)
                     if not self.state[parameter]:
-                        self.state[parameter] = _no_moments(weights)
-                    _step(weights, own_share(parameter.grad).reshape(-1), self.state[parameter], group)
+                        self.state[parameter] = _zero_moments(weights)
+                    _step(weights, own_shard(parameter.grad).reshape(-1), self.state[parameter], group)
 
 
 class OffloadedAdamW(torch.optim.AdamW):
@@ -115,7 +114,7 @@ class OffloadedAdamW8bit(AdamW8bit):
 
 
 def _step_one_by_one(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
-    """`step`, for one parameter after the other: its moments come to its device for that, and go back afterwards.
+    """Do `step` for one parameter after the other: its moments come to its device for that, and go back afterwards.
 
     The result is that of a step with all parameters, bit for bit: the same kernel gets the same numbers.
     """
@@ -132,18 +131,18 @@ def _step_one_by_one(optimizer: torch.optim.Optimizer, step: Callable[[], object
 
 def _step_with_moments(states: dict[Tensor, Any], parameter: Tensor, step: Callable[[], object]) -> None:
     resting = states.get(parameter, {})
-    states[parameter] = {name: _at(parameter.device, value) for name, value in resting.items()}
+    states[parameter] = {name: _to_device(parameter.device, value) for name, value in resting.items()}
     step()
-    states[parameter] = {name: _at_rest(value, resting.get(name)) for name, value in states[parameter].items()}
+    states[parameter] = {name: _to_host(value, resting.get(name)) for name, value in states[parameter].items()}
 
 
-def _at(device: torch.device, value: Tensor) -> Tensor:
-    """A moment or its scales on the device; the count of steps stays where it is."""
+def _to_device(device: torch.device, value: Tensor) -> Tensor:
+    """Move a moment or its scales to the device; the count of steps stays where it is."""
     return value.to(device, non_blocking=True) if value.ndim else value
 
 
-def _at_rest(value: Tensor, place: Tensor | None) -> Tensor:
-    """The value, copied to its place in the host's memory, or to a new one, which is page-locked for a GPU."""
+def _to_host(value: Tensor, place: Tensor | None) -> Tensor:
+    """Copy the value to its place in the host's memory, or to a new one, which is page-locked for a GPU."""
     if not value.ndim:
         return value
     if place is None:
@@ -151,8 +150,8 @@ def _at_rest(value: Tensor, place: Tensor | None) -> Tensor:
     return place.copy_(value)
 
 
-def _no_moments(weights: Tensor) -> dict[str, Tensor]:
-    """State before the first step. A moment of 8 bits is a code per element, and a scale per block."""
+def _zero_moments(weights: Tensor) -> dict[str, Tensor]:
+    """Return the state before the first step. A moment of 8 bits is a code per element, and a scale per block."""
     state = {"step": torch.zeros(())}  # on the CPU, so that reading it waits for no device
     for name in ("exp_avg", "exp_avg_sq"):
         state[name] = torch.zeros_like(weights)
@@ -163,8 +162,8 @@ def _no_moments(weights: Tensor) -> dict[str, Tensor]:
 
 
 def _step(weights: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-    """Move a parameter's weights and moments, some at a time: all moments of one in float32 would need what the 8 bits
-    save."""
+    """Update a parameter's weights and moments, some at a time: all moments of one in float32 would need what the 8
+    bits save."""
     state["step"] += 1
     step, rate, (beta1, beta2) = int(state["step"]), group["lr"], group["betas"]
     for start in range(0, len(weights), TOGETHER):
@@ -179,7 +178,7 @@ def _step(weights: Tensor, gradient: Tensor, state: dict[str, Tensor], group: di
 
 
 def _read(state: dict[str, Tensor], name: str, part: slice) -> Tensor:
-    """A part of a moment in float32: the moment's own memory, unless it has 8 bits."""
+    """Return a part of a moment in float32: the moment's own memory, unless it has 8 bits."""
     found = state[name][part]
     if found.dtype != torch.uint8:
         return found
@@ -188,7 +187,7 @@ def _read(state: dict[str, Tensor], name: str, part: slice) -> Tensor:
 
 
 def _write(state: dict[str, Tensor], name: str, part: slice, values: Tensor) -> None:
-    """Round to the nearest code, after dividing by the largest absolute value of the block."""
+    """Write a part of a moment: divide by the largest absolute value of the block, and round to the nearest code."""
     if state[name].dtype != torch.uint8:
         return  # `_read` gave the moment itself
     blocks = values.view(-1, BLOCK)
@@ -206,7 +205,7 @@ def _blocks(part: slice) -> slice:
 
 @functools.cache
 def _code_values(name: str, device: torch.device) -> Tensor:
-    """What the 256 codes stand for, ascending: 0, 1, and in each of seven decades below 1 the middles of equal
+    """Values that the 256 codes stand for, ascending: 0, 1, and in each of seven decades below 1 the middles of equal
     intervals, twice as many as in the decade before (the dynamic data type of arXiv:2110.02861). The second moment has
     no sign, and intervals of half the width."""
     signed = name == "exp_avg"

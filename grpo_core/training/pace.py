@@ -50,7 +50,7 @@ class _Seconds:
 
 
 def measure(request: PaceRequest, started: float) -> Pace:
-    """Measure what is asked for. `started`: when this process was, in seconds since 1970."""
+    """Measure what the request asks for. `started`: when this process was started, in seconds since 1970."""
     import torch
     from transformers import AutoConfig
 
@@ -63,7 +63,7 @@ def measure(request: PaceRequest, started: float) -> Pace:
     tokenizer = load_tokenizer(keys)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if parameters <= WHOLE or layers < FEWEST_LAYERS:
-        model, real = _whole(keys, shape)
+        model, real = _load_whole(keys, shape)
         prompts = _prompts(request, tokenizer) if real else []
         found, tokens, ready = _measure_model(request, model.to(device), tokenizer, prompts)
         start, what = ready - started, f"the model{'' if real else ' (without its weights)'}"
@@ -107,8 +107,8 @@ def _parameters(shape: Any) -> int:
         return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(shape).parameters())
 
 
-def _whole(keys: Any, shape: Any) -> tuple[Any, bool]:
-    """The model, and whether with its own weights: they may not be on this machine."""
+def _load_whole(keys: Any, shape: Any) -> tuple[Any, bool]:
+    """Return the model, and whether it has its own weights: they may not be on this machine."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -121,7 +121,7 @@ def _whole(keys: Any, shape: Any) -> tuple[Any, bool]:
 
 
 def _sliced(shape: Any, layers: int) -> Any:
-    """The first layers of a model of this shape, with random weights."""
+    """Make the first layers of a model of this shape, with random weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -134,7 +134,7 @@ def _sliced(shape: Any, layers: int) -> Any:
 
 
 def _prompts(request: PaceRequest, tokenizer: Any) -> list[list[int]]:
-    """The first prompts of the run, as many as are sampled together."""
+    """Return the first prompts of the run, as many as are sampled together."""
     import pyarrow.parquet as pq
 
     from grpo_core.data.chat import encode_prompts
@@ -150,7 +150,7 @@ def _prompts(request: PaceRequest, tokenizer: Any) -> list[list[int]]:
 def _measure_model(
     request: PaceRequest, base: Any, tokenizer: Any, prompts: list[list[int]]
 ) -> tuple[_Seconds, float, float]:
-    """Seconds with one model, mean tokens of its completions, and the time at which it was ready to train.
+    """Measure one model: seconds, mean tokens of its completions, and the time at which it was ready to train.
 
     Without `prompts`, random tokens are the prompts, and completions end at full length.
     """
@@ -190,9 +190,9 @@ def _measure_model(
 
 
 def _sample(engine: Any, requests: list[Any], sampling: Any) -> tuple[float, list[int]]:
-    """Seconds to sample the requests, and the tokens of each completion.
+    """Return the seconds to sample the requests, and the tokens of each completion.
 
-    What is not done after SAMPLING_SECONDS is extrapolated from the median step, at full length.
+    The rest after SAMPLING_SECONDS is extrapolated from the median step, at full length.
     """
     best = float("inf")
     for _ in range(REPEATS):
@@ -247,7 +247,7 @@ def _train(
         for part in parts:
             logprobs, _ = policy(policy.prepare(sequences.take(part)))
             logprobs.sum().backward()
-            _wait(device)
+            _synchronize(device)
             done += len(part)
             if time.perf_counter() - start > TRAINING_SECONDS:
                 break
@@ -260,14 +260,14 @@ def _train(
         start = time.perf_counter()
         optimizer.step()
         policy.refresh()
-        _wait(device)
+        _synchronize(device)
         return time.perf_counter() - start
 
     return _fastest(passes, TRAINING_SECONDS), _fastest(step, 1.0)
 
 
 def _fastest(work: Callable[[], float], budget: float) -> float:
-    """The smallest of some results of `work`, its duration in seconds; repeated as long as the budget lasts."""
+    """Return the smallest result of `work`, its duration in seconds, repeated as long as the budget lasts."""
     start, best = time.perf_counter(), work()
     for _ in range(REPEATS - 1):
         if time.perf_counter() - start > budget:
@@ -276,7 +276,7 @@ def _fastest(work: Callable[[], float], budget: float) -> float:
     return best
 
 
-def _wait(device: Any) -> None:
+def _synchronize(device: Any) -> None:
     import torch
 
     if device.type == "cuda":
@@ -284,7 +284,7 @@ def _wait(device: Any) -> None:
 
 
 def _byte_seconds(folder: Path) -> float:
-    """Seconds per byte that is written to the disk there, flushed, and hashed as a checkpoint is."""
+    """Seconds per byte that is written to the disk in `folder`, flushed, and hashed as a checkpoint is."""
     content = os.urandom(WRITTEN)
     start = time.perf_counter()
     with tempfile.TemporaryFile(dir=folder) as file:

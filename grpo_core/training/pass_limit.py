@@ -12,13 +12,13 @@ FILE = "tokens_per_pass"  # of a training's output
 
 
 def write_limit(output: Path, tokens: int) -> None:
-    """Have the next start of the training use at most that many tokens per pass. Several processes may call it."""
+    """Let the next start of the training use at most that many tokens per pass. Several processes may call it."""
     temporary = output / f"{FILE}.{socket.gethostname()}-{os.getpid()}.tmp"
     temporary.write_text(str(min(tokens, read_limit(output) or tokens)))
     publish(temporary, output / FILE)
 
 
 def read_limit(output: Path) -> int | None:
-    """What `write_limit` wrote; None if memory has not run out."""
+    """Return what `write_limit` wrote; None if memory has not run out."""
     file = output / FILE
     return int(file.read_text()) if file.exists() else None

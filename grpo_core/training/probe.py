@@ -1,10 +1,11 @@
-"""Whether an engine has the trainer's weights, told from what both say of the same probe batch, hand-over by hand-over.
+"""Check that an engine has the trainer's weights: after each hand-over, both compute log-probabilities of
+one probe batch.
 
-The probe is what the base model itself says: continuations of a few prompts. Of tokens that a policy finds likely,
-rounding changes the log-probability least.
+The probe is the base model's own continuations of a few prompts: rounding changes the log-probabilities of likely
+tokens least.
 
-In bfloat16 the two differ by rounding, by more than the policy moves in an update at a usual learning rate: a bound on
-their difference alone does not see weights that are stale. How both have changed since earlier hand-overs does.
+In bfloat16 the two differ by rounding, by more than the policy moves in an update at a usual learning rate, so a bound
+on their difference alone misses stale weights. How both have changed since earlier hand-overs reveals them.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from torch import Tensor
 
 from grpo_core.rollout.types import Engine, Request, Sampling
 
-SEQUENCES = 16  # few and short: every weight except the rows of other tokens takes part, and both sides pay each sync
-TOKENS = 16  # of a prompt's end, and of what is said to it
+SEQUENCES = (
+    16  # few and short, since both sides compute them at each sync; all weights but other tokens' rows take part
+)
+TOKENS = 16  # of a prompt's end, and of its continuation
 SHORTEST = 2  # tokens of a sequence: one of each
 # By mixed_precision: mean |difference| between engine and trainer that is always allowed, ...
 ALWAYS_ALLOWED = {"no": 1e-3, "bf16": 0.1}
 # ... and the largest while both have the base's weights: more is no rounding, but another model.
 LARGEST_AT_FIRST = {"no": 0.03, "bf16": 0.3}
-# Times that difference: how large a later one may be. Rounding in 24 random layers changes the log-probability of a
-# sampled token 1.5 times as much as that of the likeliest, and that of an arbitrary one 2 to 4 times.
+# A later one may be this many times as large as the first. Rounding in 24 random layers changes the log-probability of
+# a sampled token 1.5 times as much as that of the likeliest, and that of an arbitrary one 2 to 4 times.
 MARGIN = 3.0
 # Mean difference between engine and trainer over the probe that counts as rounding even where less was seen.
 LEAST_ROUNDING = {"no": 1e-6, "bf16": 1e-3}  # by mixed_precision
@@ -84,7 +87,7 @@ class Probe:
         return self.own_bound or LARGEST_AT_FIRST[self.mixed_precision]
 
     def compare(self, now: Scores) -> tuple[float, float]:
-        """How far the trainer has moved while a copy stayed the same bit for bit (0 if none did), and the lag.
+        """Return how far the trainer has moved while a copy stayed the same bit for bit (0 if none did), and the lag.
 
         The lag: how far engine and trainer have come apart since the reference (its nearest copy), divided by the most
         that rounding and SHARE explain; above 1 a copy has other weights. Changes too small to tell anything add up
@@ -110,9 +113,9 @@ class Probe:
 
 
 def probe_batch(engine: Engine, prompts: Sequence[list[int]], longest: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The ends of the first prompts, and the engine's most likely continuation of each: the same in every start of a
-    run, since the engine has the base's weights. `longest`: tokens of the longest sequence that it scores, SHORTEST or
-    more."""
+    """Return the ends of the first prompts, and the engine's most likely continuation of each: the same in every start
+    of a run, since the engine has the base's weights. `longest`: tokens of the longest sequence that it scores,
+    SHORTEST or more."""
     contexts = [ids[-min(TOKENS, longest // 2) :] for ids in prompts[:SEQUENCES]]
     requests = [Request(ids, num_completions=1, seed=0) for ids in contexts]
     sampling = Sampling(max_tokens=min(TOKENS, longest - longest // 2))

@@ -1,4 +1,4 @@
-"""Where a training goes on: at its newest checkpoint, or back at the last healthy one."""
+"""Resume a training at its newest checkpoint, or roll it back to the last healthy one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_core.training.weight_sync import begin_probing
 
 
 def resume(session: Session, checkpoints: Checkpoints) -> TrainingState:
-    """The state at the newest undamaged checkpoint, which is loaded; without one, the start."""
+    """Load the newest undamaged checkpoint and return its state; without one, the state at the start."""
     config = session.config
     require_same_folder(checkpoints.directory.parent, session.accelerator)
     if session.engine is not None:
@@ -41,7 +41,7 @@ def resume(session: Session, checkpoints: Checkpoints) -> TrainingState:
 
 
 def lower_staleness(state: TrainingState, findings: Sequence[Finding]) -> tuple[TrainingState, list[Finding]]:
-    """Half the `max_staleness` if one of the findings asks for it; these then say so. At 0 they are warnings."""
+    """Halve `max_staleness` if one of the findings asks for it; their messages say so. At 0 they become warnings."""
     lowered = state.max_staleness // 2
 
     def said(finding: Finding) -> Finding:
@@ -57,7 +57,7 @@ def lower_staleness(state: TrainingState, findings: Sequence[Finding]) -> tuple[
 
 
 def must_roll_back(session: Session, log: TrainingLog, findings: Sequence[Finding], state: TrainingState) -> bool:
-    """Record the findings; whether one of them asks to roll back.
+    """Record the findings. True if one of them asks to roll back.
 
     Raises TrainingError if one of them stops the training, or if it has rolled back max_roll_backs times.
     """
@@ -69,14 +69,14 @@ def must_roll_back(session: Session, log: TrainingLog, findings: Sequence[Findin
     roll_backs = [finding for finding in findings if finding.action == "roll_back"]
     if roll_backs and state.roll_backs >= session.config.health.max_roll_backs:
         raise TrainingError(
-            f"{roll_backs[0].message}. This is unhealthy again after {state.roll_backs} roll-backs "
-            "(health.max_roll_backs), so training stops"
+            f"{roll_backs[0].message}. The training is unhealthy again after {state.roll_backs} roll-backs "
+            "(health.max_roll_backs), so it stops"
         )
     return bool(roll_backs)
 
 
 def roll_back(session: Session, checkpoints: Checkpoints, log: TrainingLog, state: TrainingState) -> TrainingState:
-    """The state at the last healthy checkpoint; from there with other samples and half the learning rate.
+    """Load the last healthy checkpoint and return its state, to go on with other samples and half the learning rate.
 
     A generation batch with updates left is sampled again for them. The checkpoint is written again with the number of
     roll-backs, so that a training killed later does not forget it.

@@ -1,4 +1,4 @@
-"""One generation batch as updates read it: sampled by the policy as it stands, scored, with log-probabilities."""
+"""One generation batch as updates read it: sampled by the current policy, scored, with log-probabilities."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_core.algorithm.losses import top_entropy_mask
-from grpo_core.distributed import most, total
+from grpo_core.distributed import max_over_processes, sum_over_processes
 from grpo_core.model.loading import as_reference
 from grpo_core.model.policy import Policy
 from grpo_core.model.sharded import is_sharded
@@ -18,7 +18,7 @@ from grpo_core.rollout.collect import Sample, collect
 from grpo_core.rollout.records import replay
 from grpo_core.rollout.types import Engine, GenerationBatch, Rollout
 from grpo_core.system.progress import moved, phase
-from grpo_core.training.batch import balanced, join, with_gradient
+from grpo_core.training.batch import balance_rows, has_gradient, join
 from grpo_core.training.curriculum import curriculum_metrics
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
@@ -26,8 +26,8 @@ from grpo_core.training.weight_sync import sync_weights
 
 
 def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollout, list[Sample], list[Group]]:
-    """Generation batch `index`: sync weights, sample, score, advantages, old and reference log-probabilities. Also its
-    samples, and the groups that are begun and left for later batches. Without an engine it is replayed."""
+    """Make generation batch `index`: sync weights, sample, score, advantages, old and reference log-probabilities.
+    Returns also its samples, and the groups that are left for later batches. Without an engine it is replayed."""
     if session.engine is None:
         session.policy.refresh()
         batch, samples, left = *replay(index, session.config, session.plan), list[Group]()
@@ -41,7 +41,7 @@ def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollou
 def _sample(
     session: Session, engine: Engine, index: int, state: TrainingState
 ) -> tuple[GenerationBatch, list[Sample], list[Group]]:
-    """Generation batch `index`, by the policy as it stands."""
+    """Sample generation batch `index` from the current policy."""
     s, drift = session, sync_weights(session, state)
     is_new = index == state.rollouts  # else it is sampled again after a roll-back
     lookahead = s.lookahead if is_new else None
@@ -57,9 +57,9 @@ def _sample(
 
 @phase("old log-probabilities")
 def _old_logprobs(session: Session, batch: GenerationBatch) -> tuple[Tensor | None, Tensor | None]:
-    """The policy's log-probabilities before the first update, and the mask of the tokens of highest entropy.
+    """Return the policy's log-probabilities before the first update, and the mask of the tokens of highest entropy.
 
-    None for what no update reads: (B, T) each.
+    (B, T) each; None if no update reads them.
     """
     plan, algorithm = session.plan, session.config.algorithm
     in_loss = batch.completion_mask.sum(1) > 0
@@ -70,13 +70,13 @@ def _old_logprobs(session: Session, batch: GenerationBatch) -> tuple[Tensor | No
     if plan.on_policy:
         return None, None
     trains_every = algorithm.beta > 0 or algorithm.has_entropy_bonus  # completions without an advantage too
-    read = in_loss if trains_every else with_gradient(batch.advantages, batch.completion_mask)
+    read = in_loss if trains_every else has_gradient(batch.advantages, batch.completion_mask)
     return compute_logprobs(session, session.policy, batch, read)[0], None
 
 
 @phase("reference log-probabilities")
 def _ref_logprobs(session: Session, batch: GenerationBatch) -> Tensor | None:
-    """The reference policy's log-probabilities, (B, T); None without KL."""
+    """Return the reference policy's log-probabilities, (B, T); None without KL."""
     in_loss = batch.completion_mask.sum(1) > 0
     if session.reference is not None:
         return compute_logprobs(session, session.reference, batch, in_loss)[0]
@@ -88,20 +88,20 @@ def _ref_logprobs(session: Session, batch: GenerationBatch) -> Tensor | None:
 
 @torch.no_grad()
 def compute_logprobs(session: Session, policy: Policy, batch: GenerationBatch, needed: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of the completions `needed` (B,), 0 for the others. 2 × (B, T) on the CPU
+    """Return log-probabilities and entropies of the completions `needed` (B,), 0 for the others. 2 × (B, T) on the CPU
 
-    Each process computes its share, and all get the whole.
+    Each process computes its part, and all get the whole.
     """
     accelerator, device = session.accelerator, session.accelerator.device
     sequences, rows = join(batch, [*range(len(batch.prompt_ids))]), needed.nonzero().flatten()
-    parts = balanced(sequences, rows, accelerator.num_processes, share_prompts=session.policy.packs)
+    parts = balance_rows(sequences, rows, accelerator.num_processes, share_prompts=session.policy.packs)
     mine = parts[accelerator.process_index]
     found = torch.zeros(2, *batch.completion_ids.shape, device=device)
 
     def work(parts: list[Tensor]) -> None:
         passes = [(policy.prepare(own.take(part)), move([mine[part]], device)[0]) for part in parts]  # all ahead
         # All processes gather a sharded model's weights for each pass.
-        missing = most(len(parts)) - len(parts) if is_sharded(policy.model) else 0
+        missing = max_over_processes(len(parts)) - len(parts) if is_sharded(policy.model) else 0
         for inputs, places in passes:
             found[:, places, : inputs.shape[1]] = torch.stack(policy(inputs))
             moved()
@@ -115,5 +115,5 @@ def compute_logprobs(session: Session, policy: Policy, batch: GenerationBatch, n
         session.memory.run(own, work, share_prompts=policy.packs)
     else:
         work([])
-    logprobs, entropy = total(found).cpu()  # each row is 0 on all processes except one
+    logprobs, entropy = sum_over_processes(found).cpu()  # each row is 0 on all processes except one
     return logprobs, entropy

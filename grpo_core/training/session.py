@@ -28,7 +28,7 @@ from grpo_core.model.loading import copy_of_trainable_state, load_model, with_ad
 from grpo_core.model.parallelize import sharding
 from grpo_core.model.policy import Policy
 from grpo_core.model.positions import check_context
-from grpo_core.model.precision import in_float32, on_device
+from grpo_core.model.precision import in_float32, with_precision_of
 from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.adapter import check_adapter
 from grpo_core.planning.plan import Plan, load_plan
@@ -60,15 +60,15 @@ class Session:
     setting: Setting | None  # of conversations; None without tools and environment, and with a recording
     model: Any  # the causal LM with the weights that are trained, under its adapter if there is one
     policy: Policy
-    reference: Policy | None  # a model of its own; None without KL, and with an adapter, whose base it is
+    reference: Policy | None  # its own model; None without KL, and with an adapter, whose base is the reference
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]  # by the number of updates done
     engine: Engine | None  # None: the training is on a recording
-    lookahead: Lookahead | None  # what samples ahead of the training: the engine, or conversations with it
+    lookahead: Lookahead | None  # samples ahead of the training: the engine, or conversations with it
     memory: OutOfMemoryRetry
     probe: Probe | None  # with an engine
     start: dict[str, Tensor] | None = None  # the adapter that the training started from, if the reference has it
-    rates: PassRates | None = None  # that the training begins with; None where no reward says what passes
+    rates: PassRates | None = None  # at the start of the training; None if no reward tells what passes
 
 
 def load_session(run: Path) -> Session:
@@ -88,7 +88,7 @@ def load_session(run: Path) -> Session:
             f"use `torchrun --nproc-per-node {plan.num_processes}`, or change train.num_processes "
             "and plan again"
         )
-    config = on_device(config, accelerator.device)
+    config = with_precision_of(config, accelerator.device)
     if accelerator.device.type == "cuda" and accelerator.is_main_process:
         for note in config.gpu_notes:
             print(note, flush=True)
@@ -129,7 +129,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
             setting.environments.close()
             setting = None
     set_seed(config.seed)
-    # vLLM scores nothing as long as its longest sequence: it wants room for one more token.
+    # vLLM cannot score a sequence of its greatest length: it needs room for one more token.
     longest = prompts.max_length + config.rollout.max_completion_length  # of the sequences that are trained
     lengths = [SHORTEST + 1, longest]
     if held_out is not None:
@@ -149,7 +149,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         gradient_checkpointing=config.train.gradient_checkpointing,
         torch_compile=config.train.torch_compile,
     )
-    policy.packs = not any_process(not policy.packs)  # they divide rows by what a pass costs, and must agree
+    policy.packs = not any_process(not policy.packs)  # processes divide rows by the cost of a pass, so they must agree
     start = copy_of_trainable_state(policy.model) if config.model.adapter and config.algorithm.beta else None
     model_path = config.model.name_or_path
     engine = None if is_recorded else make_engine(config, model_path, policy.model, tokenizer, max_length)
@@ -203,7 +203,7 @@ def _lookahead(engine: Any, config: RunConfig, setting: Setting | None, prompts:
 
 
 def _load_model(config: RunConfig, accelerator: Accelerator, *, frozen: bool, in_bf16: bool) -> Any:
-    """The base model, or this process's share of it, on this process's device."""
+    """Load the base model, or this process's shard of it, on this process's device."""
     return load_model(
         config.model.name_or_path,
         config.model.revision,
@@ -215,7 +215,7 @@ def _load_model(config: RunConfig, accelerator: Accelerator, *, frozen: bool, in
 
 
 def _reference(config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy | None:
-    """The base model, frozen, when the KL term needs a copy of it. Float32 masters only if it follows the policy."""
+    """Load the base model, frozen, if the KL term needs a copy of it; with float32 masters if it follows the policy."""
     if config.algorithm.beta == 0 or config.model.use_peft:
         return None
     bf16, moves = config.train.mixed_precision == "bf16", config.algorithm.sync_ref_model

@@ -24,7 +24,7 @@ class TrainingState:
     rollout: Rollout | None = None  # the generation batch in use
     taken: list[tuple[int, int]] = field(default_factory=list)  # the groups of that batch; see rollout.ahead.Group
     begun: list[tuple[int, int]] = field(default_factory=list)  # groups sampled ahead, for later batches
-    rates: PassRates | None = None  # of what was sampled until now; None where no reward says what passes
+    rates: PassRates | None = None  # of the completions so far; None if no reward tells what passes
     arranged: dict[int, np.ndarray] | None = None  # rows of epochs by a curriculum, see data.order; None without one
     unrecorded: dict[str, float] | None = None  # metrics of the last update until its evaluation is complete
     # What happened, to be compared with the plan.
@@ -49,9 +49,9 @@ class TrainingState:
     stopped_early: bool = False
 
     def with_rollout(self, rollout: Rollout, plan: Plan) -> TrainingState:
-        """The state after a generation batch was sampled.
+        """Return the state after a generation batch was sampled.
 
-        One that is sampled again, after a roll-back to a place between its updates, is counted once: its later updates
+        If it is sampled again, after a roll-back to a place between its updates, it is counted once: its later updates
         train on other samples of the same prompts.
         """
         if rollout.index < self.rollouts and self.rollout is None:
@@ -79,14 +79,14 @@ class TrainingState:
         )
 
     def with_update(self, seconds: float, tokens_per_pass: int | None) -> TrainingState:
-        """The state after an optimizer update."""
+        """Return the state after an optimizer update."""
         total = self.train_seconds + seconds
         return replace(self, updates=self.updates + 1, train_seconds=total, tokens_per_pass=tokens_per_pass)
 
     def with_evaluation(
         self, metrics: dict[str, float], value: float, threshold: float, patience: int | None
     ) -> TrainingState:
-        """The state after an evaluation: a new best, or one evaluation nearer to the end of patience.
+        """Return the state after an evaluation: a new best, or one evaluation nearer to the end of patience.
 
         `value`: the metric that the best is chosen by.
         """
@@ -104,16 +104,16 @@ class TrainingState:
 
     @property
     def recorded(self) -> int:
-        """Updates whose metrics are complete: all, except the last until its evaluation is complete."""
+        """Number of updates whose metrics are complete: all, except the last until its evaluation is complete."""
         return self.updates - (self.unrecorded is not None)
 
     def is_done(self, plan: Plan) -> bool:
-        """Whether every update of the plan is made and recorded, or the training has stopped early."""
+        """True if every update of the plan is made and recorded, or the training has stopped early."""
         return self.unrecorded is None and (self.updates >= plan.max_steps or self.stopped_early)
 
     @property
     def counts(self) -> dict[str, int]:
-        """What happened, under the names of `Plan.counts`."""
+        """Counts of what happened, by the names of `Plan.counts`."""
         return {
             "updates": self.updates,
             "rollouts": self.rollouts,
@@ -124,7 +124,7 @@ class TrainingState:
 
 
 def saved_fields(state: TrainingState) -> dict[str, Any]:
-    """The state as plain values and tensors, for a checkpoint."""
+    """Return the state as plain values and tensors, for a checkpoint."""
     arrays = (
         {} if state.rates is None else {name: torch.from_numpy(values) for name, values in vars(state.rates).items()}
     )
@@ -137,7 +137,7 @@ def saved_fields(state: TrainingState) -> dict[str, Any]:
 
 
 def restored_state(fields: dict[str, Any]) -> TrainingState:
-    """The state that `saved_fields` has saved, with tensors in memory, not in a file that will be deleted."""
+    """Return the state that `saved_fields` has saved, with tensors in memory, not in a file that will be deleted."""
     rollout, rates, arranged = (fields[name] for name in ("rollout", "rates", "arranged"))
     held: dict[str, Any] = {
         "rollout": rollout and Rollout(**{name: _in_memory(value) for name, value in rollout.items()}),

@@ -1,4 +1,4 @@
-"""A process that the others wait for again and again, named when it becomes one and when it is none any more."""
+"""A process that the others wait for again and again, named when it starts and stops lagging."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from grpo_core.rollout.process_work import PHASES
 from grpo_core.system.progress import rank_name
 
 STEPS = 5  # generation batches in a row
-SHARE = 0.1  # of an update's time, that it costs
+SHARE = 0.1  # of an update's time that the others wait for it
 
 
 @dataclass
 class Stragglers:
-    """The same process has to cost more than SHARE of the time in STEPS generation batches in a row, in one phase."""
+    """Find processes that cost more than SHARE of the time in STEPS generation batches in a row, in one phase."""
 
     streaks: dict[str, tuple[int | None, int]] = field(default_factory=dict)
     named: dict[str, int | None] = field(default_factory=dict)
     lost: dict[str, float] = field(default_factory=dict)
 
     def note(self, metrics: Mapping[str, float]) -> list[str]:
-        """Sentences on what these metrics of an update change. Updates that read the same generation batch as the one
-        before have its figures again, and count once."""
+        """Return sentences on what changes with these metrics of an update. Updates that read the same generation batch
+        as the one before have its figures again, and count once."""
         said = []
         for phase in PHASES:
             lost = metrics.get(f"time/{phase}/lost")

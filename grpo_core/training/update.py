@@ -11,12 +11,20 @@ from torch import Tensor
 
 from grpo_core.algorithm.losses import token_losses
 from grpo_core.config.algorithm import AlgorithmConfig
-from grpo_core.distributed import any_process, average_gradients, clip_gradients, largest, most, own_share, total
+from grpo_core.distributed import (
+    any_process,
+    average_gradients,
+    clip_gradients,
+    max_over_processes,
+    maxima_over_processes,
+    own_shard,
+    sum_over_processes,
+)
 from grpo_core.errors import NotFiniteError
 from grpo_core.model.policy import PassInputs
 from grpo_core.model.sharded import is_sharded
 from grpo_core.system.progress import moved, phase
-from grpo_core.training.batch import MicroBatch, idle, own_rows, take
+from grpo_core.training.batch import MicroBatch, idle_row, own_rows, take
 from grpo_core.training.interrupt import commit
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
@@ -24,10 +32,11 @@ from grpo_core.training.state import TrainingState
 
 @phase("update")
 def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[str, float]:
-    """Accumulate the gradient of this process's rows of the batch, average it over the processes, step; global metrics.
+    """Accumulate the gradient of this process's rows of the batch, average it over the processes, and step.
 
-    Figures of tokens are means over those that are trained: without KL and entropy bonus, of completions with an
-    advantage. An adaptive entropy bonus measures the entropy of all completions, also while it rests.
+    Returns global metrics. Those of tokens are means over the trained ones: without KL and entropy bonus, of
+    completions with an advantage. An adaptive entropy bonus measures the entropy of all completions, also while it
+    rests.
 
     Raises NotFiniteError, with the metrics, if loss or gradient is not finite before the step, or a weight after it.
     Only for these two answers, and for moments that rest in its memory, does the CPU wait for the device.
@@ -48,7 +57,7 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
         tally = _Tally(accelerator.device)
         rows = [take(batch, part) for part in parts]
         if is_sharded(session.policy.master):  # all processes gather the weights for each pass
-            rows += [idle(batch)] * (most(len(rows)) - len(rows))
+            rows += [idle_row(batch)] * (max_over_processes(len(rows)) - len(rows))
         # All ahead, so that no pass waits for the CPU: what the model reads, and what the loss reads.
         passes = [(session.policy.prepare(some.sequences), some.to(accelerator.device)) for some in rows]
         for inputs, some in passes:
@@ -70,7 +79,7 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
-    broken = not torch.stack([own_share(parameter).isfinite().all() for parameter in parameters]).all()
+    broken = not torch.stack([own_shard(parameter).isfinite().all() for parameter in parameters]).all()
     if is_sharded(session.policy.master):  # else all processes have the same weights
         broken = any_process(broken)
     if broken:
@@ -81,15 +90,15 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
 
 
 def applied_entropy_coef(config: AlgorithmConfig, state: TrainingState) -> float:
-    """Weight of the entropy bonus in the next update; adaptive, it rests while entropy is above the target."""
+    """Weight of the entropy bonus in the next update; an adaptive one rests while entropy is above the target."""
     if config.use_adaptive_entropy:
         return state.entropy_coef if state.last_entropy <= config.entropy_target else 0.0
     return config.entropy_coef
 
 
 def adapt_entropy(config: AlgorithmConfig, state: TrainingState, entropy: float | None) -> TrainingState:
-    """Skywork-OR1 (arXiv:2505.22312): the coefficient goes a step up while entropy is at or below its target, else a
-    step down. `entropy`: None if no token was trained."""
+    """Adapt the entropy bonus as Skywork-OR1 (arXiv:2505.22312): its coefficient goes a step up while entropy is at or
+    below its target, else a step down. `entropy`: None if no token was trained."""
     if entropy is None or not config.use_adaptive_entropy:
         return state
     step = config.entropy_coef_delta if entropy <= config.entropy_target else -config.entropy_coef_delta
@@ -99,7 +108,7 @@ def adapt_entropy(config: AlgorithmConfig, state: TrainingState, entropy: float 
 
 @torch.no_grad()
 def move_reference(session: Session, state: TrainingState) -> None:
-    """Every ref_model_sync_steps updates: reference ← alpha · policy + (1 − alpha) · reference (TR-DPO,
+    """Every ref_model_sync_steps updates, set reference ← alpha · policy + (1 − alpha) · reference (TR-DPO,
     arXiv:2404.09656)."""
     algorithm, reference = session.config.algorithm, session.reference
     if reference is None or not algorithm.sync_ref_model or state.updates % algorithm.ref_model_sync_steps:
@@ -124,13 +133,13 @@ class _Tally:
         self.maxima[name] = torch.maximum(self.maxima[name], found)
 
     def read(self, session: Session, grad_norm: Tensor) -> dict[str, float]:
-        """Means over tokens, where there are any, extremes, loss and norm, over all processes; the same on each.
+        """Return means over tokens, if there are any, extremes, loss and norm, over all processes; the same on each.
 
         The processes also agree on the tokens per pass: what fits everywhere.
         """
         fitting = torch.full((), -session.memory.tokens, dtype=torch.float64, device=grad_norm.device)
-        sums = total(torch.stack([*self.sums.values()]))
-        extremes = largest(torch.stack([value.double() for value in (*self.maxima.values(), fitting)]))
+        sums = sum_over_processes(torch.stack([*self.sums.values()]))
+        extremes = maxima_over_processes(torch.stack([value.double() for value in (*self.maxima.values(), fitting)]))
         *found, norm = torch.cat([sums.double(), extremes, grad_norm.double()[None]]).tolist()  # waits for the device
         session.memory.tokens = int(-found.pop())
         totals = dict(zip(self.sums, found, strict=False))
@@ -151,7 +160,7 @@ class _Tally:
 def _forward_backward(
     session: Session, inputs: PassInputs, batch: MicroBatch, entropy_coef: float, tally: _Tally
 ) -> None:
-    """Add one pass's gradient to what is accumulated, and its figures to the tally."""
+    """Add one pass's gradient to the accumulated one, and its figures to the tally."""
     algorithm, mask, policy = session.config.algorithm, batch.mask, session.policy
     exact = None
     if policy.dropouts:

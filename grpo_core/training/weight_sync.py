@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from grpo_core.distributed import failing_together, largest
+from grpo_core.distributed import failing_together, maxima_over_processes
 from grpo_core.errors import NotFiniteError, TrainingError
 from grpo_core.model.sequences import Sequences, pad
 from grpo_core.system.progress import phase
@@ -17,7 +17,7 @@ def begin_probing(session: Session) -> None:
     """Score the probe while engine and trainer both have the base's weights: how far they differ then is rounding, and
     bounds how far they may differ later. At a resumed start, too, they have the base's weights first.
 
-    Raises TrainingError on every process if one finds a difference that is no rounding.
+    Raises TrainingError on every process if one finds a difference too large for rounding.
     """
     probe, scores = session.probe, probe_logprobs(session)
     assert probe is not None
@@ -36,7 +36,7 @@ def begin_probing(session: Session) -> None:
 
 @phase("weight sync")
 def sync_weights(session: Session, state: TrainingState) -> float:
-    """Hand the policy's weights to the engine; the mean |difference| of both sides' log-probabilities of the probe.
+    """Hand the policy's weights to the engine. Returns the mean |difference| of the probe's log-probabilities.
 
     Raises TrainingError on every process if one finds that its engine would sample from another policy than the one
     that is trained: too far from it, unchanged although the policy has moved, or lagging behind it.
@@ -84,7 +84,7 @@ def probe_logprobs(session: Session) -> Scores:
 
 @torch.no_grad()
 def _trainer_logprobs(session: Session, probe: Probe) -> torch.Tensor:
-    """The trainer's log-probability of each continued token of the probe batch, at temperature 1. (B, T) on the CPU"""
+    """Return the trainer's log-probabilities of the probe's continued tokens, at temperature 1. (B, T) on the CPU"""
     contexts, said = probe.contexts, probe.continuations
     batch = Sequences(
         input_ids=pad(probe.sequences, torch.int64),
@@ -92,11 +92,11 @@ def _trainer_logprobs(session: Session, probe: Probe) -> torch.Tensor:
         completion_lengths=torch.tensor([*map(len, said)]),
         prompt_of=torch.arange(len(contexts)),
     )
-    policy = session.policy.at(1.0)
+    policy = session.policy.at_temperature(1.0)
     logprobs, _ = policy(policy.prepare(batch))
     return logprobs.cpu()
 
 
 def _largest(session: Session, *values: float) -> list[float]:
-    """Each value's maximum over the processes."""
-    return largest(torch.tensor(values, device=session.accelerator.device)).tolist()
+    """Return each value's maximum over the processes."""
+    return maxima_over_processes(torch.tensor(values, device=session.accelerator.device)).tolist()

@@ -49,8 +49,8 @@ def test_control_messages_wait_in_a_group_of_their_own_beside_the_tensors(tmp_pa
         assert tensors is not None and control is not None and control is not tensors
         assert dist.get_backend(control) == "gloo"
         with _recorded(["barrier", "broadcast_object_list", "all_gather_object", "all_reduce"], calls):
-            assert distributed.total(torch.tensor([1.0 + rank])).tolist() == [3.0]
-            assert distributed.largest(torch.tensor([1.0, -rank])).tolist() == [1.0, 0.0]
+            assert distributed.sum_over_processes(torch.tensor([1.0 + rank])).tolist() == [3.0]
+            assert distributed.maxima_over_processes(torch.tensor([1.0, -rank])).tolist() == [1.0, 0.0]
             parameter = torch.nn.Parameter(torch.zeros(3))
             parameter.grad = torch.full((3,), float(rank))
             distributed.average_gradients([parameter])
@@ -105,7 +105,7 @@ def test_the_limit_is_that_of_a_machine_s_processes_and_of_their_counterparts_to
     def work(rank: int) -> None:
         distributed.start_processes(LIMIT)
         with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):  # as if each process had a machine to itself
-            mesh = distributed.sharing_processes(within_machine=True)
+            mesh = distributed.shard_mesh(within_machine=True)
         assert mesh.mesh.tolist() == [[0], [1]]
         for name, members in {"copy": [0, 1], "share": [rank]}.items():
             group = mesh.get_group(name)
@@ -161,7 +161,7 @@ def test_the_death_of_another_process_is_told_from_an_error_of_one_s_own(tmp_pat
         distributed.wait_for_all()
         if rank == 1:
             os._exit(0)
-        for ask in (lambda: distributed.gathered([rank]), lambda: distributed.total(torch.ones(3))):
+        for ask in (lambda: distributed.gathered([rank]), lambda: distributed.sum_over_processes(torch.ones(3))):
             with pytest.raises(RuntimeError) as lost:
                 ask()
             assert distributed.lost_peer(lost.value)

@@ -16,14 +16,14 @@ if TYPE_CHECKING:  # whatever starts a server imports this without torch
 
     from grpo_core.config.inputs import ModelConfig
 
-ADAPTER = "policy"  # as which vLLM knows the adapter
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM can make room for
+ADAPTER = "policy"  # vLLM's name for the adapter
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM supports
 
 
-def goes_alone(config: ModelConfig) -> bool:
+def sends_adapter_alone(config: ModelConfig) -> bool:
     """True if vLLM gets the adapter beside its own base. Otherwise it gets the weights with the adapter merged: vLLM
     computes adapters of a mixture of experts by Triton kernels only, which a CPU does not run, and takes no embedding
-    or head that is trained whole, and no rank above the last of RANKS."""
+    or head that is trained whole, nor a rank above the last of RANKS."""
     if not config.use_peft or config.lora_modules_to_save or config.lora_r > RANKS[-1]:
         return False
     from transformers import AutoConfig
@@ -32,13 +32,13 @@ def goes_alone(config: ModelConfig) -> bool:
     return not any(getattr(text, name, None) for name in EXPERTS)
 
 
-def room_for(rank: int) -> int:
-    """Return the rank that vLLM must make room for, to take an adapter of this one that `goes_alone`."""
+def supported_rank(rank: int) -> int:
+    """Return the smallest rank of vLLM's that has room for an adapter of this one, which `sends_adapter_alone`."""
     return next(allowed for allowed in RANKS if rank <= allowed)
 
 
 def adapter_of(model: Any, dtype: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A model's adapter: peft's configuration, as JSON has it, and the tensors by peft's names, copied to the CPU."""
+    """Return a model's adapter: peft's configuration as JSON values, and tensors by peft's names, copied to the CPU."""
     from grpo_core.model.loading import saved_name, trainable_state
 
     values = model.peft_config["default"].to_dict()
@@ -47,14 +47,14 @@ def adapter_of(model: Any, dtype: Any) -> tuple[dict[str, Any], dict[str, Tensor
     return config, {saved_name(name): each.to("cpu", dtype, copy=True) for name, each in state.items()}
 
 
-def hold(worker: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Have a worker of vLLM load these when vLLM asks for an adapter next."""
+def hold_adapter(worker: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Make a worker of vLLM load this adapter when vLLM next asks for one."""
     manager = worker.model_runner.lora_manager
-    manager._load_adapter = partial(_loaded, manager, config, tensors)
+    manager._load_adapter = partial(_adapter_from_tensors, manager, config, tensors)
 
 
-def _loaded(manager: Any, config: dict[str, Any], tensors: dict[str, Tensor], request: Any) -> Any:
-    """What vLLM's manager of adapters makes of an adapter's folder, made of tensors."""
+def _adapter_from_tensors(manager: Any, config: dict[str, Any], tensors: dict[str, Tensor], request: Any) -> Any:
+    """Make of tensors what vLLM's manager of adapters would make of an adapter's folder."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 

@@ -1,12 +1,12 @@
 """Completions from a vLLM server as bytes: token ids and log-probabilities as arrays.
 
 vLLM's own route answers with a JSON object per token. Per 1,000 tokens it costs vLLM's API process 32 ms of CPU
-time and the trainer 1.8; bytes cost them 22 and 0.03 (measured on a CPU by benchmarks/answers.py).
+time and the trainer 1.8 ms; bytes cost them 22 and 0.03 ms (measured on a CPU by benchmarks/answers.py).
 `--middleware grpo_core.rollout.vllm.binary.BinaryCompletions` adds a route to vLLM's server that asks the engine by its
 public `generate`.
 
-An answer: 4 bytes, the length of the head (little-endian); the head, JSON: per completion its number of tokens, why it
-ended, and the weights that sampled which tokens; then per completion its ids (int32) and log-probabilities (float32).
+An answer is 4 bytes, the length of the head (little-endian); the head, JSON: per completion its number of tokens, why
+it ended, and which weights sampled which tokens; then per completion its ids (int32) and log-probabilities (float32).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ IDS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 
 
 class BinaryCompletions:
-    """ASGI middleware: answers POST /grpo/generate, whose body has `token_ids`, `sampling_params` and, if wanted,
-    `model` (an adapter) and `priority`. A request whose connection is closed is ended."""
+    """ASGI middleware that answers POST /grpo/generate, whose body has `token_ids`, `sampling_params` and, if wanted,
+    `model` (an adapter) and `priority`. A request ends when its connection is closed."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -76,7 +76,7 @@ async def _answer(state: Any, body: dict[str, Any]) -> Response:
 
 
 def encode(outputs: Sequence[Any]) -> bytes:
-    """vLLM's completions of a request, whose log-probabilities are flat, as bytes."""
+    """Encode vLLM's completions of a request, with flat log-probabilities, as bytes."""
     head = [
         {
             "tokens": len(output.token_ids),
@@ -95,8 +95,8 @@ def encode(outputs: Sequence[Any]) -> bytes:
 
 
 def decode(answer: bytes) -> list[dict[str, Any]]:
-    """Per completion `token_ids`, `logprobs` (NaN for those that are not finite), `finish_reason` and
-    `weight_versions`. Raises ValueError if these are other bytes."""
+    """Return, per completion, `token_ids`, `logprobs` (NaN for those that are not finite), `finish_reason` and
+    `weight_versions`. Raises ValueError if the bytes are no such answer."""
     end = 4 + int.from_bytes(answer[:4], "little")
     choices = []
     for each in json.loads(answer[4:end]):

@@ -1,7 +1,7 @@
-"""One vLLM server as its trainer sees it: up, ours, with the weights that it must have.
+"""One vLLM server as its trainer needs it: up, leased to the trainer, with the right weights.
 
-Whatever happens to it (it dies, is started again, comes back with the base's weights), the way back is the same:
-`restore`. Which of several servers is asked: `grpo_core.rollout.vllm.router`.
+Whatever happens to it (it dies, is started again, comes back with the base's weights), `restore` brings it back.
+`grpo_core.rollout.vllm.router` chooses among several servers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from grpo_core.errors import EngineError
 from grpo_core.rollout.vllm import binary
 from grpo_core.rollout.vllm.secret import with_secret
 
-LEASE_SECONDS = 20.0  # after which a trainer that was killed no longer has the server
-RENEWALS = 4  # of a lease in its time
+LEASE_SECONDS = 20.0  # after which a trainer that was killed has lost the server
+RENEWALS = 4  # per LEASE_SECONDS
 CONTROL_SECONDS = 30.0  # for requests that need no work; a server that takes longer counts as down
 # A connection to a machine that is off or cut off fails after 30 s, also while an answer is awaited.
 SOCKET_OPTIONS = [
@@ -39,21 +39,21 @@ Result = TypeVar("Result")
 
 
 class Unavailable(RuntimeError):
-    """Down, on its way up, or not heard of in time."""
+    """The server is down, on its way up, or has not answered in time."""
 
 
 LOADED = "default"  # vLLM's name for the weights that a server has loaded by itself
-OVER_BASE = "-over-base"  # ends the names of weights that are an adapter's, over those
-OVER_4BIT = "-over-4bit"  # over the weights that a base of 4 bits stands for
+OVER_BASE = "-over-base"  # suffix of the names of an adapter's weights over those
+OVER_4BIT = "-over-4bit"  # suffix for an adapter over the dequantised weights of a 4-bit base
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights by their number; `snapshot`: the tensors, by the names that vLLM's loader knows; None in the
-    processes that do not send them.
+    """Numbered weights. `snapshot`: the tensors, by the names that vLLM's loader knows; None in processes that do not
+    send them.
 
-    If they are those of an adapter alone, `adapter` is peft's configuration; `base` gives the weights under it, for a
-    server that has others, and `over` ends the name of the weights that an adapter is over them.
+    For an adapter alone, `adapter` is peft's configuration, `base` gives the weights under it, for a server that has
+    others, and `over` is the suffix of the server's name for the adapter over them.
     """
 
     version: int
@@ -63,15 +63,15 @@ class Weights:
     over: str = OVER_BASE
 
 
-NO_WEIGHTS = Weights(0)  # those of a server between two
+NO_WEIGHTS = Weights(0)  # those of a server in the middle of an update
 
 
 class Server:
     """A server, and the weights that it must have: `wanted`.
 
-    `send` brings them there and blocks until it is. `objection`: what speaks against a server that was
-    started in a certain way, "" if nothing does. `processes` share it. The router keeps `problem`, `refuses` and
-    `in_flight`.
+    `send` brings them there and blocks until they have arrived. `objection`: sentence on why a server started with
+    these options cannot be used, "" if it can. `processes`: how many share the server. The router maintains
+    `problem`, `refuses` and `in_flight`.
     """
 
     def __init__(
@@ -88,18 +88,18 @@ class Server:
         self.seconds = config.vllm_request_timeout
         self.objection, self.send = objection, send
         self.wanted, self.given = NO_WEIGHTS, ""  # the weights, and the version that was brought there last
-        self.has_base = False  # of the wanted weights, perhaps under another adapter
+        self.has_base = False  # that of the wanted weights, perhaps under another adapter
         self.backend = ""  # of the weight transfer, as the server was started
-        self.transfer: Any = None  # vLLM's trainer-side engine, for as long as the server is there that it speaks to
+        self.transfer: Any = None  # vLLM's trainer-side engine, as long as the server's process is the same
         self.restoring = asyncio.Lock()
-        self.problem = ""  # why it is asked nothing; "" if it is up and has the wanted weights
-        self.refuses = False  # whether waiting alone does not mend the problem
+        self.problem = ""  # why it gets no requests; "" if it is up and has the wanted weights
+        self.refuses = False  # whether the problem will not go away by waiting
         self.receiving = False  # whether weights are on their way to it
         # This process's part of the completions that the server works on concurrently, by its `sequences` per copy of
-        # the model: more would wait there, which takes of the time that the server has for an answer.
+        # the model: more would wait there, which counts towards the server's time for an answer.
         self.processes, self.sequences, self.capacity, self.in_flight = processes, 0, 1, 0
         self.abandoned: asyncio.Future[str] | None = None  # gets the reason why its answers are not waited for
-        # A connection for each request: an idle one may be closed by the server just when it is used again.
+        # One connection per request: an idle one may be closed by the server just when it is used again.
         limits = httpx2.Limits(max_keepalive_connections=0)
         transport = httpx2.AsyncHTTPTransport(limits=limits, socket_options=SOCKET_OPTIONS)
         self.http = httpx2.AsyncClient(
@@ -114,43 +114,42 @@ class Server:
         return self.in_flight < self.capacity
 
     def move(self, url: str) -> None:
-        """The server is started again at this address: what was asked of it at the old one is asked again."""
+        """Use the address at which the server is started again; what was asked at the old one is asked again."""
         print(f"the vLLM server at {self.url} is started again at {url}", flush=True)
         self.url, self.http.base_url = url, httpx2.URL(url)
         self.abandon("it is started again at another address")
 
     def abandon(self, reason: str) -> None:
-        """Wait no longer for what the server was asked: that raises Unavailable."""
+        """Stop waiting for answers of the server: those waits raise Unavailable."""
         if self.abandoned is not None:
             self.abandoned.set_result(reason)
             self.abandoned = None
 
     async def complete(self, body: Mapping[str, Any], oldest: int) -> list[dict[str, Any]]:
-        """The completions of a request, as `binary.decode` has them, every token by weights of version `oldest` or
+        """Return the completions of a request as `binary.decode` does, every token by weights of version `oldest` or
         later.
 
         Raises Unavailable if there are none, EngineError if the server refuses or hangs.
         """
         choices = await self._answer(binary.PATH, body, binary.decode)
-        self._see_whole(choices, oldest)
+        self._check_complete(choices, oldest)
         return choices
 
     async def score(self, body: Mapping[str, Any], oldest: int) -> list[dict[str, Any] | None]:
-        """The `prompt_logprobs` that vLLM answers, by weights of version `oldest` or later. Raises what `complete`
-        raises."""
+        """Return vLLM's `prompt_logprobs`, by weights of version `oldest` or later. Raises what `complete` raises."""
         answer = await self._answer("/inference/v1/generate", body, json.loads)
-        self._see_whole(answer["choices"], oldest)
+        self._check_complete(answer["choices"], oldest)
         return answer["prompt_logprobs"]
 
     async def restore(self) -> None:
-        """See that the server is up, ours, and has the wanted weights. Raises Unavailable if it is not up, EngineError
-        if it cannot be used."""
+        """Make sure that the server is up, leased, and has the wanted weights. Raises Unavailable if it is not up,
+        EngineError if it cannot be used."""
         async with self.restoring:
             await self.take_lease()
             await self.bring_up_to_date()
 
     async def bring_up_to_date(self) -> None:
-        """Bring the wanted weights to a server that has others; Unavailable when it is not up."""
+        """Bring the wanted weights to a server that has others. Raises Unavailable if it is not up."""
         done = None
         try:
             while done is not self.wanted and self.wanted is not NO_WEIGHTS:
@@ -174,7 +173,7 @@ class Server:
             self.given = name
 
     async def _update(self, wanted: Weights, found: str) -> None:
-        """Bring the weights there; the server stands still then."""
+        """Send the weights; the server pauses meanwhile."""
         name = self._name(wanted)
         if wanted.snapshot is None:
             raise Unavailable(f"it has weights {found!r}, wanted are {name!r}")
@@ -188,8 +187,8 @@ class Server:
         await self.control("POST", "/update_weight_version", json={"new_version": name})
 
     async def take_lease(self) -> None:
-        """The server is this trainer's for LEASE_SECONDS more. Another's lease is waited for; when that one renews it,
-        EngineError."""
+        """Lease the server for LEASE_SECONDS more, after waiting for another trainer's lease to end. Raises EngineError
+        if that one renews it, or if the server cannot be used."""
         given = await self._lease()
         if not given["granted"]:
             print(f"{self.url} is leased to {given['holder']}: waiting {given['seconds']:.0f} s", flush=True)
@@ -218,25 +217,25 @@ class Server:
         await self.http.aclose()
 
     async def control(self, method: str, path: str, **options: Any) -> Any:
-        """Answer to a request that needs no sampling."""
+        """Return the answer to a request that needs no sampling."""
         try:
             return await self._request(method, path, CONTROL_SECONDS, json.loads, **options)
         except httpx2.ReadTimeout:
             raise Unavailable(f"{path} has not answered for {CONTROL_SECONDS:g} s") from None
 
-    def _see_whole(self, choices: Sequence[Mapping[str, Any]], oldest: int) -> None:
-        """Raises Unavailable unless each completion came to its end, each token by weights as new as these."""
+    def _check_complete(self, choices: Sequence[Mapping[str, Any]], oldest: int) -> None:
+        """Raises Unavailable unless each completion has ended, each token by weights of version `oldest` or later."""
         for choice in choices:
             ended = choice["finish_reason"] not in ("abort", "error")
-            if not ended or min(versions(choice, self.token), default=0) < max(oldest, 1):
+            if not ended or min(token_versions(choice, self.token), default=0) < max(oldest, 1):
                 raise Unavailable(f"the answer was aborted, or is not by weights {self.token}-{oldest} or later ones")
 
     def _name(self, weights: Weights) -> str:
-        """What the server calls these weights."""
+        """Return the server's name for these weights."""
         return f"{self.token}-{weights.version}" + weights.over * bool(weights.adapter) if weights.version else "none"
 
     async def _copies(self) -> int:
-        """Copies of the model that the server has (data parallelism). Its workers know of one each."""
+        """Number of copies of the model on the server (data parallelism). Each worker knows of one only."""
         whole, each = [
             (await self.control("GET", "/get_world_size", params={"include_dp": include}))["world_size"]
             for include in ("true", "false")
@@ -248,7 +247,7 @@ class Server:
         return (await self.control("POST", "/collective_rpc", json=body))["results"][0]
 
     async def _receive(self, weights: Weights) -> None:
-        """Have the weights sent, in a thread: what hangs in a device's queue can only be left behind."""
+        """Send the weights in a thread: one that hangs in a device's queue can only be abandoned."""
         done: Future[None] = Future()
 
         def work() -> None:
@@ -305,7 +304,7 @@ class Server:
             raise Unavailable(f"{path} answers with something that cannot be read: {answer.text[:200]!r}") from None
 
     async def _unless_abandoned(self, work: Awaitable[Result]) -> Result:
-        """The result of this work; Unavailable as soon as the server is abandoned."""
+        """Return the result of this work. Raises Unavailable as soon as the server is abandoned."""
         self.abandoned = self.abandoned or asyncio.get_running_loop().create_future()
         doing, abandoned = asyncio.ensure_future(work), self.abandoned
         both: set[asyncio.Future[Any]] = {doing, abandoned}
@@ -318,8 +317,8 @@ class Server:
             doing.cancel()
 
 
-def versions(choice: Mapping[str, Any], token: str) -> list[int]:
-    """The version of the weights that sampled each token of a completion; 0: none of the training with this token."""
+def token_versions(choice: Mapping[str, Any], token: str) -> list[int]:
+    """Version of the weights that sampled each token of a completion; 0: not of the training with this token."""
     found = []
     for span in choice["weight_versions"] or ():
         owner, _, number = span["version"].removesuffix(OVER_BASE).removesuffix(OVER_4BIT).rpartition("-")

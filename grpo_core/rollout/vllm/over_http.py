@@ -31,7 +31,7 @@ PART_BYTES = 2**26  # of weights per request: it is held several times on its wa
 
 @dataclass
 class HTTPTrainerInit(SharedMemoryTrainerInit):
-    """Nothing has to be agreed on."""
+    """The two sides have nothing to agree on."""
 
     backend: ClassVar[str] = BACKEND
 
@@ -59,7 +59,7 @@ class HTTPTrainerEngine(SharedMemoryTrainerEngine):
 
 
 class HTTPEngine(SharedMemoryEngine):
-    """Server's side."""
+    """Server's side of the transfer."""
 
     update_info_cls: Any = HTTPUpdate
 

@@ -1,10 +1,10 @@
-"""Which of several vLLM servers is asked: the least loaded that is up; for further completions of a prompt, the same
-while it has room; for a later turn of a conversation, the first turn's, which has cached it.
+"""Choice among several vLLM servers: the least loaded that is up; for further completions of a prompt, the same while
+it has room; for a later turn of a conversation, the first turn's, which has cached it.
 
 Requests wait here until a server has room for them. What the training waits for goes first.
 
-A server that fails is left out: what was asked of it is asked of another, with the same seeds, so that the answers stay
-the same. Meanwhile it is brought back, and then gets work again. Everything here runs in one event loop.
+A server that fails is left out: another is asked for its answers, with the same seeds, so that they stay the same.
+Meanwhile it is brought back, and then gets work again. Everything here runs in one event loop.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from grpo_core.rollout.vllm import client
 from grpo_core.rollout.vllm.client import Server, Unavailable
 
 POLL_SECONDS = 0.5
-ATTEMPTS = 5  # at one answer, by one server after the other
+ATTEMPTS = 5  # per answer, at one server after the other
 
 Result = TypeVar("Result")
 
 
 @dataclass(order=True)
 class _Waiting:
-    """A request for one completion. `prefix`: equal for those that begin alike; `waits`: for the server that has that
-    prefix, however busy it is."""
+    """A request for one completion. `prefix`: equal for requests that begin alike; `waits`: whether it waits for the
+    server that has that prefix, however busy."""
 
     priority: int
     number: int  # in the order of arrival
@@ -40,14 +40,14 @@ class _Waiting:
 
 
 class Router:
-    """Servers as one. `seconds`: how long none may be available; `first`: the server that gets the first request;
-    `reports`: whether lines about servers that leave and come back are printed."""
+    """Several servers used as one. `seconds`: longest time without an available one; `first`: the server that gets the
+    first request; `reports`: whether to print lines about servers that leave and come back."""
 
     def __init__(self, servers: Sequence[Server], seconds: float, first: int, *, reports: bool):
         self.servers, self.seconds, self.reports = servers, seconds, reports
         first %= len(servers)
         self.order = [*servers[first:], *servers[:first]]  # among servers with equal load
-        self.homes: dict[int, Server] = {}  # of the prefixes since the last weights, which empty the caches
+        self.homes: dict[int, Server] = {}  # by prefix, since the last weights, which empty the caches
         self.numbers = itertools.count()
         self.waiting: list[_Waiting] = []  # a heap
         self.bringing_back: dict[Server, asyncio.Task[None]] = {}
@@ -60,16 +60,16 @@ class Router:
     async def complete(
         self, body: Mapping[str, Any], oldest: int, conversation: int | None = None
     ) -> list[dict[str, Any]]:
-        """The completion of a request, every token of it by weights of version `oldest` or later.
+        """Return the completion of a request, every token of it by weights of version `oldest` or later.
 
-        Raises EngineError when no server is available for too long, or the only one refuses or hangs.
+        Raises EngineError if no server is available for too long, or if the only one refuses or hangs.
         """
         prefix = hash(tuple(body["token_ids"])) if conversation is None else conversation
-        # Asked again, it keeps its place.
+        # When asked again, the request keeps its place.
         request = _Waiting(body.get("priority", 0), next(self.numbers), prefix, conversation is not None)
         failure = ""
         for _ in range(ATTEMPTS):
-            server = await self._room(request)
+            server = await self._take_room(request)
             try:
                 return await server.complete(body, oldest)
             except (Unavailable, EngineError) as error:
@@ -80,8 +80,8 @@ class Router:
                 self._free(server)
         raise EngineError(f"{ATTEMPTS} attempts at one answer have failed; the last: {failure}")
 
-    async def each(self, work: Callable[[Server], Awaitable[Result]]) -> list[Result]:
-        """What comes of this work at each server that is up, at least at one."""
+    async def ask_each(self, work: Callable[[Server], Awaitable[Result]]) -> list[Result]:
+        """Return the results of this work at each server that is up, at least at one."""
         while True:
             asked = self.up
             found = await asyncio.gather(*map(work, asked), return_exceptions=True)
@@ -90,10 +90,10 @@ class Router:
                     self._fail(server, result)
             if done := [result for result in found if not isinstance(result, BaseException)]:
                 return done
-            await self.until_one_is_up()
+            await self.wait_for_server()
 
     async def connect(self) -> None:
-        """Take every server for this trainer; one that is not up yet is left out. Raises EngineError if one cannot be
+        """Lease every server for this trainer; one that is not up yet is left out. Raises EngineError if one cannot be
         used."""
         leases = await asyncio.gather(*(server.take_lease() for server in self.servers), return_exceptions=True)
         if refusals := [error for error in leases if error is not None and not isinstance(error, Unavailable)]:
@@ -103,26 +103,26 @@ class Router:
                 self._leave_out(server, error)
 
     async def hand_over(self, numbers: Iterable[int]) -> list[int]:
-        """Bring the wanted weights to these servers, and leave out the others, until one has them. Returns which
-        servers have."""
+        """Bring the wanted weights to these servers, and leave out the others, until one has them. Returns the
+        numbers of those that have."""
         self.homes.clear()
         chosen = [self.servers[number] for number in numbers]
         for server in self.servers:
             if server not in chosen and not server.problem:
                 self._leave_out(server, Unavailable("it has not got the weights"))
         await asyncio.gather(*map(self._restore, chosen))
-        await self.until_one_is_up()
+        await self.wait_for_server()
         return [number for number, server in enumerate(self.servers) if not server.problem]
 
-    async def until_one_is_up(self) -> None:
-        """Raises EngineError when that takes too long."""
+    async def wait_for_server(self) -> None:
+        """Wait until a server is up. Raises EngineError if all refuse, or none is up after vllm_server_timeout."""
         while not self.up:
             if hopeless := self._hopeless():
                 raise EngineError(hopeless)
             await asyncio.sleep(POLL_SECONDS)
 
-    async def keep(self, server: Server) -> None:
-        """Renew the lease, for ever; a server that is away, or was started again, is left out and brought back."""
+    async def keep_lease(self, server: Server) -> None:
+        """Renew the lease until cancelled; leave out a server that is away, or was started again, and bring it back."""
         while True:
             await asyncio.sleep(client.LEASE_SECONDS / client.RENEWALS)
             try:
@@ -137,12 +137,12 @@ class Router:
                         server.abandon("it does not answer")
 
     def stop(self) -> None:
-        """Bring no server back any more."""
+        """Stop bringing servers back."""
         for task in self.bringing_back.values():
             task.cancel()
 
-    async def _room(self, request: _Waiting) -> Server:
-        """The server for a request, as soon as one has room; `_free` gives the room back."""
+    async def _take_room(self, request: _Waiting) -> Server:
+        """Wait for a server with room for the request, and take the room; `_free` gives it back."""
         request.server = found = asyncio.get_running_loop().create_future()
         heapq.heappush(self.waiting, request)
         self._assign()
@@ -158,13 +158,13 @@ class Router:
         self._assign()
 
     def _assign(self) -> None:
-        """Give the requests that wait to servers that have room: the urgent ones first, then by their arrival."""
+        """Assign waiting requests to servers that have room: the urgent ones first, then by arrival."""
         passed_over = []
         while self.waiting and any(server.has_room for server in self.up):
             request = heapq.heappop(self.waiting)
             if request.server.done():
                 continue
-            # One that fails a request quickly is the least loaded: another is waited for.
+            # A server that fails requests quickly is the least loaded, so they wait for another one.
             fit = [server for server in self.up if server not in request.failed] or self.up
             free = [server for server in fit if server.has_room]
             home = self.homes.get(request.prefix)
@@ -181,7 +181,7 @@ class Router:
             heapq.heappush(self.waiting, request)
 
     def _fail(self, server: Server, error: BaseException) -> None:
-        """Leave out a server that has failed. Raises the error if waiting does not mend it and there is no other."""
+        """Leave out a server that has failed. Raises the error if waiting does not help and there is no other."""
         others = any(other is not server for other in self.up)
         if not isinstance(error, Unavailable) and not (isinstance(error, EngineError) and others):
             raise error
@@ -209,10 +209,10 @@ class Router:
                 await asyncio.sleep(POLL_SECONDS)
 
     async def _restore(self, server: Server) -> None:
-        """One attempt at having the server up with the wanted weights."""
+        """Try once to have the server up with the wanted weights."""
         try:
             await server.restore()
-        except Exception as error:  # what is not foreseen, too, is said when no server is left
+        except Exception as error:  # unforeseen errors too are reported when no server is left
             self._leave_out(server, error)
         else:
             if server.problem:
@@ -221,7 +221,7 @@ class Router:
             self._assign()
 
     def _hopeless(self) -> str:
-        """Why there is no server, if waiting for one is over; otherwise ""."""
+        """Sentence on why no server is up, if waiting for one is over; otherwise ""."""
         if self.up or any(server.receiving for server in self.servers):
             return ""
         if all(server.refuses for server in self.servers):

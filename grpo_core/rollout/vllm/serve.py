@@ -16,7 +16,7 @@ from pathlib import Path
 
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
-from grpo_core.rollout.vllm.adapter import goes_alone, room_for
+from grpo_core.rollout.vllm.adapter import sends_adapter_alone, supported_rank
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
 from grpo_core.rollout.vllm.secret import SECRET
 from grpo_core.system.libraries import quiet_libraries
@@ -24,7 +24,7 @@ from grpo_core.system.libraries import quiet_libraries
 # Environment variable of a training: a file with the address of each server that was started for it. A server that is
 # started again may have another address.
 ADDRESSES = "GRPO_VLLM_SERVERS"
-VLLM = "0.32"  # the release that weights are sent by: each changes that API
+VLLM = "0.32"  # supported release: each changes the API that weights are sent by
 
 
 def main() -> None:
@@ -68,10 +68,10 @@ def server_command(config: RunConfig) -> list[str]:
     """Arguments of `python` that start a server, except address and port."""
     import torch
 
-    from grpo_core.model.precision import on_device
+    from grpo_core.model.precision import with_precision_of
 
     on_cpu = not torch.cuda.is_available()
-    config = on_device(config, "cpu" if on_cpu else "cuda")
+    config = with_precision_of(config, "cpu" if on_cpu else "cuda")
     rollout, transfer = config.rollout, str(config.rollout.vllm_weight_transfer)
     if transfer == "auto":
         between_cpus = "http" if config.servers_elsewhere else "shared_memory"
@@ -92,8 +92,8 @@ def server_command(config: RunConfig) -> list[str]:
         *("--weight-transfer-config", json.dumps({"backend": transfer})),
         *("--worker-extension-cls", "grpo_core.rollout.vllm.worker.TrainerLease"),
         *(
-            ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(room)]
-            if (room := adapter_room(config))
+            ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
+            if (rank := max_adapter_rank(config))
             else []
         ),
         *("--tensor-parallel-size", str(rollout.vllm_tensor_parallel_size)),
@@ -108,13 +108,13 @@ def server_command(config: RunConfig) -> list[str]:
     ]
 
 
-def adapter_room(config: RunConfig) -> int:
-    """Rank of the adapters that a server makes room for; 0 if it gets whole weights."""
-    return room_for(config.model.lora_r) if goes_alone(config.model) else 0
+def max_adapter_rank(config: RunConfig) -> int:
+    """Largest rank of the adapters that a server has room for; 0 if it gets whole weights."""
+    return supported_rank(config.model.lora_r) if sends_adapter_alone(config.model) else 0
 
 
 def server_environment(config: RunConfig) -> dict[str, str]:
-    """Environment of that process."""
+    """Environment variables for the server's process."""
     return {
         "VLLM_SERVER_DEV_MODE": "1",  # without it vLLM serves no weight transfer
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if config.model.use_peft else "0",
@@ -125,8 +125,8 @@ def server_environment(config: RunConfig) -> dict[str, str]:
 
 
 def own_gpus(config: RunConfig, first: int) -> dict[str, str]:
-    """The variable with the GPUs that the server sees: as many as it needs from number `first` of the visible ones;
-    empty without a GPU. Ends the process with a sentence if there are fewer."""
+    """Environment variable with the GPUs that the server sees: as many as it needs from number `first` of the visible
+    ones; empty without a GPU. Ends the process with a sentence if there are fewer."""
     import torch
 
     if not (count := torch.cuda.device_count()):

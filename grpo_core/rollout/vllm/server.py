@@ -1,7 +1,7 @@
 """vLLM in processes of its own: one server or several, on other GPUs or another machine.
 
 They are asked over HTTP from an event loop in a thread, so that they can sample while the trainer trains. Every answer
-says which weights each of its tokens was sampled by.
+says which weights sampled each of its tokens.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from accelerate import PartialState
 from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
-from grpo_core.distributed import from_main, sharers
+from grpo_core.distributed import from_main, shard_count
 from grpo_core.errors import EngineError
 from grpo_core.model.four_bit import is_quantised
-from grpo_core.model.loading import as_saved, base_weights, plain_weights
+from grpo_core.model.loading import base_weights, copy_of_whole_weights, in_checkpoint_layout
 from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.sampling_ahead import choose_groups
 from grpo_core.rollout.requests import training_sampling
-from grpo_core.rollout.types import Completion, Request, Sampling, Stream, aged
+from grpo_core.rollout.types import Completion, Request, Sampling, Stream, with_ages
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of
-from grpo_core.rollout.vllm.client import NO_WEIGHTS, OVER_4BIT, OVER_BASE, Server, Weights, versions
+from grpo_core.rollout.vllm.client import NO_WEIGHTS, OVER_4BIT, OVER_BASE, Server, Weights, token_versions
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
 from grpo_core.rollout.vllm.router import Router
-from grpo_core.rollout.vllm.serve import adapter_room, read_addresses, wrong_vllm
+from grpo_core.rollout.vllm.serve import max_adapter_rank, read_addresses, wrong_vllm
 from grpo_core.rollout.vllm.snapshot import take_snapshot
 
 # vLLM must sample a token to score a prompt; greedy, it draws no random number for it.
 SCORE = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 TURN_SECONDS = 0.05  # after which a caller that waits for completions may do something else
-FOLLOW_SECONDS = 2.0  # in which a server's new address is noticed
-NOT_A_NUMBER = -9999.0  # vLLM's answers have it for a log-probability of NaN or -inf
+FOLLOW_SECONDS = 2.0  # between two looks for new addresses of servers
+NOT_A_NUMBER = -9999.0  # in vLLM's answers, for a log-probability of NaN or -inf
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A request that is sampled; `due`: the version of the weights at which it is taken at the latest."""
+    """A request that is being sampled; `due`: latest version of the weights at which it is taken."""
 
     due: int
     answer: Future[list[Completion]]
@@ -60,7 +60,7 @@ class _Begun:
 class VLLMServerEngine:
     """An Engine and Lookahead over one or several servers, among which requests are routed.
 
-    The servers get the model's weights at the start. Of a model under an adapter they have the base, and get the
+    The servers get the model's weights at the start. For a model under an adapter, they have the base and get the
     adapter alone, unless vLLM cannot compute with it: then it is merged into the layers that it adapts.
     """
 
@@ -76,22 +76,23 @@ class VLLMServerEngine:
                 "rollout.engine='vllm-server' without a server: name them in rollout.vllm_server_base_urls "
                 "(`python -m grpo_core.rollout.vllm.serve CONFIG` starts one), or let `grpo run` start them"
             )
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each open request is a connection
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # each open request is a connection
         process = PartialState()
         self.sends = process.is_main_process
         self.dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
-        self.adapter_room = adapter_room(config) if hasattr(model, "peft_config") else 0  # an evaluation's are merged
+        # 0 for whole weights: an evaluation's adapter is merged.
+        self.adapter_rank = max_adapter_rank(config) if hasattr(model, "peft_config") else 0
         self.token = from_main(uuid.uuid4().hex)
         holder = f"run {config.name!r} on {socket.gethostname()}, process {os.getpid()}"
         on_cpu = next(model.parameters()).device.type == "cpu"
 
         def objection(started: Mapping[str, Any]) -> str:
-            return _objection(started, config, max_length, on_cpu, pid_namespace_id(), self.adapter_room)
+            return _objection(started, config, max_length, on_cpu, pid_namespace_id(), self.adapter_rank)
 
         sharing = process.num_processes
         self.servers = [Server(url, config.rollout, self.token, holder, objection, send, sharing) for url in urls]
-        # A server that is back is waited for by the other processes while the main process sends it the weights.
+        # The other processes wait for a server that is back while the main process sends it the weights.
         sending = 0.0 if self.sends else config.rollout.vllm_request_timeout
         seconds = config.rollout.vllm_server_timeout + sending
         self.router = Router(self.servers, seconds, process.process_index, reports=self.sends)
@@ -101,9 +102,9 @@ class VLLMServerEngine:
         self.begun: dict[tuple[Any, ...], _Begun] = {}
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.keepers = [self._start(self.router.keep(server)) for server in self.servers]
+        self.keepers = [self._start(self.router.keep_lease(server)) for server in self.servers]
         if not config.rollout.vllm_server_base_urls:
-            self.keepers.append(self._start(_follow(self.servers)))
+            self.keepers.append(self._start(_follow_addresses(self.servers)))
         try:
             self._run(self.router.connect())
             self.sync_weights(model)
@@ -112,27 +113,27 @@ class VLLMServerEngine:
             raise
 
     def sync_weights(self, model: nn.Module) -> str:
-        """What is being sampled stands still meanwhile, and goes on with the new weights."""
+        """Requests that are being sampled pause meanwhile, and go on with the new weights."""
         for server in self.servers:
             server.wanted = NO_WEIGHTS  # which frees the last copy before there is another
         self.version += 1
         adapter: Mapping[str, Any] | None = None
         base: Callable[[], Mapping[str, Tensor]] | None = None
         snapshot: Mapping[str, Tensor] | None
-        if self.adapter_room:
+        if self.adapter_rank:
             adapter, tensors = adapter_of(model, self.dtype)
             snapshot = tensors if self.sends else None
             base = None if is_sharded(model) else partial(base_weights, model)
         elif is_sharded(model):
-            if sharers(model) > (here := int(os.environ.get("LOCAL_WORLD_SIZE", sharers(model)))):
+            if (count := shard_count(model)) > (here := int(os.environ.get("LOCAL_WORLD_SIZE", count))):
                 raise EngineError(
-                    f"train.sharding='full' over {sharers(model)} processes, {here} of them on this machine: weights "
+                    f"train.sharding='full' over {count} processes, {here} of them on this machine: weights "
                     "are sent to servers from the memory of one machine; set train.sharding to 'hybrid', or "
                     "rollout.engine to 'vllm'"
                 )
             snapshot = take_snapshot(model, self.dtype, mine=self.sends)
         else:
-            snapshot = dict(as_saved(model, plain_weights(model).items())) if self.sends else None
+            snapshot = dict(in_checkpoint_layout(model, copy_of_whole_weights(model).items())) if self.sends else None
         over = OVER_4BIT if is_quantised(model) else OVER_BASE
         self._hand_over(Weights(self.version, snapshot, adapter, base, over))
         return (
@@ -182,7 +183,7 @@ class VLLMServerEngine:
             yield [(number, self._aged(self.begun.pop(keys[number]).answer.result())) for number in taken]
 
     def drop_begun(self) -> None:
-        """End requests that were begun and whose answers will not be asked for."""
+        """Cancel the requests that were begun: their answers will not be asked for."""
         for begun in self.begun.values():
             begun.answer.cancel()  # which closes the connection, and that ends the request
         self.begun.clear()
@@ -203,7 +204,9 @@ class VLLMServerEngine:
                 count += len(more)
                 finished, _ = wait(numbers, TURN_SECONDS, FIRST_COMPLETED)
                 given = [(numbers.pop(future), future.result()) for future in finished]
-                more = (yield given if ahead else [(number, [*map(_plain, found)]) for number, found in given]) or ()
+                if not ahead:
+                    given = [(number, [*map(_without_versions, found)]) for number, found in given]
+                more = (yield given) or ()
         finally:
             for future in numbers:
                 future.cancel()  # which closes the connection, and that ends the request
@@ -216,12 +219,12 @@ class VLLMServerEngine:
             answers = await asyncio.gather(*(server.score(body, version) for body in bodies))
             return [_prompt_logprobs(ids, answer) for ids, answer in zip(sequences, answers, strict=True)]
 
-        return [row for rows in self._run(self.router.each(ask)) for row in rows]
+        return [row for rows in self._run(self.router.ask_each(ask)) for row in rows]
 
     def close(self) -> None:
         self._stop_keeping()
         if self.sends:
-            self._run(_all(server.release() for server in self.servers))
+            self._run(_gather(server.release() for server in self.servers))
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def _stop_keeping(self) -> None:
@@ -230,7 +233,7 @@ class VLLMServerEngine:
         self.loop.call_soon_threadsafe(self.router.stop)
 
     def _aged(self, found: list[Completion]) -> list[Completion]:
-        return [aged(each, self.version) for each in found]
+        return [with_ages(each, self.version) for each in found]
 
     def _submit(self, request: Request, sampling: Sampling, options: Mapping[str, Any]) -> Future[list[Completion]]:
         parameters = [_parameters(request, sampling, number) for number in range(request.num_completions)]
@@ -240,20 +243,20 @@ class VLLMServerEngine:
     async def _complete(
         self, bodies: Sequence[Mapping[str, Any]], oldest: int, conversation: int | None
     ) -> list[Completion]:
-        """One request per completion: each takes a server's room just as long as it is sampled."""
+        """Send one request per completion, so that each takes a server's room only while it is sampled."""
         answers = await asyncio.gather(*(self.router.complete(body, oldest, conversation) for body in bodies))
         return [
             Completion(
                 choice["token_ids"],
                 choice["logprobs"],
                 truncated=choice["finish_reason"] == "length",
-                versions=versions(choice, self.token),
+                versions=token_versions(choice, self.token),
             )
             for (choice,) in answers
         ]
 
     def _body(self, ids: list[int], parameters: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-        adapter = {"model": ADAPTER} if self.adapter_room else {}
+        adapter = {"model": ADAPTER} if self.adapter_rank else {}
         return {"token_ids": ids, "sampling_params": {"detokenize": False, **parameters}, **options, **adapter}
 
     def _start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
@@ -264,15 +267,15 @@ class VLLMServerEngine:
         try:
             return future.result()
         finally:
-            future.cancel()  # for when the wait was interrupted
+            future.cancel()  # if the wait was interrupted
 
 
-def _plain(completion: Completion) -> Completion:
+def _without_versions(completion: Completion) -> Completion:
     return replace(completion, versions=None)
 
 
-async def _follow(servers: Sequence[Server]) -> None:
-    """Notice, for ever, which servers the stage has started again at another address."""
+async def _follow_addresses(servers: Sequence[Server]) -> None:
+    """Watch until cancelled for servers that the stage has started again at another address."""
     while True:
         await asyncio.sleep(FOLLOW_SECONDS)
         with suppress(OSError):
@@ -281,7 +284,7 @@ async def _follow(servers: Sequence[Server]) -> None:
                     server.move(url)
 
 
-async def _all(questions: Any) -> list[Any]:
+async def _gather(questions: Any) -> list[Any]:
     return await asyncio.gather(*questions)
 
 
@@ -310,7 +313,7 @@ def _key(request: Request, sampling: Sampling) -> tuple[Any, ...]:
 
 
 def _objection(
-    started: Mapping[str, Any], config: RunConfig, max_length: int, on_cpu: bool, here: str, adapter_room: int = 0
+    started: Mapping[str, Any], config: RunConfig, max_length: int, on_cpu: bool, here: str, adapter_rank: int = 0
 ) -> str:
     """Sentence on why a server started with these options cannot be used; "" if it can."""
     dtype = "bfloat16" if config.train.mixed_precision == "bf16" else "float32"
@@ -336,7 +339,7 @@ def _objection(
             f"rollout.top_k={config.rollout.top_k} and rollout.min_p={config.rollout.min_p:g} (1, 0 and 0 need "
             f"nothing), since {started['truncation_problem']}"
         )
-    if started["lora_rank"] < adapter_room:
+    if started["lora_rank"] < adapter_rank:
         return (
             f"makes room for adapters of rank {started['lora_rank']} at most, model.lora_r={config.model.lora_r}"
             if started["lora_rank"]

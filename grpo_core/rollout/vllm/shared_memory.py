@@ -1,7 +1,7 @@
 """Weights for a vLLM server on the same machine's CPU: a backend for vLLM's weight-transfer API, which has none there.
 
 The trainer writes the weights into memory that has a file descriptor but no name, and tells the server where to find
-it: however the trainer ends, the memory goes with it. Both sides import this module, which registers both ends.
+it. However the trainer ends, the memory is freed. Both sides import this module, which registers both ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransfe
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 BACKEND = "shared_memory"
-PART_BYTES = 2**29  # of weights, that are sent with one request
+PART_BYTES = 2**29  # of weights per request
 
 
 def pid_namespace_id() -> str:
@@ -36,14 +36,14 @@ def pid_namespace_id() -> str:
 
 @dataclass
 class SharedMemoryTrainerInit(TrainerInitInfo):
-    """Nothing has to be agreed on."""
+    """The two sides have nothing to agree on."""
 
     backend: ClassVar[str] = BACKEND
 
 
 @dataclass
 class SharedMemoryInit(WeightTransferInitInfo):
-    """Nothing has to be agreed on."""
+    """The two sides have nothing to agree on."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine[SharedMemoryTrainerI
 
 
 def parts(weights: Iterable[tuple[str, Tensor]], part_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """The weights in parts of about `part_bytes`: a part is what exists twice."""
+    """Yield the weights in parts of about `part_bytes`: only one part at a time exists twice."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:
@@ -91,7 +91,7 @@ def parts(weights: Iterable[tuple[str, Tensor]], part_bytes: int) -> Iterator[di
 
 
 class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):
-    """Server's side: loads as from a checkpoint, so that layers whose weights vLLM packs are packed again."""
+    """Server's side of the transfer. It loads as from a checkpoint, so that vLLM packs weights again if it does."""
 
     init_info_cls = SharedMemoryInit
     update_info_cls = SharedMemoryUpdate
@@ -103,7 +103,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As in the base class, but that there is no accelerator to wait for."""
+        """Do as the base class, except that there is no accelerator to wait for."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: SharedMemoryUpdate) -> None:

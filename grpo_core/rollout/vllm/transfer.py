@@ -38,7 +38,7 @@ PACKED_BYTES = 2**29  # of each of the two buffers that NCCL sends from, per ser
 
 
 class Source(WeightSource):
-    """What is sent next."""
+    """Weights that are sent next."""
 
     def __init__(self) -> None:
         self.snapshot: Mapping[str, Tensor] = {}
@@ -46,7 +46,7 @@ class Source(WeightSource):
     def metadata(self) -> list[ParamMeta]:
         weights = self.snapshot
         if isinstance(weights, Snapshot):
-            return [ParamMeta(name, weights.shares[0][name].dtype, weights.shape(name)) for name in weights]
+            return [ParamMeta(name, weights.shards[0][name].dtype, weights.shape(name)) for name in weights]
         return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -61,10 +61,10 @@ class Client(HTTPVLLMWeightSyncClient):
 
 
 def send(server: Server, weights: Weights) -> None:
-    """Bring the weights into the server; Unavailable when it is not there, or whatever else comes between.
+    """Send the weights to the server. Raises Unavailable if that fails.
 
-    Several servers may be sent to concurrently, each from its own thread over its own communicator: this device is all
-    that they have in common, and no server waits for another, so there is no circle in which to wait.
+    Several servers may be sent to concurrently, each from its own thread over its own communicator: they have only
+    this device in common, and no server waits for another, so there can be no deadlock.
     """
     snapshot = weights.snapshot
     assert snapshot is not None
@@ -82,7 +82,7 @@ def send(server: Server, weights: Weights) -> None:
 
     def give() -> None:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # each thread has its own current one
+            torch.cuda.set_device(device)  # each thread has its own current device
             torch.cuda.synchronize(device)  # the copies are made; vLLM reads them on streams that wait for no other
         if server.transfer is None:
             server.transfer = _connect(server)
@@ -94,7 +94,7 @@ def send(server: Server, weights: Weights) -> None:
 
 
 def _try(server: Server, give: Callable[[], None]) -> None:
-    """Raises Unavailable if the server does not get what is given."""
+    """Send to the server by `give`. Raises Unavailable if that fails."""
     try:
         give()
     except Exception as error:  # of HTTP, sockets, the rendezvous, NCCL: none says whether the server is to blame
@@ -107,7 +107,7 @@ def _try(server: Server, give: Callable[[], None]) -> None:
 
 
 def _send_adapter(server: Server, version: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Have the server's workers hold the adapter, and vLLM load it. There is room for one: the former one goes."""
+    """Make the server's workers hold the adapter, and vLLM load it in place of the former one."""
     from grpo_core.rollout.vllm.over_http import PART_BYTES
     from grpo_core.rollout.vllm.shared_memory import parts
 
@@ -125,8 +125,8 @@ def _send_adapter(server: Server, version: int, config: Mapping[str, Any], tenso
             written = io.BytesIO()
             torch.save(part, written)
             take(number, config, None, base64.b64encode(written.getbuffer()).decode())
-    # vLLM would load an adapter that it may load in place again in each of its steps.
-    with suppress(httpx2.HTTPStatusError):  # of a server that has none yet
+    # Unload it first: an adapter that it may load in place, vLLM would load again in each of its steps.
+    with suppress(httpx2.HTTPStatusError):  # the server has none yet
         _ask("POST", f"{server.url}/v1/unload_lora_adapter", server.seconds, {"lora_name": ADAPTER})
     _ask(
         "POST", f"{server.url}/v1/load_lora_adapter", server.seconds, {"lora_name": ADAPTER, "lora_path": str(version)}
@@ -134,7 +134,7 @@ def _send_adapter(server: Server, version: int, config: Mapping[str, Any], tenso
 
 
 def _connect(server: Server) -> Any:
-    """vLLM's trainer-side engine for the server's weight transfer."""
+    """Make vLLM's trainer-side engine for the server's weight transfer."""
     _ask("POST", f"{server.url}/collective_rpc", server.seconds, {"method": "end_weight_update"})
     client = Client(server.url, timeout=server.seconds)
     info: Any
@@ -160,7 +160,7 @@ def _connect(server: Server) -> Any:
 
 
 def _ask(method: str, url: str, seconds: float, json: dict[str, Any] | None = None) -> httpx2.Response:
-    """The answer, asked for through no proxy; raises httpx2.HTTPError if there is none or it is an error."""
+    """Return the answer to a request through no proxy. Raises httpx2.HTTPError if there is none or it is an error."""
     transport = httpx2.HTTPTransport(socket_options=SOCKET_OPTIONS)
     with httpx2.Client(transport=transport, timeout=seconds, headers=with_secret(), trust_env=False) as client:
         return client.request(method, url, json=json).raise_for_status()

@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Copies = tuple[list[Tensor], list[Tensor]]  # where to, where from
 
-# What vLLM runs with the very parameters that it loads. Others (experts, quantised or latent attention) derive more
-# from them.
+# Layers that vLLM runs with the very parameters that it loads. Others (experts, quantised or latent attention) derive
+# more from them.
 PLAIN_METHODS = {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 PLAIN_PROCESSED = {"Attention"}
 
 
 class _Noting(TorchDispatchMode):
-    """Notes copies instead of doing them."""
+    """Notes copies instead of making them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def unpacked_linear_layers() -> Iterator[None]:
 
 
 def repack_experts() -> None:
-    """Have vLLM pack a mixture's experts after each reload, from now on in this process. vLLM 0.32 does so after the
+    """Make vLLM pack a mixture's experts after each reload, from now on in this process. vLLM 0.32 does so after the
     first loading only, and its kernel for CPUs would then read plain weights as packed ones. Does nothing on a GPU,
     whose kernels read plain weights."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -86,7 +86,7 @@ def repack_experts() -> None:
 
 @torch.no_grad()
 def find_copies(engine_model: Any, weights: Mapping[str, Tensor]) -> Copies | None:
-    """The copies that bring `weights` into the engine; None where the engine needs more than copies."""
+    """Return the copies that bring `weights` into the engine; None if the engine needs more than copies."""
     for module in engine_model.modules():
         method = type(getattr(module, "quant_method", None)).__name__
         processed = hasattr(module, "process_weights_after_loading") and type(module).__name__ not in PLAIN_PROCESSED
@@ -106,8 +106,8 @@ def find_copies(engine_model: Any, weights: Mapping[str, Tensor]) -> Copies | No
 
 
 @torch.no_grad()
-def are_done(copies: Copies) -> bool:
-    """Whether the copies would change nothing: so it must be in an engine that has just loaded the same model."""
+def copies_change_nothing(copies: Copies) -> bool:
+    """True if the copies would change nothing, as in an engine that has just loaded the same model."""
     return all(
         target.shape == source.shape and torch.equal(target, source.to(target))
         for target, source in zip(*copies, strict=True)
@@ -115,10 +115,11 @@ def are_done(copies: Copies) -> bool:
 
 
 @torch.no_grad()
-def share(copies: Copies, owned: Iterable[nn.Parameter]) -> bool:
-    """Move parameters of the trainer's to where the copies bring them; whether that was possible, for all or none.
+def share_memory(copies: Copies, owned: Iterable[nn.Parameter]) -> bool:
+    """Move the trainer's parameters to where the copies bring them. False, and none moved, if one of them cannot be.
 
-    From then on the engine has each change as it is made. It must have the same weights already (`are_done`).
+    From then on the engine has each change as it is made. It must already have the same weights: see
+    `copies_change_nothing`.
     """
     parameters = {parameter.data_ptr(): parameter for parameter in owned}
     places = {source.data_ptr(): (source, target) for target, source in zip(*copies, strict=True)}
@@ -135,14 +136,14 @@ def share(copies: Copies, owned: Iterable[nn.Parameter]) -> bool:
 
 
 @torch.no_grad()
-def part(model: nn.Module) -> None:
-    """Give a model that shares its memory with an engine memory of its own."""
+def unshare_memory(model: nn.Module) -> None:
+    """Give a model that shares its memory with an engine its own memory."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
 
 
 @torch.no_grad()
-def do(copies: Copies) -> None:
+def run_copies(copies: Copies) -> None:
     torch._foreach_copy_(*copies)
 
 

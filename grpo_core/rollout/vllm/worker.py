@@ -1,6 +1,6 @@
-"""What a vLLM server has to know beside its own: whose it is, and the weight transfer for a CPU.
+"""Additions to a vLLM server's workers: a trainer's lease, and the weight transfer for a CPU.
 
-`--worker-extension-cls grpo_core.rollout.vllm.worker.TrainerLease` puts it into the server's workers. It is called
+`--worker-extension-cls grpo_core.rollout.vllm.worker.TrainerLease` puts them into the workers. They are called
 through vLLM's `/collective_rpc`.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from grpo_core.rollout.vllm import over_http  # noqa: F401  # registers this transfer, and that by shared memory
-from grpo_core.rollout.vllm.adapter import hold
+from grpo_core.rollout.vllm.adapter import hold_adapter
 from grpo_core.rollout.vllm.logprobs import ignore_truncation
 from grpo_core.rollout.vllm.shared_memory import pid_namespace_id
 from grpo_core.rollout.vllm.weights import repack_experts
@@ -26,8 +26,8 @@ class TrainerLease:
     """One trainer at a time: it holds a lease, renews it, and loses it if it does not renew it in time."""
 
     def take_lease(self: Any, token: str, holder: str, seconds: float) -> dict[str, Any]:
-        """Whether the lease is now `token`'s for `seconds`; whose it is (`holder`, a name for people) and for how
-        long; and how this server was started."""
+        """Return whether the lease is now `token`'s for `seconds`, whose it is (`holder`, a name for people), for how
+        long, and how this server was started."""
         now = time.monotonic()
         own, _, until = getattr(self, "_lease", ("", "", now))
         if own in ("", token) or until <= now:
@@ -57,7 +57,7 @@ class TrainerLease:
         }
 
     def end_weight_update(self: Any) -> None:
-        """End what was left half-done, by this trainer or another: all of the weights come again."""
+        """End an update that was left half-done, by this trainer or another: all of the weights come again."""
         if self._weight_update_active:
             self.finish_weight_update()
 
@@ -67,7 +67,7 @@ class TrainerLease:
         source = path or io.BytesIO(base64.b64decode(data))
         self._adapter = {} if number == 0 else self._adapter
         self._adapter |= torch.load(source, mmap=bool(path), weights_only=True)
-        hold(self, config, self._adapter)
+        hold_adapter(self, config, self._adapter)
 
     def release_lease(self: Any, token: str) -> None:
         """Give the lease back, if it is `token`'s."""

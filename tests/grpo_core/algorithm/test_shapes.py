@@ -15,7 +15,7 @@ from grpo_core.algorithm.advantages import Advantages, group_advantages, sample_
 from grpo_core.algorithm.losses import TokenLosses, clipped_loss, kl_to_reference, token_losses, token_weights
 from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.model.logprobs import chosen_logprobs, divergence
-from grpo_core.model.policy import _of_logits
+from grpo_core.model.policy import _logprobs_and_entropy
 from grpo_core.model.sequences import Sequences
 from grpo_core.training.batch import MicroBatch
 from tests.conftest import SHAPED
@@ -48,7 +48,7 @@ def test_right_shapes_pass() -> None:
     group_advantages(torch.zeros(B, K), torch.ones(K), 2)
     chosen_logprobs(torch.zeros(N, H), torch.zeros(V, H), TOKENS, 1.0)
     divergence(torch.zeros(N, H), torch.zeros(V, H), torch.zeros(N, 2), torch.zeros(V, 2))
-    _of_logits(torch.zeros(N, V), TOKENS)
+    _logprobs_and_entropy(torch.zeros(N, V), TOKENS)
     replace(BATCH, keep=PER_TOKEN)
 
 
@@ -73,7 +73,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "a target for all tokens": lambda: chosen_logprobs(torch.zeros(N, H), torch.zeros(V, H), TOKENS[:1], 1.0),
     "targets that are no indices": lambda: chosen_logprobs(torch.zeros(N, H), torch.zeros(V, H), TOKENS.float(), 1.0),
     "two vocabularies": lambda: divergence(torch.zeros(N, H), torch.zeros(V, H), torch.zeros(N, 2), torch.zeros(1, 2)),
-    "logits in half precision": lambda: _of_logits(torch.zeros(N, V, dtype=torch.bfloat16), TOKENS),
+    "logits in half precision": lambda: _logprobs_and_entropy(torch.zeros(N, V, dtype=torch.bfloat16), TOKENS),
     "lengths of fewer completions": lambda: replace(SEQUENCES, prompt_lengths=torch.zeros(1, dtype=torch.int64)),
     "a batch's weights of another width": lambda: replace(BATCH, weights=COLUMN),
 }
@@ -88,7 +88,8 @@ def test_a_wrong_shape_is_an_error(call: Callable[[], object]) -> None:
 def test_every_shaped_module_is_checked() -> None:
     """A module that is renamed must be renamed in the list too."""
     checked = {
-        call.__module__ for call in (token_losses, sample_std, chosen_logprobs, _of_logits, Sequences, MicroBatch)
+        call.__module__
+        for call in (token_losses, sample_std, chosen_logprobs, _logprobs_and_entropy, Sequences, MicroBatch)
     }
     assert checked == set(SHAPED)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_core.algorithm.losses import token_losses
-from grpo_core.distributed import share_like, whole
+from grpo_core.distributed import gather_if_sharded, shard_like
 from grpo_core.rollout.collect import collect
 from grpo_core.rollout.types import Rollout
 from grpo_core.training import roll_out as rolling
@@ -43,7 +43,7 @@ def move(session: Session) -> None:
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in session.model.parameters():
-            parameter += share_like(parameter, 3e-3 * torch.randn(parameter.shape))
+            parameter += shard_like(parameter, 3e-3 * torch.randn(parameter.shape))
 
 
 def updating_gradient(session: Session, batch: MicroBatch) -> list[Tensor]:
@@ -119,4 +119,4 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
 
 def _gradients(session: Session) -> list[Tensor]:
     parameters = [p for group in session.optimizer.param_groups for p in group["params"]]
-    return [torch.zeros(p.shape) if p.grad is None else whole(p.grad).clone() for p in parameters]
+    return [torch.zeros(p.shape) if p.grad is None else gather_if_sharded(p.grad).clone() for p in parameters]

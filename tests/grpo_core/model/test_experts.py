@@ -12,7 +12,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.model.loading import as_saved, load_model, plain_weights, trainable_state, whole_weights, with_adapter
+from grpo_core.model.loading import (
+    copy_of_whole_weights,
+    in_checkpoint_layout,
+    load_model,
+    trainable_state,
+    whole_weights,
+    with_adapter,
+)
 from grpo_core.model.saving import save_model
 from tests.conftest import make_model, make_tokenizer
 
@@ -53,16 +60,20 @@ def test_what_engines_get_and_what_is_saved_is_what_peft_merges(
     merged = PeftModel.from_pretrained(load_model(folder), tmp_path / "adapter").merge_and_unload()
     torch.testing.assert_close(_logits(merged), _logits(model), atol=1e-4, rtol=1e-4)
     expected = merged.state_dict()
-    for found in (dict(whole_weights(model)), plain_weights(model), load_model(tmp_path / "model").state_dict()):
+    for found in (
+        dict(whole_weights(model)),
+        copy_of_whole_weights(model),
+        load_model(tmp_path / "model").state_dict(),
+    ):
         torch.testing.assert_close({**found}, {**expected})
 
     merged.save_pretrained(tmp_path / "merged")
     file = load_file(tmp_path / "merged" / "model.safetensors")
-    torch.testing.assert_close(dict(as_saved(model, whole_weights(model))), file)
+    torch.testing.assert_close(dict(in_checkpoint_layout(model, whole_weights(model))), file)
     assert any(".experts.3." in name for name in file)
 
 
 def test_a_dense_model_has_the_names_of_its_checkpoint_already(model_folder: Path) -> None:
     model = load_model(model_folder)
-    found = dict(as_saved(model, model.state_dict().items()))
+    found = dict(in_checkpoint_layout(model, model.state_dict().items()))
     torch.testing.assert_close(found, load_file(model_folder / "model.safetensors"))

@@ -16,8 +16,8 @@ from grpo_core.config.inputs import ModelConfig
 from grpo_core.errors import ConfigError
 from grpo_core.model.loading import (
     base_weights,
+    copy_of_whole_weights,
     load_model,
-    plain_weights,
     trainable_state,
     whole_weights,
     with_adapter,
@@ -136,7 +136,7 @@ def test_a_probe_in_float32_computes_in_float32_with_bfloat16_codes(folder: Path
 
 def test_engines_get_the_weights_that_the_codes_stand_for(folder: Path) -> None:
     model, plain = _changed(_quantised(folder)), _changed(_as_quantised(folder))
-    for weights in (lambda it: dict(whole_weights(it)), plain_weights, base_weights):
+    for weights in (lambda it: dict(whole_weights(it)), copy_of_whole_weights, base_weights):
         found, expected = weights(model), weights(plain)
         torch.testing.assert_close({**found}, {**expected}, atol=1e-5, rtol=1e-5)
 

@@ -16,7 +16,7 @@ from grpo_core.model import packed_attention
 from grpo_core.model.capabilities import make_packable
 from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.policy import Policy
-from grpo_core.model.precision import in_bfloat16, working_copy
+from grpo_core.model.precision import make_bfloat16, working_copy
 from grpo_core.training.session import load_session
 from tests.conftest import config_values, make_model, make_run
 from tests.plain_kernels import plain_varlen
@@ -134,7 +134,7 @@ def test_a_deep_model_in_bfloat16_packs_and_a_wrong_kernel_still_shows(
 ) -> None:
     """At 28 layers, rounding alone moves hidden states by more than the tolerance of shallow models."""
     folder = make_model(tmp_path, num_hidden_layers=28, initializer_range=0.2, max_position_embeddings=256)
-    model = in_bfloat16(load_model(folder))
+    model = make_bfloat16(load_model(folder))
     assert make_packable(model, ["padded"]) == ("padded", "")
     model.config._attn_implementation = "sdpa"
     monkeypatch.setattr(packed_attention, "_varlen", _seeing_another)

@@ -16,8 +16,8 @@ from grpo_core.config.inputs import ModelConfig
 from grpo_core.errors import ConfigError
 from grpo_core.model.loading import (
     base_weights,
+    copy_of_whole_weights,
     load_model,
-    plain_weights,
     trainable_state,
     whole_weights,
     with_adapter,
@@ -105,7 +105,7 @@ def test_what_is_trained_saved_and_handed_over_is_the_base_with_products_added_a
         with model.disable_adapter():
             _close([*policy(policy.prepare(SEQUENCES))], before)
         names = expected.state_dict()
-        for found in (dict(whole_weights(model)), plain_weights(model)):
+        for found in (dict(whole_weights(model)), copy_of_whole_weights(model)):
             _close(found, dict(names))
 
     save_model(model, make_tokenizer(), tmp_path / "model", config)
@@ -170,7 +170,7 @@ def test_a_module_that_is_trained_whole_gets_no_adapter_too(
 
 def test_a_module_that_the_model_does_not_have_is_refused(model_folder: Path) -> None:
     config = _config(model_folder, ["lm_head", "head_of_all"])
-    with pytest.raises(ConfigError, match=r"names 'head_of_all', and no module of .* has a name that ends so"):
+    with pytest.raises(ConfigError, match=r"names 'head_of_all', but no module of .* has a name that ends with it"):
         with_adapter(load_model(model_folder), config)
 
 

@@ -22,7 +22,7 @@ from examples import tiny
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.errors import EngineError
 from grpo_core.model.loading import with_adapter
-from grpo_core.model.precision import in_bfloat16
+from grpo_core.model.precision import make_bfloat16
 from grpo_core.rollout import group_cache
 from grpo_core.rollout import transformers_engine as engine_module
 from grpo_core.rollout.sampling import draw, penalise
@@ -145,7 +145,7 @@ def test_scores_follow_the_weights_that_were_synced(model: Any, tokenizer: Any, 
 
 def test_scores_have_the_precision_of_the_samples(model: Any, tokenizer: Any) -> None:
     ids = SEQUENCES[0]
-    half = in_bfloat16(copy.deepcopy(model))
+    half = make_bfloat16(copy.deepcopy(model))
     expected = _plain_scores(half, ids)
     assert expected != pytest.approx(_plain_scores(model, ids), abs=1e-3)
     assert TransformersEngine(half, tokenizer).compute_logprobs([ids])[0] == pytest.approx(expected, abs=1e-5)
@@ -282,7 +282,7 @@ def test_each_completion_is_truncated_if_there_is_no_end_token(model: Any, model
 
 def test_a_model_that_carries_a_state_is_refused(tokenizer: Any) -> None:
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": len(tokenizer)}
-    with pytest.raises(EngineError, match="MambaForCausalLM says something else of a padded prompt"):
+    with pytest.raises(EngineError, match="MambaForCausalLM gives other logits for a padded prompt"):
         TransformersEngine(MambaForCausalLM(MambaConfig(**shape)).eval(), tokenizer)
 
 

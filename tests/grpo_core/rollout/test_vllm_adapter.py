@@ -17,7 +17,7 @@ from grpo_core.errors import EngineError
 from grpo_core.rollout.vllm import binary
 from grpo_core.rollout.vllm import serve as vllm_serve
 from grpo_core.rollout.vllm import server as vllm_server
-from grpo_core.rollout.vllm.adapter import goes_alone, room_for
+from grpo_core.rollout.vllm.adapter import sends_adapter_alone, supported_rank
 from grpo_core.rollout.vllm.client import Weights
 from grpo_core.rollout.vllm.router import Router
 from tests import forked
@@ -156,7 +156,7 @@ def test_a_server_makes_room_for_the_adapter_or_is_refused(
     shape = {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32} if architecture == "Qwen3Moe" else {}
     folder = make_model(tmp_path / "model", architecture, **shape)
     config = parse_config(config_values(folder, tmp_path, engine="vllm-server", **keys))
-    assert vllm_serve.adapter_room(config) == room
+    assert vllm_serve.max_adapter_rank(config) == room
     command = vllm_serve.server_command(config)
     assert ("--enable-lora" in command) == bool(room)
     assert not room or command[command.index("--max-lora-rank") + 1] == str(room)
@@ -167,13 +167,13 @@ def test_a_server_makes_room_for_the_adapter_or_is_refused(
 
 
 def test_the_room_for_adapters_is_the_next_that_vllm_knows() -> None:
-    assert [room_for(rank) for rank in (1, 8, 9, 300, 512)] == [8, 8, 16, 320, 512]
+    assert [supported_rank(rank) for rank in (1, 8, 9, 300, 512)] == [8, 8, 16, 320, 512]
 
 
 def test_an_adapter_of_a_higher_rank_than_vllm_knows_is_merged_before_it_is_sent(model_folder: Path) -> None:
     config = ModelConfig(name_or_path=str(model_folder), use_peft=True, lora_r=512)
-    assert goes_alone(config)
-    assert not goes_alone(config.model_copy(update={"lora_r": 513}))
+    assert sends_adapter_alone(config)
+    assert not sends_adapter_alone(config.model_copy(update={"lora_r": 513}))
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from grpo_core.rollout.types import Completion, Request, Sampling
 from grpo_core.rollout.vllm import client as vllm_client
 from grpo_core.rollout.vllm import serve as vllm_serve
 from grpo_core.rollout.vllm import server as vllm_server
-from grpo_core.rollout.vllm.client import Server, Unavailable, Weights, versions
+from grpo_core.rollout.vllm.client import Server, Unavailable, Weights, token_versions
 from grpo_core.rollout.vllm.router import Router
 from tests.conftest import config_values
 from tests.grpo_core.rollout.pretend_vllm import STARTED as PRETENDED
@@ -55,7 +55,7 @@ def test_one_copy_of_the_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     made: list[weakref.ref[torch.Tensor]] = []
     freed: list[threading.Event] = []
 
-    def plain_weights(model: Any) -> dict[str, torch.Tensor]:
+    def copy_of_whole_weights(model: Any) -> dict[str, torch.Tensor]:
         # The thread that has sent a copy lets go of it a moment after it has said that it is sent.
         assert all(event.wait(60) for event in freed)
         tensor = torch.zeros(1)
@@ -64,7 +64,7 @@ def test_one_copy_of_the_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.M
         weakref.finalize(tensor, freed[-1].set)
         return {"weight": tensor}
 
-    monkeypatch.setattr(vllm_server, "plain_weights", plain_weights)
+    monkeypatch.setattr(vllm_server, "copy_of_whole_weights", copy_of_whole_weights)
     with pretended(128) as servers, connected(tmp_path, monkeypatch, servers, torch.nn.Linear(1, 1)) as engine:
         engine.sync_weights(torch.nn.Linear(1, 1))
         assert len(made) == 2
@@ -239,11 +239,11 @@ def test_an_answer_is_whole_if_its_tokens_are_by_the_weights_that_it_began_with_
         return [{"finish_reason": reason, "weight_versions": found}]
 
     mixed = answer(("token-2", 3), ("token-10", 1))
-    assert versions(mixed[0], "token") == [2, 2, 2, 10]
+    assert token_versions(mixed[0], "token") == [2, 2, 2, 10]
 
     def is_whole(choices: list[dict[str, Any]], oldest: int) -> bool:
         try:
-            server._see_whole(choices, oldest)
+            server._check_complete(choices, oldest)
         except Unavailable:
             return False
         return True
@@ -293,7 +293,7 @@ def test_a_lease_is_renewed_whatever_went_wrong_the_last_time(monkeypatch: pytes
     renewed = mock.AsyncMock(side_effect=[KeyError("results"), Unavailable("down"), asyncio.CancelledError()])
     monkeypatch.setattr(server, "take_lease", renewed)
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(Router([server], 60.0, 0, reports=False).keep(server))
+        asyncio.run(Router([server], 60.0, 0, reports=False).keep_lease(server))
     assert renewed.await_count == 3
 
 

@@ -127,7 +127,7 @@ def test_the_weights_sent_are_those_of_the_adapted_model_under_the_bases_names(
     import torch
 
     from grpo_core.config.inputs import ModelConfig
-    from grpo_core.model.loading import load_model, plain_weights, with_adapter
+    from grpo_core.model.loading import copy_of_whole_weights, load_model, with_adapter
 
     model_folder = make_model(tmp_path, architecture, **changes)
     config = ModelConfig(name_or_path=str(model_folder), use_peft=True, lora_r=3, lora_alpha=12)
@@ -137,7 +137,7 @@ def test_the_weights_sent_are_those_of_the_adapted_model_under_the_bases_names(
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)
     before = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
-    weights = plain_weights(adapted)
+    weights = copy_of_whole_weights(adapted)
     ids = torch.tensor([[3, 4, 5, 6]])
     assert not torch.allclose(base(ids).logits, adapted(ids).logits, atol=1e-2)
     base.load_state_dict(weights)  # which wants every name
@@ -148,10 +148,10 @@ def test_the_weights_sent_are_those_of_the_adapted_model_under_the_bases_names(
 def test_a_tied_head_is_among_the_weights_sent_and_its_memory_is_copied_once(tmp_path: Path) -> None:
     import torch
 
-    from grpo_core.model.loading import load_model, plain_weights
+    from grpo_core.model.loading import copy_of_whole_weights, load_model
 
     model = load_model(make_model(tmp_path / "model", tie_word_embeddings=True))
-    weights = plain_weights(model)
+    weights = copy_of_whole_weights(model)
     head, embedding = weights["lm_head.weight"], weights["model.embed_tokens.weight"]
     assert head.data_ptr() == embedding.data_ptr() != model.get_input_embeddings().weight.data_ptr()
     with torch.no_grad():

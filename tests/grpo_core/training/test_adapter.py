@@ -18,7 +18,7 @@ from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.errors import ConfigError
 from grpo_core.evaluation.run import evaluate
-from grpo_core.model.loading import load_model, load_start, trainable_state, with_adapter
+from grpo_core.model.loading import load_model, load_starting_policy, trainable_state, with_adapter
 from grpo_core.model.saving import save_adapter
 from grpo_core.planning.adapter import check_adapter
 from grpo_core.training.loop import train
@@ -67,7 +67,7 @@ def test_a_training_starts_from_what_peft_loads(model_folder: Path, adapter: Pat
     assert not torch.allclose(expected, _logits(load_model(model_folder)), atol=0.1)
     config = _model(model_folder, adapter)
     torch.testing.assert_close(_logits(with_adapter(load_model(model_folder), config)), expected)
-    start = load_start(config, dtype=dtype, device="cpu")
+    start = load_starting_policy(config, dtype=dtype, device="cpu")
     assert {parameter.dtype for parameter in start.parameters()} == {dtype}
     torch.testing.assert_close(_logits(start.float()), expected, atol=1e-4 if dtype == torch.float32 else 0.3, rtol=0.1)
 

@@ -123,7 +123,7 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     checkpoints.save(TrainingState(tokens_per_pass=100, updates=1), keep=1)
     checkpoints.model(torch.ones(1, 4)).sum().backward()
     checkpoints.optimizer.step()
-    with pytest.raises(ValueError, match="the saved state is that of other tensors"):
+    with pytest.raises(ValueError, match="the saved state has other tensors"):
         checkpoints.restore()
 
 

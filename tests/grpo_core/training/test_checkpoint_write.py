@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.fsdp import fully_shard
 
 from grpo_core.config.files import parse_config
-from grpo_core.distributed import sharing_processes, write_tensors
+from grpo_core.distributed import shard_mesh, write_tensors
 from grpo_core.errors import NotFiniteError
 from grpo_core.training import checkpoint, checkpoint_write
 from grpo_core.training import loop as trainer
@@ -248,7 +248,7 @@ def test_processes_agree_whether_their_machines_hold_the_copies(
         ]:
             os.environ["LOCAL_WORLD_SIZE"] = machine
             monkeypatch.setattr(checkpoint_write, "available_memory", lambda here=free[rank]: here)
-            assert checkpoint_write.has_room(tensors)[0] == room, (machine, free)
+            assert checkpoint_write.has_room_for_copy(tensors)[0] == room, (machine, free)
 
     in_two_processes(tmp_path, start)
 
@@ -259,7 +259,7 @@ def test_a_full_disk_of_one_process_is_raised_by_all_of_them_with_the_place(tmp_
     def start(rank: int) -> None:
         model = torch.nn.Linear(256, 256)
         if sharded:
-            fully_shard(model, mesh=sharing_processes(within_machine=False))
+            fully_shard(model, mesh=shard_mesh(within_machine=False))
         checkpoints = _checkpoints(tmp_path / "run", model)
         checkpoints.save(_state(1), keep=1)
         checkpoints.wait()

@@ -34,7 +34,7 @@ BROKEN = [
     ("entropy", "entropy", 1e-5, "stops exploring"),
     ("kl", "kl", 11.0, "far from its reference"),
     ("clip_ratio", "clip_ratio/region_mean", 0.6, "no gradient"),
-    ("log_ratio", "log_ratio/max", 7.0, "Engine and trainer differ"),
+    ("log_ratio", "log_ratio/max", 7.0, "differ by a factor of e to that power"),
     ("clipped_length", "completions/clipped_ratio", 0.95, "cut off before they end"),
     ("importance_sampling_ratio", "sampling/importance_sampling_ratio/mean", 0.012, "most of the gradient"),
     ("effective_sample_share", "sampling/effective_sample_share", 0.4, "a few tokens make most of the gradient"),

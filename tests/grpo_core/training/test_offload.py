@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from grpo_core.config.files import load_config, parse_config
-from grpo_core.distributed import sharing_processes, whole
+from grpo_core.distributed import gather_if_sharded, shard_mesh
 from grpo_core.fingerprint import determining
 from grpo_core.training.checkpoint import Checkpoints
 from grpo_core.training.loop import train
@@ -160,7 +160,7 @@ def test_shares_are_moved_bit_for_bit_and_restored_with_and_without_offload(
         results = []
         for offload, config in configs.items():
             model = shared_model()
-            fully_shard(model, mesh=sharing_processes(within_machine=copies > 1))
+            fully_shard(model, mesh=shard_mesh(within_machine=copies > 1))
             optimizer = make_optimizer(model, config.train)
             for group in optimizer.param_groups:
                 group["lr"] = 0.01
@@ -176,7 +176,7 @@ def test_shares_are_moved_bit_for_bit_and_restored_with_and_without_offload(
                     assert Checkpoints(folder, "", config, Accelerator(cpu=True), model, optimizer, None).restore()
                 for step in (2, 3):
                     step_at_random(model, optimizer, step)
-                found.append([whole(parameter.detach()).clone() for parameter in model.parameters()])
+                found.append([gather_if_sharded(parameter.detach()).clone() for parameter in model.parameters()])
             results += found
         for found in results[1:]:
             assert all(a.equal(b) for a, b in zip(found, results[0], strict=True))

@@ -19,7 +19,7 @@ from transformers import get_scheduler
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.training import TrainConfig
-from grpo_core.distributed import sharing_processes, whole
+from grpo_core.distributed import gather_if_sharded, shard_mesh
 from grpo_core.fingerprint import determining
 from grpo_core.planning.plan import Plan
 from grpo_core.training import optimizer as optimizers
@@ -154,7 +154,7 @@ def test_shares_are_moved_as_the_whole_and_their_moments_are_restored_bit_for_bi
     def start(rank: int) -> None:
         os.environ["LOCAL_WORLD_SIZE"] = str(WORLD // copies)
         model = shared_model()
-        fully_shard(model, mesh=sharing_processes(within_machine=copies > 1))
+        fully_shard(model, mesh=shard_mesh(within_machine=copies > 1))
         optimizer = AdamW8bit([{"params": [*model.parameters()]}], **settings)
         checkpoints = Checkpoints(tmp_path / "run", "this run", CONFIG, Accelerator(cpu=True), model, optimizer, None)
         for step in range(2):
@@ -164,7 +164,7 @@ def test_shares_are_moved_as_the_whole_and_their_moments_are_restored_bit_for_bi
         def go_on() -> list[Tensor]:
             for step in (2, 3):
                 step_at_random(model, optimizer, step)
-            return [whole(parameter.detach()).clone() for parameter in model.parameters()]
+            return [gather_if_sharded(parameter.detach()).clone() for parameter in model.parameters()]
 
         first = go_on()
         assert first[0].equal(alone.even.detach())

@@ -18,7 +18,7 @@ from grpo_core.config.files import parse_config
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.data.order import rollout_prompts
 from grpo_core.data.prompts import Prompts
-from grpo_core.distributed import share_of
+from grpo_core.distributed import range_of_process
 from grpo_core.errors import TrainingError
 from grpo_core.model.loading import load_model
 from grpo_core.model.policy import PassInputs, Policy
@@ -336,7 +336,7 @@ def test_processes_share_groups_out_whatever_their_number_and_ask_for_nothing_tw
     def drawn(processes: int) -> list[tuple[list[int], int]]:
         found = []
         for place in range(processes):
-            mine = share_of(groups * g, place, processes)
+            mine = range_of_process(groups * g, place, processes)
             requests, request_rows = _requests(turns, prompts, g, config, 0, mine)
             assert all(request.num_completions > 0 for request in requests)
             assert request_rows == [request.prompt_ids[0] for request in requests]
