@@ -24,18 +24,17 @@ from tasks.registry.champion import RECORD, RECORDED
 from tasks.registry.model_version import Example, log_version
 from tasks.rendering import figures
 from tasks.rendering.markdown import escape
-from tasks.reports.cost import Cost, cost_of
+from tasks.reports.cost import run_cost
 from tasks.reports.record import SAMPLES
 from tasks.reports.report import PAGE, headline
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.mlflow_address import first_cause, tracking_uri
 from tasks.stages.parts import key_of
 from tasks.stages.run import Context, run_stage
-from tasks.stages.table import EVALUATE, PLAN, PROBE, REGISTER, TRAIN
+from tasks.stages.table import EVALUATE, PLAN, REGISTER, TRAIN
 from tasks.tracking.evaluated import log_checkpoints, log_figures, send_evaluated
 from tasks.tracking.live import CURVES
 from tasks.tracking.runs import (
-    HARDWARE,
     LINEAGE,
     TRAINING_MODE,
     answering,
@@ -85,7 +84,7 @@ def _work(context: Context) -> dict[str, Any]:
     if (curves := training / CURVES).exists():
         client.log_artifact(run_id, str(curves), "training")
     client.log_artifacts(run_id, str(EVALUATE.path(run)), "evaluation")
-    cost = {name.replace("/", "."): figures.number(it) for name, it in _cost(config, run, tracked).metrics.items()}
+    cost = {name.replace("/", "."): f"{value:.6g}" for name, value in run_cost(run, config).metrics.items()}
     tags = {
         **_tags(config, run, report),
         **cost,
@@ -136,14 +135,9 @@ def _log_evaluation(
     updates = chosen or result["counted"]["updates"]
     log_checkpoints(client, tracked["experiment_id"], tracked["run_id"], rows, data[HELD_OUT])
     log_figures(client, tracked["run_id"], model_id, report, data, updates)
-    metrics, now = _cost(config, context.run, tracked).metrics, round(1000 * time.time())
+    metrics, now = run_cost(context.run, config).metrics, round(1000 * time.time())
     of_model = [Metric(name, value, now, updates, model_id) for name, value in metrics.items()]
     client.log_batch(tracked["run_id"], of_model)
-
-
-def _cost(config: RunConfig, run: Path, tracked: Mapping[str, Any]) -> Cost:
-    seconds = (stage.read_receipt(run).get("seconds", 0.0) for stage in (EVALUATE, PROBE))
-    return cost_of(config, tracked.get(HARDWARE, ""), TRAIN.read_receipt(run), *seconds)
 
 
 def _trace_evaluation(

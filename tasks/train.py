@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from logging import Logger, LoggerAdapter
 from pathlib import Path
@@ -21,6 +21,7 @@ from tasks.processes.launch import RETURN_SECONDS, launch
 from tasks.processes.run import ProcessError, TakenError
 from tasks.processes.slots import gpus
 from tasks.processes.vllm_servers import servers
+from tasks.reports.cost import cost_of, training_so_far
 from tasks.reports.events import announce_training
 from tasks.stages.condition import saved_updates
 from tasks.stages.errors import StageError
@@ -29,7 +30,7 @@ from tasks.stages.run import Context, run_stage
 from tasks.stages.table import PLAN, TRAIN
 from tasks.tracking.early_stop import Race
 from tasks.tracking.live import OUTPUT, Live, Output, show_curves
-from tasks.tracking.runs import open_tracking_run
+from tasks.tracking.runs import HARDWARE, brief_requests, connect, open_tracking_run
 from tasks.tracking.sending import sending
 from tasks.tracking.traces import tracing
 
@@ -57,6 +58,7 @@ def _work(context: Context) -> dict[str, Any]:
             servers(context, log) as addresses,
             sending(folder, tracked, log),
             tracing(folder, tracked, context.config, log),
+            _costed(context.config, folder, tracked),
             _shown(folder, plan) as on_line,
         ):
             race = Race(context.run, context.config, folder, plan.max_steps)
@@ -100,6 +102,22 @@ def run_training(
                 raise
             restarts, patience = restarts + 1, RETURN_SECONDS
             log.warning("restart %d of %d (train.max_restarts), from the newest checkpoint: %s", restarts, most, error)
+
+
+@contextmanager
+def _costed(config: RunConfig, folder: Path, tracked: Mapping[str, Any]) -> Iterator[None]:
+    """However the training ends, log what it has cost so far to its MLflow run."""
+    try:
+        yield
+    finally:
+        cost = cost_of(config, tracked.get(HARDWARE, ""), training_so_far(folder), 0.0, 0.0)
+        try:
+            with brief_requests():
+                client = connect()
+                for name, value in cost.metrics.items():
+                    client.log_metric(tracked["run_id"], name, value)
+        except Exception as error:  # MLflow may be away; `register` logs it again
+            get_run_logger().warning("the training's cost could not be logged: %s", error)
 
 
 @contextmanager

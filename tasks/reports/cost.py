@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from grpo_core.config.run import RunConfig
 from tasks.rendering import figures
+from tasks.stages.files import read_json
+from tasks.stages.table import EVALUATE, PROBE, TRAIN
+from tasks.tracking.runs import HARDWARE, RUN_FILE
 
 NO_GPU = "CPU"  # what the name of hardware without a GPU begins with
 
@@ -15,14 +20,14 @@ NO_GPU = "CPU"  # what the name of hardware without a GPU begins with
 @dataclass(frozen=True)
 class Cost:
     """`gpu_hours`: GPUs held by probe, training and evaluation times the hours of these stages; None without a GPU, or
-    if the hardware is not known. `at_least`: the training was interrupted, and of earlier attempts only the updates
-    count. `tokens`: completion tokens that the training sampled. `price`: of a GPU hour, None if the configuration has
-    none.
+    if the hardware is not known. `at_least`: the training was interrupted, and of interrupted attempts only the
+    updates count. `tokens`: completion tokens that the training sampled, None before it has finished. `price`: of a GPU
+    hour, None if the configuration has none.
     """
 
     gpu_hours: float | None
     at_least: bool
-    tokens: int
+    tokens: int | None
     price: float | None
 
     @property
@@ -32,13 +37,13 @@ class Cost:
     @property
     def metrics(self) -> dict[str, float]:
         """As metrics of MLflow."""
-        known = {"cost/gpu_hours": self.gpu_hours, "cost/money": self.money, "cost/sampled_tokens": float(self.tokens)}
-        return {name: value for name, value in known.items() if value is not None}
+        known = {"cost/gpu_hours": self.gpu_hours, "cost/money": self.money, "cost/sampled_tokens": self.tokens}
+        return {name: float(value) for name, value in known.items() if value is not None}
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """(what, figure) as people read them."""
         front = "at least " if self.at_least else ""
-        yield "completion tokens sampled", f"{self.tokens:,}"
+        yield "completion tokens sampled", figures.NONE if self.tokens is None else f"{self.tokens:,}"
         yield "GPU hours", figures.NONE if self.gpu_hours is None else f"{front}{figures.number(self.gpu_hours)}"
         if self.money is not None:
             yield f"cost at {self.price:g} per GPU hour", f"{front}{self.money:,.2f}"
@@ -50,6 +55,23 @@ def sum_metrics(costs: Iterable[Cost]) -> dict[str, float]:
     return {name: sum(it[name] for it in each) for name in each[0] if all(name in it for it in each)}
 
 
+def run_cost(run: Path, config: RunConfig) -> Cost:
+    """The cost of a run under the storage root, as far as it has come."""
+    training = TRAIN.path(run) if TRAIN.path(run).exists() else TRAIN.partial(run)
+    seconds = (stage.read_receipt(run).get("seconds", 0.0) for stage in (EVALUATE, PROBE))
+    return cost_of(config, read_json(training / RUN_FILE).get(HARDWARE, ""), training_so_far(training), *seconds)
+
+
+def training_so_far(training: Path) -> Mapping[str, Any]:
+    """What `cost_of` reads of a training's result: the result, or what the recorded updates of an unfinished one
+    took."""
+    if result := read_json(training / "result.json"):
+        return result
+    metrics = training / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    return {"interrupted": True, "train_seconds": sum(row["step_time"] for row in rows), "sampled_tokens": None}
+
+
 def cost_of(
     config: RunConfig,
     hardware: str,
@@ -57,9 +79,10 @@ def cost_of(
     evaluation_seconds: float,
     probe_seconds: float,
 ) -> Cost:
-    """The cost of a run. hardware: where it trained, "" if unknown; result: the receipt of train."""
+    """The cost of a run. hardware: where it trained, "" if unknown; result: the receipt of train, or
+    `training_so_far`."""
     train, servers = config.train, config.rollout.server_gpus
-    interrupted = bool(result["resumed_at_step"])
+    interrupted = bool(result.get("interrupted") or result["resumed_at_step"])
     training_seconds = max(result.get("seconds", 0.0), result["train_seconds"])
     evaluating = (train.num_processes if train.sharding != "none" else 1) + servers
     seconds = (training_seconds + probe_seconds) * (train.num_processes + servers) + evaluation_seconds * evaluating

@@ -22,13 +22,13 @@ from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
 from tasks.rendering import figures
 from tasks.rendering.visible import shortened
-from tasks.reports.cost import Cost, cost_of
+from tasks.reports.cost import Cost, cost_of, run_cost
 from tasks.reports.report import PAGE, headline, rival_of
 from tasks.reports.sweep import describe, read_choice
 from tasks.stages.arms import sweep_folder
 from tasks.stages.files import read_json
 from tasks.stages.run_directory import CONFIG, run_folder
-from tasks.stages.table import EVALUATE, PROBE, REGISTER, TRAIN
+from tasks.stages.table import EVALUATE, REGISTER, TRAIN
 from tasks.tracking.runs import HARDWARE, RUN_FILE, run_address, version_address
 
 FAILURE = "Flow run encountered an exception: "  # what Prefect puts before the error
@@ -155,8 +155,7 @@ def run_figures(run: Path, config: RunConfig) -> dict[str, Any]:
     metric, rival = figures.metric_of(config, report), rival_of(report)
     found, said = report["sets"][HELD_OUT], headline(report, metric)
     own, gain = found["policies"]["trained"][metric], found["differences"][rival][metric]
-    seconds = (receipt.get("seconds", 0.0) for receipt in (report, PROBE.read_receipt(run)))
-    cost = cost_of(config, _hardware(run), TRAIN.read_receipt(run), *seconds)
+    cost = run_cost(run, config)
     registered = REGISTER.read_receipt(run)
     model, version = registered["model_name"], registered["version"]
     achieved = f"{metric} {figures.amount(metric, own['mean'])} {figures.interval(metric, own)}"

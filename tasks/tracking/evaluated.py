@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 from mlflow import MlflowClient
-from mlflow.entities import LoggedModelOutput, Metric
+from mlflow.entities import LoggedModel, LoggedModelOutput, Metric
 
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.metrics import DECIDING
@@ -71,19 +71,19 @@ def log_checkpoints(
     rows: Sequence[Mapping[str, float]],
     data: tuple[str, str],
 ) -> None:
-    """Make a logged model of each update after which the training evaluated its policy, with these figures. One that is
-    there already is left as it is. rows: of metrics.jsonl; data: name and hash of the held-out prompts."""
-    there = {
-        model.name
-        for model in client.search_logged_models([experiment_id], f"source_run_id = '{run_id}'", max_results=1000)
-        if model.metrics
-    }
+    """Make a logged model of each update after which the training evaluated its policy, with these figures. One that
+    has figures already is left as it is. rows: of metrics.jsonl; data: name and hash of the held-out prompts."""
+    there = {model.name: model for model in _models_of(client, experiment_id, run_id)}
+    outputs = client.get_run(run_id).outputs
+    linked = {it.model_id for it in outputs.model_outputs} if outputs else set()
     for row in rows:
         held_out = {name: value for name, value in row.items() if name.startswith("eval_")}
         step, name = int(row["step"]), f"checkpoint-{int(row['step']):06d}"
-        if not held_out or name in there:
+        model = there.get(name)  # without figures: made by a process that was killed before it had logged them
+        if not held_out or (model and model.metrics):
             continue
-        model = client.create_logged_model(experiment_id, name, run_id, tags={"weights": NOT_KEPT, "step": str(step)})
+        tags = {"weights": NOT_KEPT, "step": str(step)}
+        model = model or client.create_logged_model(experiment_id, name, run_id, tags=tags)
         milliseconds = round(1000 * row["timestamp"])
         dataset, digest = data
         metrics = [
@@ -91,8 +91,19 @@ def log_checkpoints(
             for key, value in held_out.items()
         ]
         client.finalize_logged_model(model.model_id, "READY")
-        client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=step)])
+        if model.model_id not in linked:
+            client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=step)])
         client.log_batch(run_id, metrics)
+
+
+def _models_of(client: MlflowClient, experiment_id: str, run_id: str) -> Iterator[LoggedModel]:
+    """The logged models of a run."""
+    token: str | None = None
+    while True:
+        found = client.search_logged_models([experiment_id], f"source_run_id = '{run_id}'", page_token=token)
+        yield from found
+        if not (token := found.token):
+            return
 
 
 def send_evaluated(

@@ -64,5 +64,6 @@ def changes(inputs: Path) -> dict[str, Any]:
         "model": {"name_or_path": str(inputs / "base")},
         "data": {"train": str(inputs / "train.parquet"), "eval": str(inputs / "eval.parquet")},
         "rollout": {"engine": "transformers"},
-        "train": {"per_device_train_batch_size": 32, "max_steps": 4, "save_steps": 2},
+        "train": {"per_device_train_batch_size": 32, "max_steps": 4, "save_steps": 2, "eval_steps": 4},
+        "launch": {"gpu_hour_price": 2.0},
     }

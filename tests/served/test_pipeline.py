@@ -15,6 +15,7 @@ import pytest
 
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
+from tasks.rendering import figures
 from tasks.stages import table
 from tests.serving import Served
 
@@ -38,6 +39,8 @@ def _overrides(inputs: Path, *overrides: str) -> list[str]:
         "train.per_device_train_batch_size=32",
         "train.max_steps=4",
         "train.save_steps=2",
+        "train.eval_steps=4",
+        "launch.gpu_hour_price=2.0",
         *overrides,
     ]
 
@@ -151,8 +154,10 @@ def test_mlflow_has_the_configuration_the_plan_live_metrics_and_the_evaluation(f
     assert run.data.metrics["eval/held-out/trained/accuracy"] == _accuracy(report)["mean"]
     lineage = Path(connect().download_artifacts(run.info.run_id, "lineage.txt")).read_text()
     assert [line.split()[0] for line in lineage.splitlines()] == STAGES
-    assert "right on 32 held-out prompts" in run.data.tags["mlflow.note.content"]
-    assert str(finished / "evaluation" / "report.html") in run.data.tags["mlflow.note.content"]
+    note, gain = run.data.tags["mlflow.note.content"], report["sets"]["held-out"]["differences"]["base"]["accuracy"]
+    assert "right on 32 held-out prompts" in note
+    assert figures.interval("accuracy", gain) in note
+    assert str(finished / "evaluation" / "report.html") in note
     history = connect().get_metric_history(run.info.run_id, "reward")
     assert [(point.step, point.value) for point in history] == [(s["step"], s["reward"]) for s in steps]
 
@@ -180,6 +185,38 @@ def test_the_registered_version_carries_the_alias_and_loads_with_transformers(fi
     pipeline = mlflow.transformers.load_model("models:/arithmetic@candidate")
     served = pipeline("12+3=", max_new_tokens=4, do_sample=False, return_full_text=False)[0]["generated_text"]
     assert served == tokenizer.decode(answer, skip_special_tokens=True)
+
+
+def test_the_versions_model_has_the_evaluation_by_data_set_and_what_its_gpus_cost(finished: Path) -> None:
+    """Registered again as if the training had run on a GPU."""
+    from flows.stages import FLOWS
+    from tasks.tracking.runs import connect, dataset_digests
+
+    file, registered = finished / "training" / "mlflow.json", finished / "registration.json"
+    known, report = file.read_text(), json.loads((finished / "evaluation" / "report.json").read_text())
+    kept = registered.read_bytes()
+    file.write_text(json.dumps({**json.loads(known), "hardware": "NVIDIA L4"}))
+    FLOWS["register"]("small", force=True)
+    file.write_text(known)
+    seconds = json.loads((finished / "training" / "result.json").read_text())["seconds"] + report["seconds"]
+    version = connect().get_model_version("arithmetic", json.loads(registered.read_text())["version"])
+    model = connect().get_logged_model(version.source.removeprefix("models:/"))
+    measured = {it.key: it for it in model.metrics}
+    figure = measured["eval/held-out/trained/accuracy"]
+    assert (figure.value, figure.step) == (_accuracy(report)["mean"], 4)
+    assert figure.dataset_digest == dataset_digests(finished)["eval"]
+    costs = {"cost/gpu_hours": seconds / 3600, "cost/money": 2 * seconds / 3600}
+    run_metrics = _mlflow_run(finished).data.metrics
+    for name, value in costs.items():
+        assert measured[name].value == run_metrics[name] == pytest.approx(value)
+        assert float(version.tags[name.replace("/", ".")]) == pytest.approx(value, rel=1e-5)
+    [checkpoint] = [
+        it for it in connect().search_logged_models([model.experiment_id]) if it.name == "checkpoint-000004"
+    ]
+    assert {it.key for it in checkpoint.metrics} >= {"eval_reward"}
+    registered.write_bytes(kept)
+    connect().delete_model_version("arithmetic", version.version)
+    connect().set_registered_model_alias("arithmetic", "candidate", json.loads(kept)["version"])
 
 
 VLLM_ANSWER = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from grpo_core.config.files import parse_config
 from tasks.reports.compare import comparison_page
-from tasks.reports.cost import cost_of, sum_metrics
+from tasks.reports.cost import cost_of, run_cost, sum_metrics
 from tasks.reports.record import read_record
 from tasks.reports.report import report_page
 from tasks.reports.sweep import choice_section, make_choice
@@ -50,6 +51,24 @@ def test_without_a_gpu_only_tokens_are_counted(hardware: str) -> None:
     cost = cost_of(config, hardware, RESULT, 1800.0, 900.0)
     assert cost.metrics == {"cost/sampled_tokens": 1_234_567.0}
     assert dict(cost.rows()) == {"completion tokens sampled": "1,234,567", "GPU hours": "–"}
+
+
+def test_a_training_that_has_not_finished_cost_at_least_its_updates(tmp_path: Path) -> None:
+    config = parse_config(values_of("stopped", launch={"gpu_hour_price": 2.0}))
+    folder = tmp_path / "training.partial"
+    assert run_cost(tmp_path, config).gpu_hours is None, "nothing has begun"
+    folder.mkdir()
+    (folder / "mlflow.json").write_text(json.dumps({"hardware": "NVIDIA L4"}))
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "step_time": 900.0}}\n' for n in range(1, 5)))
+    cost = run_cost(tmp_path, config)
+    assert cost.metrics == {"cost/gpu_hours": 1.0, "cost/money": 2.0}
+    assert dict(cost.rows()) == {
+        "completion tokens sampled": "–",
+        "GPU hours": "at least 1.000",
+        "cost at 2 per GPU hour": "at least 2.00",
+    }
+    finished = cost_of(config, "NVIDIA L4", RESULT, 0.0, 0.0)
+    assert sum_metrics([finished, cost]) == {"cost/gpu_hours": 3.0, "cost/money": 6.0}
 
 
 def test_an_interrupted_training_cost_at_least_what_is_known() -> None:

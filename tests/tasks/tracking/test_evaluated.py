@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mlflow
 import numpy as np
@@ -166,7 +167,7 @@ def test_a_models_figures_have_their_data_set_and_those_of_others_are_the_runs_a
 
 
 @pytest.mark.slow
-def test_each_evaluated_update_has_a_logged_model_once(
+def test_each_evaluated_update_has_one_logged_model_also_if_its_process_was_killed(
     mlflow_client: mlflow.MlflowClient, tracked: dict[str, Any]
 ) -> None:
     rows = [
@@ -178,8 +179,12 @@ def test_each_evaluated_update_has_a_logged_model_once(
         }
         for step in range(1, 7)
     ]
+    arguments = (tracked["experiment_id"], tracked["run_id"], rows, DATA["held-out"])
+    for request in ("finalize_logged_model", "log_outputs", "log_batch"):
+        with mock.patch.object(mlflow_client, request, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            log_checkpoints(mlflow_client, *arguments)
     for _ in range(2):
-        log_checkpoints(mlflow_client, tracked["experiment_id"], tracked["run_id"], rows, DATA["held-out"])
+        log_checkpoints(mlflow_client, *arguments)
     found = {it.name: it for it in mlflow_client.search_logged_models([tracked["experiment_id"]])}
     assert sorted(found) == ["checkpoint-000002", "checkpoint-000004", "checkpoint-000006"]
     [metric] = found["checkpoint-000004"].metrics
