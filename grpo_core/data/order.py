@@ -1,4 +1,4 @@
-"""Which prompts a generation batch takes: a pure function of seed and number, so a run's place is one number."""
+"""The prompts of each generation batch: a pure function of seed and number, so a run's place is one number."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 
 from grpo_core.planning.plan import Plan
 
-# Rows of epochs, in training order, as a curriculum has arranged them (`data.curriculum`); None: without one.
+# Rows of epochs, in training order, as a curriculum has arranged them (`data.curriculum`); None without one.
 Arranged = Mapping[int, np.ndarray] | None
 LONGEST_COUNT = 10**8  # prompts, which take some seconds to count
 
 
-@lru_cache(2)  # the epoch of the training, and the one that is sampled ahead
+@lru_cache(2)  # the epoch that is trained, and the one that is sampled ahead
 def epoch_rows(plan: Plan, seed: int, epoch: int) -> np.ndarray:
     """Dataset rows of an epoch (from 0) in the order of training; no row comes twice. (N,)
 
     Each of several sources gives the next rows of its own shuffled circle: however many it gives per epoch, all of its
-    rows come equally often, and an epoch goes on where the one before has ended.
+    rows come equally often, and an epoch continues where the previous one ended.
     """
     order = np.random.default_rng([seed, epoch]).permutation(plan.num_prompts)
     if not plan.sources:

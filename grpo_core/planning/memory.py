@@ -19,14 +19,14 @@ KV_BLOCK = 16  # tokens per block of vLLM's KV cache, one of which it never give
 # parameters, whose moments stay float32, are not counted apart.
 MOMENTS = {"adamw": 2.0, "adamw_8bit": 2 * (1 + FLOAT / 256) / FLOAT}
 NF4 = 0.5 + 1 / 64 + FLOAT / (64 * 256)  # bytes per weight: its code, and per 64 a scale of 8 bits that 256 scale again
-MOST_UTILISATION = 0.95  # beyond it, what CUDA itself needs is no longer there
+MOST_UTILISATION = 0.95  # beyond it, too little is left for CUDA itself
 
 
 def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu) -> dict[str, Any]:
     """Peak memory per GPU in bytes, by its parts, for completions of full length.
 
-    Sampling and training take turns: of gradients and what a pass needs on one side and the KV cache on the other, only
-    the larger counts; a sharded base that an adapter is merged into comes after both. vLLM in the training process
+    Sampling and training take turns, so only the larger counts: gradients and what a pass needs, or the KV cache. A
+    sharded base that an adapter is merged into comes after both. vLLM in the training process
     takes its share of the GPU for weights, workspace and cache; it keeps the weights, which are also the ones that the
     training computes with (under an adapter, the base's), and lends the rest to the training. Memory of separate vLLM
     servers is not included. `host_memory_gib`, if the optimizer is offloaded: what its moments take of the memory of
@@ -45,10 +45,9 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     in_flight = {"vllm": per_process, "transformers": min(per_process, MAX_ROWS)}.get(engine, 0)
     cache: float = in_flight * (prompt + completion) * _kv_bytes(config, shape)
     sampled = f"{in_flight} completions sampled together by {engine}"
-    # For a server, the weights that are sent to it: a copy that stays as it is while the policy moves, which shares
-    # have in the host's memory, as an adapter that goes alone has. A server that is started again also gets the weights
-    # that a base of 4 bits stands for. The transformers engine samples with the trained weights, or a whole copy of
-    # shares.
+    # vllm-server: a copy of the weights that are sent to it, kept while the policy moves; with sharding, and for an
+    # adapter sent alone, it is in the host's memory. A restarted server also gets the weights that a 4-bit base stands
+    # for. transformers: samples with the trained weights or, with sharding, with a whole copy.
     alone = lora and shape.experts.layers == 0 and not config.model.lora_modules_to_save
     engine_weights = {
         "vllm": _vllm_weights(config, shape),
@@ -74,7 +73,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     kept, recomputed = activations(config, shape, tokens)
     each = FLOAT * trained / (1 if lora else sharing)  # a float32 number per trained parameter; adapters stay whole
     shared = engine == "vllm" and not sharded and config.rollout.vllm_tensor_parallel_size == 1
-    if lora:  # then the frozen base is
+    if lora:  # what is shared is the frozen base
         shared = shared and alone and not config.model.load_in_4bit
     held = {
         # With bf16, a LoRA base has no float32 weights on the GPU.
@@ -129,14 +128,14 @@ def moments(config: RunConfig, shape: ModelShape, gpu: Gpu) -> float:
 
 def activations(config: RunConfig, shape: ModelShape, tokens: int) -> tuple[float, float]:
     """Bytes that a pass of this many tokens keeps from its forward to its backward pass, and bytes of the layers that
-    it computes again on the way back, or, in 4 bits, of a projection's weights while it computes."""
+    it computes again in the backward pass, or, in 4 bits, of a projection's weights while it computes."""
     w = width(config)
-    # Per token: two norms, each with its input in float32, its result and what the weight makes of it; queries, what
-    # attention makes of them, keys and values, these once more for each sequence that attends to them; four of the MLP.
+    # Per token: two norms, each with its input in float32, its result, and that times the weight; queries, the output
+    # of attention, keys and values, the last two once more for each sequence that attends to them; four of the MLP.
     layer = 2 * (FLOAT + 2 * w) * shape.hidden + w * (2 * shape.attention + 4 * shape.key_value + 4 * shape.widest)
     # Weights in 4 bits are computed with one projection at a time.
     whole = w * shape.hidden * max(shape.attention, shape.widest) * config.model.load_in_4bit
-    if config.model.lora_dropout:  # each adapter has a copy of its input with holes, and a byte per element that tells
+    if config.model.lora_dropout:  # each adapter keeps a copy of its input with zeros, and a mask of a byte per element
         layer += (w + 1) * adapted_inputs(shape, config)
     if not config.train.gradient_checkpointing:
         return tokens * shape.layers * layer, whole
@@ -145,7 +144,7 @@ def activations(config: RunConfig, shape: ModelShape, tokens: int) -> tuple[floa
 
 
 def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
-    """Bytes of an adapter's base. Of 4 bits are the layers; their norms and biases are not counted apart."""
+    """Bytes of an adapter's base. With load_in_4bit, the layers have 4 bits; norms and biases in them count alike."""
     layers = NF4 if config.model.load_in_4bit else width(config)
     return width(config) * shape.outside + layers * (shape.parameters - shape.outside)
 
@@ -155,7 +154,7 @@ def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLen
     weights, and the keys and values of one sequence of the run's longest length.
 
     Both are exact, so a refused share is certainly too small. vLLM's workspace comes on top, so a share that passes may
-    still be. Memory of a GPU that is not known refuses nothing.
+    still be too small. Passes if the GPU's memory is not known.
     """
     if config.rollout.engine_on(has_gpu=True) != "vllm" or gpu.memory_gib is None:
         return
@@ -184,7 +183,7 @@ def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLen
 
 def check_host_memory(config: RunConfig, shape: ModelShape, gpu: Gpu) -> None:
     """Raises ConfigError if the machine's own memory cannot hold the moments that its processes offload. They are
-    exact; what else the machine needs comes on top. Memory of a machine that is not this one refuses nothing."""
+    exact; what else the machine needs comes on top. Passes for a machine that is not this one."""
     if config.train.offload == "none" or gpu.host_gib is None:
         return
     processes, each = per_machine(config, gpu), moments(config, shape, gpu) / GIB
@@ -198,7 +197,7 @@ def check_host_memory(config: RunConfig, shape: ModelShape, gpu: Gpu) -> None:
 
 
 def _reference(config: RunConfig, shape: ModelShape) -> int:
-    """Bytes of the reference policy. One that moves is float32; unless it is shared, with a copy to compute with."""
+    """Bytes of the reference policy. A moving one is float32; in bf16, unless sharded, with a copy to compute with."""
     algorithm = config.algorithm
     if algorithm.beta == 0 or config.model.use_peft:
         return 0

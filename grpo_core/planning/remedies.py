@@ -1,4 +1,4 @@
-"""What would fit, if the forecast memory does not: fewer bytes per GPU, each by the same forecast. Imports no torch."""
+"""Changes that make a run fit whose forecast memory does not, each checked by the same forecast. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def remedies(
     """Changes of the configuration whose forecast fits the GPU, with the `peak_memory_gib` and `num_processes` of each;
     `change`: in words.
 
-    Of the numbers of processes, and of those that sample together, the smallest that fits; of vLLM's shares the
-    largest. Several kinds of change go together only if fewer of them do not fit, or only on more processes. Where it
-    can be, the batch of an update stays the same.
+    Takes the smallest number of processes that fits, and of those that sample together, and the largest of vLLM's
+    shares. Kinds of change are combined only if fewer of them do not fit, or fit only on more processes. The batch of
+    an update stays the same where possible.
     """
     kinds = {
         "sharding": [*_sharding(config)],
@@ -116,7 +116,7 @@ def _merged(parts: tuple[Changes, ...]) -> Changes:
 def _fitting(
     config: RunConfig, tried: Iterator[Changes], plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu
 ) -> Iterator[dict[str, Any]]:
-    """Those of the changes that are valid, and fit with what CUDA itself needs."""
+    """The changes that are valid, and fit with what CUDA itself needs."""
     for changes in tried:
         try:
             changed = _changed(config, changes)

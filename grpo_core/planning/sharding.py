@@ -1,4 +1,4 @@
-"""By how many processes a model is shared, and the memory of weights and gradients that are whole for a moment.
+"""Number of processes that share a model, and memory of weights and gradients that are whole for a moment.
 
 As FSDP2 shards: each decoder layer is gathered while it computes, and one more ahead; what is in no layer (embedding,
 last norm, head) from the beginning of a pass to its end. Imports no torch.
@@ -20,8 +20,8 @@ def width(config: RunConfig) -> int:
 
 
 def per_machine(config: RunConfig, gpu: Gpu) -> int:
-    """Training processes per machine, one per GPU. With one machine configured: as this machine has GPUs, otherwise an
-    assumption."""
+    """Training processes per machine, one per GPU. With one machine configured: at most the GPUs of this machine, or
+    GPUS_PER_MACHINE if these are not known."""
     if config.train.num_machines > 1:
         return config.train.processes_per_machine
     return min(config.train.num_processes, gpu.per_machine or GPUS_PER_MACHINE)
@@ -35,7 +35,7 @@ def sharing_processes(config: RunConfig, gpu: Gpu) -> int:
 
 
 def how_shared(config: RunConfig, gpu: Gpu) -> str:
-    """By how many processes the model is shared, as part of a sentence; "" if each holds all of it."""
+    """Say by how many processes the model is shared, as part of a sentence; "" if each holds all of it."""
     if config.train.sharding == "none":
         return ""
     known = gpu.per_machine or config.train.num_machines > 1 or config.train.sharding != "hybrid"

@@ -83,8 +83,8 @@ def scorings(config: RunConfig, plan: Plan) -> int:
 
 @dataclass(frozen=True)
 class _Conversation:
-    """A conversation beside the completion that was measured: how many times as long it is sampled and trained on, and
-    the seconds that it waits for its environment."""
+    """A conversation compared with the completion that was measured: how many times as long it is sampled and trained
+    on, and the seconds that it waits for its environment."""
 
     sampled: float = 1.0
     trained: float = 1.0
@@ -95,7 +95,7 @@ class _Conversation:
 def _conversation(
     config: RunConfig, lengths: PromptLengths, pace: Pace, environment: EnvironmentPace | None
 ) -> _Conversation:
-    """Each turn is taken for as long as a completion measured, as far as max_completion_length goes."""
+    """Assume that each turn is as long as a completion measured, within max_completion_length."""
     if not config.environment.is_used:
         return _Conversation()
     turns, one = min(TURNS, config.environment.max_turns), pace.completion_tokens

@@ -223,7 +223,7 @@ def _line_end(text: str, position: int) -> int:
 
 
 def _after_heredoc(text: str, position: int, delimiter: str) -> int:
-    """Where the line after a here-document begins."""
+    """Position at which the line after a here-document begins."""
     while position < len(text):
         end = _line_end(text, position)
         line, position = text[position:end], min(end + 1, len(text))
