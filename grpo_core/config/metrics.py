@@ -18,7 +18,7 @@ DECIDING: tuple[Deciding, ...] = get_args(Deciding)
 @dataclass(frozen=True)
 class Metric:
     """A metric. `column`: its column in samples.parquet, after `POLICY/`; None if it follows from the columns of
-    rewards. A text column says what failed, and is empty or null otherwise. `of_conversations`: only with tools or an
+    rewards. A text column says what failed, and is empty otherwise. `of_conversations`: only with tools or an
     environment."""
 
     name: str

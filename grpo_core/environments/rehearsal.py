@@ -106,13 +106,13 @@ def rehearse(config: RunConfig, data: Path) -> dict[str, Any]:
     return report | {"environments": {trial.label: trial.figures for trial in trials}}
 
 
-def longest(config: RunConfig) -> float:
+def longest_seconds(config: RunConfig) -> float:
     """Seconds after which the rehearsal must have ended: each question has its time limit, and once SECONDS are over,
     an environment is asked twice for its first row; then all rows begin again, and three times for the rewards, which
     get_reward ends."""
     environments = len(config.environment.factories)
     questions = 2 * environments + (1 + 2 * 3) * max(ROWS, environments)
-    return rewards.longest(config) + 2 * START_SECONDS + SECONDS + questions * config.environment.tool_timeout
+    return rewards.longest_seconds(config) + 2 * START_SECONDS + SECONDS + questions * config.environment.tool_timeout
 
 
 def arguments_for(tool: Row, optional: bool) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class OpenEnv:
         self.step = step  # type: ignore[method-assign]  # described with the server's own schema
 
     def reset(self, seed: int | None = None, **row: Any) -> str:
-        """The first observation, as JSON. `seed`: the row's, or else it follows from the row's number."""
+        """Return the first observation, as JSON. `seed`: the row's, or else it follows from the row's number."""
         self._close()
         address = "ws" + self.url.removeprefix("http") + "/ws"
         self.connection = connect(address, open_timeout=SECONDS, max_size=MOST_BYTES, proxy=None)

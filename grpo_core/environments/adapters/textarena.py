@@ -67,6 +67,6 @@ class TextArena:
 
 
 def _text(messages: Any, me: int) -> str:
-    """What the game and the other player have said."""
+    """The text that the game and the other player have written."""
     own = ObservationType.PLAYER_ACTION
     return "\n".join(text for sender, text, kind in messages if not (sender == me and kind == own))

@@ -17,11 +17,11 @@ NUMBER = re.compile(
 )
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 DASHES = re.compile("[\u2010-\u2015\u2212]")
-# What tells answers apart, and the rest of the signs: -5, 3.5, 10-5, .5, 50 %, C#.
+# Signs that distinguish answers (group 1), and all other signs: -5, 3.5, 10-5, .5, 50 %, C#.
 SIGN = re.compile(r"((?<!\w)-(?=\.?\d)|(?<=\d)[-.,:/](?=\d)|(?<!\w)\.(?=\d)|(?<=\w)[%#])|[^\w\s]|_")
 ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 
-# Where a choice is stated: the strongest kind of place first.
+# Places where a choice is stated, the strongest kind first.
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 STATED = re.compile(r"(?i)\b(?:answer|choice|option)\b[^.:=\n]{0,40}?(?:\bis\b|\bbe\b|[:=])")
@@ -100,7 +100,7 @@ def _normalized(text: str) -> str:
 
 
 def _plain(character: str) -> str:
-    """Full-width and joined letters as plain ones; 10² and 1½ stay, since they are not 102 and 11/2."""
+    """Replace full-width and joined letters by plain ones; 10² and 1½ stay, since they are not 102 and 11/2."""
     if unicodedata.category(character) == "Cf":  # invisible: joiners, soft hyphens
         return ""
     raised = unicodedata.decomposition(character).startswith(("<super>", "<sub>", "<fraction>"))

@@ -56,7 +56,7 @@ def _validator(schema: str) -> Any:
 
 
 def schema_problem(schema: str) -> str:
-    """What is wrong with a schema, given as JSON text; "" if nothing is."""
+    """The problem of a schema, given as JSON text; "" if it has none."""
     try:
         _validator(schema)
     except ValueError as error:
