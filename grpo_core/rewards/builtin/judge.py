@@ -238,9 +238,9 @@ async def _grade_all(call: _Call, questions: Collection[str], shortest: str) -> 
         failures.append(
             RewardError(
                 f"{call.judge} has left {len(questions) - len(grades)} of {len(questions)} questions without an answer "
-                f"until the reward's time was up; a request may take request_timeout={call.client.timeout:g} s, and each "
-                f"of max_retries={call.client.max_retries} more attempts as long. No completion is scored for that; when "
-                "it answers again, run again: what was graded is kept"
+                f"until the reward's time was up; a request may take request_timeout={call.client.timeout:g} s, and "
+                f"each of max_retries={call.client.max_retries} more attempts as long. No completion is scored for "
+                "that; when it answers again, run again: what was graded is kept"
             )
         )
     if failures:

@@ -72,9 +72,8 @@ def final_statement(text: str) -> Statement:
     clauses = CLAUSE_END.split(text[final[-1].start() :] if final else text)
     text = "".join("" if NEGATION.search(clause) else clause for clause in clauses).strip()
     prose = _as_sets(normalize_text(text[-PROSE:]))
-    if (
-        NEGATION.search(last) and words(normalize_answer(last)) and not re.search(r"\d", last)
-    ):  # "no solution" is an answer
+    # "no solution" is an answer.
+    if NEGATION.search(last) and words(normalize_answer(last)) and not re.search(r"\d", last):
         return Statement(normalize_answer(last), (prose,))
     stated = list(STATED.finditer(text))
     line = text.rpartition("\n")[2][-LONGEST:]
