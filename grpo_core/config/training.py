@@ -84,8 +84,8 @@ class TrainConfig(Section):
     of rewards. An evaluation starts over as often."""
     hang_timeout: float = Field(600.0, gt=0)
     """Seconds without progress after which a process of a training or evaluation counts as hanging, and all are ended.
-    More in the first pass through a phase (six times as many), where this run has needed longer before (ten times as
-    long), and within the time limits of rewards, servers and checkpoints."""
+    The limit is higher in the first pass through a phase (six times), where this run has needed longer before (ten
+    times that long), and within the time limits of rewards, servers and checkpoints."""
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
     """`bf16` computes and samples with a bfloat16 copy of the weights; weights, gradients and optimizer stay float32.
     `auto`: bf16 on a GPU of compute capability 8.0 or higher, otherwise no."""

@@ -93,13 +93,13 @@ def _figures(
 
 
 def _seen(bounds: Bounds, of_policies: Sequence[np.ndarray]) -> Bounds:
-    """The bounds; the outermost outcome of all policies replaces an infinite one: those of one policy may be equal."""
+    """The bounds; the outermost outcome of all policies replaces an infinite one, since those of one may be equal."""
     values = np.concatenate(of_policies)
     return bounds if np.isnan(values).all() else seen_bounds(bounds, values)
 
 
 def _categories(samples: pl.DataFrame, name: str) -> np.ndarray | None:
-    """Category of each prompt of a set; None where no prompt has one."""
+    """Category of each prompt of a set; None if no prompt has one."""
     if "category" not in samples.columns:
         return None
     first = samples_of(samples, name).filter(pl.col("sample") == 0).sort("row")["category"]

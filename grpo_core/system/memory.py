@@ -12,13 +12,13 @@ MOUNTED = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int:
-    """Bytes that can be taken before the machine, or a control group of this process, runs out. What the system keeps
-    of files that were not used lately counts as free."""
+    """Bytes that can be taken before the machine, or a control group of this process, runs out. Cached files that were
+    not used lately count as free."""
     return min([psutil.virtual_memory().available, *(max(limit - used, 0) for limit, used in _groups())])
 
 
 def memory_limit() -> int:
-    """Bytes that this process and what runs beside it may take."""
+    """Bytes that this process and those beside it may take together."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _groups())])
 
 
@@ -41,8 +41,8 @@ def _groups() -> Iterator[tuple[int, int]]:
 def _group(group: Path, limit: str, used: str, unused_files: str) -> tuple[int, int] | None:
     """Limit of one group, and bytes in use without unused files; None if it has no limit."""
     try:
-        most, taken = (group / limit).read_text().strip(), int((group / used).read_text())
+        maximum, taken = (group / limit).read_text().strip(), int((group / used).read_text())
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except OSError:
         return None
-    return None if most == "max" else (int(most), taken - int(statistics.get(unused_files, 0)))
+    return None if maximum == "max" else (int(maximum), taken - int(statistics.get(unused_files, 0)))

@@ -34,7 +34,7 @@ class OwnPagesOnly:
 
 
 def _objection(scope: Scope) -> str:
-    """Why a request is refused; "" if it is not."""
+    """Reason why a request is refused; "" if it is not."""
     headers = Headers(scope=scope)
     for name in ("host", "origin"):
         if len(given := headers.getlist(name)) > 1:
@@ -58,8 +58,8 @@ def _objection(scope: Scope) -> str:
 
 
 def _is_own_name(name: str, asked_at: str) -> bool:
-    """Whether `name` is an address, has no dot (no domain that anybody can register), or is the machine's own; where
-    `asked_at` is a loopback address, whether `name` is one too, or localhost."""
+    """True if `name` is an address, has no dot (no domain that anybody can register), or is the machine's own; if
+    `asked_at` is a loopback address, only if `name` is one too, or localhost."""
     address, own = _address(name), _address(asked_at)
     if own is not None and own.is_loopback:
         return name == "localhost" or (address is not None and address.is_loopback)
@@ -67,7 +67,7 @@ def _is_own_name(name: str, asked_at: str) -> bool:
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP address that `name` is, if it is one; of ::ffff:127.0.0.1, 127.0.0.1."""
+    """The IP address in `name`, None if it is not one; 127.0.0.1 for ::ffff:127.0.0.1."""
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
@@ -86,7 +86,7 @@ def _is_same(there: SplitResult, here: SplitResult) -> bool:
 
 
 def _split(url: str) -> SplitResult | None:
-    """The parts of a URL; None if it is none."""
+    """The parts of a URL; None if the text is not a URL."""
     try:
         parts = urlsplit(url)
         _ = parts.port  # read here for the ValueError that a wrong one raises
