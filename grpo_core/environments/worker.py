@@ -212,9 +212,7 @@ def _described(
             raise UnusableError(f"the environment {shown} has no method reset(**row); it begins each conversation")
         own = {it: schema(getattr(instance, it), it) for it in methods if it not in OWN and not it.startswith("_")}
         if twice := own.keys() & common.keys():
-            raise UnusableError(
-                f"the environment {shown} has a method {min(twice)!r}, which is a tool's name too"
-            )
+            raise UnusableError(f"the environment {shown} has a method {min(twice)!r}, which is a tool's name too")
         environments[name] = {"tools": {**common, **own}, "has_reward": "get_reward" in methods}
     return {"tools": common, "environments": environments}
 
