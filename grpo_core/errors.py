@@ -30,7 +30,7 @@ class RewardError(GrpoError):
 
 
 class TrainingError(GrpoError):
-    """Training that must not go on; the message gives the step, the figure and what to try."""
+    """Training that must not continue; the message gives the step, the figure and what to try."""
 
     exit_status = 1
 

@@ -31,7 +31,7 @@ DIVISION = {
 
 
 def content_hash(source: str) -> str:
-    """Hash of a file's or folder's content; of the name itself if it is no path (a hub name).
+    """Hash of a file's or folder's content; of the name itself if it is not a path (a hub name).
 
     In a folder, README.md and hidden files and folders (.cache, .gitattributes) do not count: no loader reads them.
     """
@@ -87,7 +87,7 @@ def determining(config: RunConfig) -> dict[str, Any]:
         },
     }
     values = config.model_dump(mode="json", exclude=others)
-    values["train"] |= batch_of(config) | _shares(config)
+    values["train"] |= batch_of(config) | _sharing_keys(config)
     if config.rollout.recording is not None:
         from grpo_core.data.recording import folder_of  # imports pyarrow, which takes a command long
 
@@ -115,7 +115,7 @@ def batch_of(config: RunConfig) -> dict[str, int]:
     return found
 
 
-def _shares(config: RunConfig) -> dict[str, int | str]:
+def _sharing_keys(config: RunConfig) -> dict[str, int | str]:
     """Keys that say how processes share the optimizer's state, if its values follow from that: blocks of 8-bit moments
     are cut within a share."""
     if config.train.optim == "adamw" or config.train.sharding == "none":

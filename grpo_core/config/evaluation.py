@@ -1,4 +1,4 @@
-"""`[evaluation]`, `[registry]` and `[promotion]`: how a policy is judged, and what becomes of it."""
+"""`[evaluation]`, `[registry]` and `[promotion]`: how a policy is judged, registered and promoted."""
 
 from __future__ import annotations
 
@@ -133,10 +133,10 @@ class Guard(Section):
     with tools or an environment conversations/mean_turns, conversations/tool_calls, conversations/failed_tool_calls or
     conversations/failed."""
     max_drop: float | None = Field(None, ge=0)
-    """How far the metric may fall below the champion's: the lower bound of the paired difference must be at least minus
+    """Largest fall of the metric below the champion's: the lower bound of the paired difference must be at least minus
     this."""
     max_rise: float | None = Field(None, ge=0)
-    """How far the metric may rise above the champion's: the upper bound of the paired difference must be at most
+    """Largest rise of the metric above the champion's: the upper bound of the paired difference must be at most
     this."""
     min: float | None = None
     """Lowest mean that the metric may have."""
@@ -155,9 +155,9 @@ class PromotionConfig(Section):
     """Evaluation set on which a version has to be better; a source of `data.sources` is one too. If the training
     chooses its model on `held-out` (by load_best_model_at_end or early_stopping_patience), name another set."""
     metric: Deciding | None = None
-    """What a version has to be better in, and what reports show first: accuracy (share of right answers) or reward
-    (mean weighted reward). Default: accuracy if evaluation.accuracy_reward gave every evaluated completion 0 or 1, else
-    reward."""
+    """Metric in which a version has to be better, and which reports show first: accuracy (share of right answers) or
+    reward (mean weighted reward). Default: accuracy if evaluation.accuracy_reward gave every evaluated completion 0 or
+    1, else reward."""
     confidence: float = Field(0.95, gt=0.5, lt=1)
     """1 minus the highest probability that, in all attempts against the same champion, any version that is no better is
     promoted."""

@@ -16,7 +16,7 @@ from grpo_core.config.columns import columns_read, is_function, is_template
 
 LONGEST_ARGUMENT = 200  # characters: MLflow takes names of parameters up to 250, with rewards.0.args. in front
 WIDEST_RANGE = 1e12  # of a reward
-# Arguments of transformers' apply_chat_template that are no variables of the template.
+# Arguments of transformers' apply_chat_template that are not variables of the template.
 NO_VARIABLES = {
     "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding",
     "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
@@ -35,7 +35,7 @@ class ModelConfig(Section):
     use_peft: bool = False
     """Train a LoRA adapter (arXiv:2106.09685) and leave the base model as it is."""
     adapter: str | None = None
-    """Folder of an adapter to go on with, as peft saves it (an earlier run's training/adapter); default: a new one.
+    """Folder of an adapter to continue with, as peft saves it (an earlier run's training/adapter); default: a new one.
     The base with it is the reference policy, and what evaluations compare with."""
     lora_r: int = Field(16, ge=1)
     """Rank of the adapter."""
@@ -169,7 +169,7 @@ class PromptSource(Section):
             try:
                 empty = not how or (is_template(how) and not columns_read(how))
             except ValueError as error:
-                raise ValueError(f"{column} = {how!r} is no template: {error}") from None
+                raise ValueError(f"{column} = {how!r} is not a template: {error}") from None
             if empty:
                 raise ValueError(
                     f"{column} = {how!r} names no column; give the name of one, a template with some in braces, or "
@@ -227,12 +227,12 @@ class DataConfig(PromptSource):
     @classmethod
     def _are_variables(cls, given: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(given.keys() & NO_VARIABLES):
-            raise ValueError(f"{taken[0]!r} is no variable of a chat template, but set by this project; leave it out")
+            raise ValueError(f"{taken[0]!r} is not a variable of a chat template but set by this project; leave it out")
         return given
 
     @property
     def origins(self) -> dict[str, PromptSource]:
-        """Where prompts come from, by configuration key: `data` itself, or each of its sources."""
+        """Sources of prompts by configuration key: `data` itself, or each of its sources."""
         return {f"data.sources.{place}": source for place, source in enumerate(self.sources)} or {"data": self}
 
     @model_validator(mode="after")

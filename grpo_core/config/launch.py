@@ -49,7 +49,7 @@ def _check_option(option: str) -> str:
     found = re.fullmatch(r"--([a-z][a-z0-9-]*)(=[^\x00-\x1f]*)?", option)
     if not found:
         raise ValueError(
-            f"{option!r} is no option of sbatch as --NAME or --NAME=VALUE; write --partition=gpu for -p gpu"
+            f"{option!r} is not an option of sbatch as --NAME or --NAME=VALUE; write --partition=gpu for -p gpu"
         )
     if any(name.startswith(found[1]) for name in OURS):  # sbatch takes the beginning of a name for the name
         raise ValueError(

@@ -117,7 +117,7 @@ class RunConfig(Section):
         return self
 
     def _check_sources(self) -> None:
-        """Raises ValueError if other sections do not fit the sources, or are for sources and there are none."""
+        """Raises ValueError if other sections do not fit the sources, or need sources and there are none."""
         names, scored = self.evaluated_sources, {it.name: self.rewards_of(it.name) for it in self.data.sources}
         for place, source in enumerate(self.data.sources):
             key = f"data.sources.{place}"
@@ -176,7 +176,7 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.vllm_tensor_parallel_size={together} with rollout.engine={rollout.engine!r}: that many "
                 f"training processes of a machine sample together, and train.num_processes={train.num_processes}"
-                f"{among} is no multiple of it; change one of them, or set rollout.engine to 'vllm-server'"
+                f"{among} is not a multiple of it; change one of them, or set rollout.engine to 'vllm-server'"
             )
         if len({host_name(host) for host in launch.hosts}) < len(launch.hosts):
             raise ValueError(f"launch.hosts={launch.hosts} names a machine twice; name each once")

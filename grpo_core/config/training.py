@@ -15,8 +15,8 @@ BF16_CAPABILITY = (8, 0)  # of the first GPUs that multiply bfloat16 in hardware
 
 class HealthConfig(Section):
     """Limits that a healthy training keeps, and what to do when one is broken: warn, stop, or roll back to the last
-    healthy checkpoint and go on from there with fresh samples and half the learning rate; between engine and trainer,
-    also sample less far ahead."""
+    healthy checkpoint and continue from there with fresh samples and half the learning rate; between engine and
+    trainer, also sample less far ahead."""
 
     patience: int = Field(5, ge=1)
     """Updates in a row that have to break a limit before its action is taken."""
@@ -41,7 +41,7 @@ class HealthConfig(Section):
     max_log_ratio: float = Field(5.0, gt=0)
     """Limit: largest |log-ratio| of a token between the policy and the one that sampled."""
     log_ratio_action: StalenessAction = "warn"
-    """What to do when this limit is broken: warn, stop the training, roll back, or go on with half the
+    """What to do when this limit is broken: warn, stop the training, roll back, or continue with half the
     rollout.max_staleness."""
     max_clipped_length: float = Field(0.9, gt=0, le=1)
     """Limit: highest share of completions that are cut off at max_completion_length."""
@@ -50,13 +50,13 @@ class HealthConfig(Section):
     min_importance_sampling_ratio: float = Field(0.5, ge=0)
     """Limit: lowest mean sampling correction per token; below it, the correction removes most of the gradient."""
     importance_sampling_ratio_action: StalenessAction = "warn"
-    """What to do when this limit is broken: warn, stop the training, roll back, or go on with half the
+    """What to do when this limit is broken: warn, stop the training, roll back, or continue with half the
     rollout.max_staleness."""
     min_effective_sample_share: float = Field(0.5, ge=0, le=1)
     """Limit: lowest effective sample size under the sampling correction, as a share of the trained tokens; below it, a
     few tokens make most of the gradient."""
     effective_sample_share_action: StalenessAction = "warn"
-    """What to do when this limit is broken: warn, stop the training, roll back, or go on with half the
+    """What to do when this limit is broken: warn, stop the training, roll back, or continue with half the
     rollout.max_staleness."""
     max_failed_conversations: float = Field(0.1, gt=0, le=1)
     """Limit: highest share of conversations in which a tool hangs or ends its process, or the environment fails."""

@@ -117,7 +117,7 @@ def _decode(
     before = dict(zip(prompts, shown, strict=True))
     together = [prompt + completion for prompt, completion in zip(prompt_ids, ids, strict=True)]
     whole = tokenizer.batch_decode(together, skip_special_tokens=True)
-    # Bytes at the prompt's end that are no character alone may be one together with the completion's first bytes.
+    # Bytes at the prompt's end that are not a character alone may be one together with the completion's first bytes.
     return [
         text.removeprefix(before[tuple(prompt)]) if text.startswith(before[tuple(prompt)]) else own
         for prompt, text, own in zip(prompt_ids, whole, alone, strict=True)

@@ -26,7 +26,7 @@ UNKNOWN = 0.5  # the pass rate that a prompt without one is taken to have where 
 
 @dataclass(frozen=True, eq=False)
 class PassRates:
-    """What is known about N prompts. A completion passes by the share of its reward's range that it got: 0 to 1."""
+    """Pass rates of N prompts. A completion passes by a share from 0 to 1: that of its reward's range which it got."""
 
     passed: np.ndarray  # (N,) float64, sum over the prompt's completions
     completions: np.ndarray  # (N,) int64

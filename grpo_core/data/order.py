@@ -51,8 +51,8 @@ def rollout_prompts(plan: Plan, seed: int, rollout: int, arranged: Arranged = No
 def fresh_prompts(
     plan: Plan, seed: int, rollout: int, used: Collection[int], replaced: Sequence[int], arranged: Arranged = None
 ) -> list[int | None]:
-    """For each dataset row in `replaced`, whose group of generation batch `rollout` is replaced, another row of the
-    same source, none of them among `used`; None where the source has no more. With a curriculum, they are prompts of
+    """Choose for each dataset row in `replaced`, whose group of generation batch `rollout` is replaced, another row of
+    the same source, none of them among `used`; None if the source has no more. With a curriculum, they are prompts of
     that epoch."""
     sources = source_rows(plan)
     rows = np.arange(sources[-1].stop)
@@ -68,7 +68,7 @@ def _unused(order: np.ndarray, rows: range, used: Collection[int]) -> Iterator[i
 
 
 def source_counts(plan: Plan, seed: int) -> dict[str, dict[str, float]]:
-    """For each source, its prompts, how many an epoch has, how many the run sees and drops (counted as `Plan` counts
+    """Count for each source its prompts, those of an epoch, those that the run sees and drops (counted as `Plan` counts
     them for all), and passes over it. {} without sources, and for a run too long to be counted batch by batch."""
     epochs = range(0, plan.rollouts, plan.rollouts_per_epoch)
     if not plan.sources or len(epochs) * plan.num_prompts > LONGEST_COUNT:

@@ -59,7 +59,7 @@ class Said:
     tokens: int = 0  # after the prompt
     environment_tokens: int = 0
     reward: float | None = None  # the environment's own
-    failure: str = ""  # why the environment could not go on
+    failure: str = ""  # why the environment could not continue
 
 
 @dataclass

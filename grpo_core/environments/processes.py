@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.environments.registry import EnvironmentsError, source_of
-from grpo_core.environments.worker import MOST_BYTES, receive, send
+from grpo_core.environments.worker import MAX_BYTES, receive, send
 from grpo_core.system.guard import end_guarded, start_guarded
 
 START_SECONDS = 300.0  # for importing the classes and tools
@@ -101,7 +101,7 @@ class Environment:
         if len(self.received) < 4:
             return None
         size = struct.unpack(">I", self.received[:4])[0]
-        if size > 2 * MOST_BYTES:
+        if size > 2 * MAX_BYTES:
             raise ValueError
         if len(self.received) < 4 + size:
             return None

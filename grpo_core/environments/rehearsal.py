@@ -163,7 +163,7 @@ def _rehearsed(
     print(f"{TRYING}environment {trial.label}", flush=True)
     _try(setting, name, rows, trial, deadline)
     if not trial.errors:
-        trial.warnings += _other_text(again, name, rows, trial)
+        trial.warnings += _unrepeatable_reset(again, name, rows, trial)
         trial.errors += _reset_too_long(trial, config.rollout.max_completion_length)
         trial.warnings += _suspicions(trial, config.rollout.max_completion_length)
     return trial
@@ -222,7 +222,7 @@ def _call_each(
     return True
 
 
-def _other_text(again: Environments, name: str, rows: Rows, trial: _Trial) -> list[str]:
+def _unrepeatable_reset(again: Environments, name: str, rows: Rows, trial: _Trial) -> list[str]:
     """A warning if the same rows, begun in another process and another order, do not begin with the same texts."""
     environment = again.take()
     for (place, row), shown in reversed([*zip(rows, trial.shown, strict=False)]):

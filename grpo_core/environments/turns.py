@@ -132,7 +132,7 @@ class TurnFormat:
                 "eos_token_id in the model's generation_config.json to the token that ends a turn"
             )
         raise TemplateError(
-            f"the chat template of {self.tokenizer.name_or_path!r} cannot go on after a message of role "
+            f"the chat template of {self.tokenizer.name_or_path!r} cannot continue after a message of role "
             f"{messages[0]['role']!r}: {problem}"
         )
 

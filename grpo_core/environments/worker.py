@@ -33,10 +33,10 @@ from grpo_core.system.descendants import adopt_orphans, kill_descendants
 from grpo_core.system.guard import die_with_parent, guarded
 
 LONGEST_ANSWER = 1 << 16  # characters of a tool's answer: far more than fits into any context
-MOST_BYTES = 1 << 26  # of an attribute that a reward reads
+MAX_BYTES = 1 << 26  # of an attribute that a reward reads
 NO_TEXT = "which is no text"  # ends the error about an answer that is not text
 OPEN_FILES = 1024
-OWN = ("reset", "get_reward")  # methods of an environment that are no tools
+OWN = ("reset", "get_reward")  # methods of an environment that are not tools
 ADDRESS = re.compile(r" at 0x[0-9a-f]+>")  # in the text of an object that defines none
 
 
@@ -56,7 +56,7 @@ def main() -> None:
         tools = {name: found(source) for name, source in setup["tools"].items()}
         factories = {name: found(source) for name, source in setup["factories"].items()}
     except UnusableError as error:
-        _say(first, {"refused": str(error)})
+        _send_json(first, {"refused": str(error)})
         return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that ended children leave nothing to be waited for
 
@@ -67,7 +67,7 @@ def main() -> None:
         connection.close()
 
     # Instances are made for the description in a process of its own: their threads, say, would break each later fork.
-    start(first, lambda: _say(first, describe(tools, factories, args)))
+    start(first, lambda: _send_json(first, describe(tools, factories, args)))
     while connection := _accept(control):
         start(connection, partial(serve, connection, tools, factories, args))
 
@@ -115,7 +115,7 @@ def serve(
 ) -> None:
     """Answer the requests of one conversation after the other until the connection is closed."""
     me = os.getpid()
-    _say(connection, {"pid": me})
+    _send_json(connection, {"pid": me})
     instances: dict[str, Any] = {}
     environment: Any = None
     with asyncio.Runner() as runner:
@@ -161,7 +161,7 @@ def serve(
             if os.getpid() != me:  # the user's code has forked, and the fork has returned from it too
                 os._exit(0)
             _flush()
-            _say(connection, {"to": request["number"], **answer})
+            _send_json(connection, {"to": request["number"], **answer})
 
 
 def _reset_tools(tools: Mapping[str, Callable[..., Any]]) -> None:
@@ -254,8 +254,8 @@ def _plain(value: Any, name: str) -> Any:
             f"{name} is {type(value).__name__}, which JSON cannot hold ({error}); it comes from the environment's "
             "process: let it be numbers, text, lists or dictionaries"
         ) from None
-    if size > MOST_BYTES:
-        raise ValueError(f"{name} takes {size:,} bytes; {MOST_BYTES:,} are the most")
+    if size > MAX_BYTES:
+        raise ValueError(f"{name} takes {size:,} bytes; {MAX_BYTES:,} are the most")
     return value
 
 
@@ -295,7 +295,7 @@ def _flush() -> None:
             continue
 
 
-def _say(connection: socket.socket, message: Mapping[str, Any]) -> None:
+def _send_json(connection: socket.socket, message: Mapping[str, Any]) -> None:
     send(connection, json.dumps(message).encode())
 
 
@@ -306,11 +306,11 @@ def send(connection: socket.socket, body: bytes) -> None:
 
 def receive(connection: socket.socket) -> bytes | None:
     """Return the body of the next frame; None at the connection's end."""
-    head = _exactly(connection, 4)
-    return _exactly(connection, struct.unpack(">I", head)[0]) if head else None
+    head = _receive_exactly(connection, 4)
+    return _receive_exactly(connection, struct.unpack(">I", head)[0]) if head else None
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes | None:
+def _receive_exactly(connection: socket.socket, count: int) -> bytes | None:
     parts = bytearray()
     while len(parts) < count:
         part = connection.recv(min(count - len(parts), 1 << 20))

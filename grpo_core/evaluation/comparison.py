@@ -18,8 +18,8 @@ Outcomes = Mapping[str, Mapping[str, np.ndarray]]  # policy → metric → one v
 
 
 def compare_policies(samples: pl.DataFrame, config: RunConfig, policies: Sequence[str]) -> dict[str, Any]:
-    """For each evaluation set, and each source of the held-out prompts, its prompts, every policy's figures, and the
-    last policy minus each of the others."""
+    """Compare the policies on each evaluation set, and each source of the held-out prompts: number of prompts, every
+    policy's figures, and the last policy minus each of the others."""
     held_out, *others = config.evaluation_files
     names = (held_out, *config.evaluated_sources, *others)
     return {name: _compare_on(name, samples, config, policies) for name in names}

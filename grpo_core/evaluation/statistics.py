@@ -22,7 +22,7 @@ POWER = 0.8
 BINARY = (0.0, 1.0)
 NODES = np.arange(0, 8, 0.04)  # of the integral in `tail`, see there
 SMALLEST = 1e-30  # share of the largest magnitude
-BLOCK = 1000  # values whose terms are computed at once, in the cache
+BLOCK = 1000  # values whose terms are computed together, in the cache
 Values = Sequence[float] | np.ndarray
 Bounds = tuple[float, float]
 

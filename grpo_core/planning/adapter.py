@@ -1,4 +1,4 @@
-"""Check that the adapter with which a training continues is the one that the configuration describes. No torch."""
+"""Check that an adapter to continue with is the one that the configuration describes. Imports no torch."""
 
 from __future__ import annotations
 

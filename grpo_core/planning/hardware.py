@@ -62,7 +62,7 @@ class Gpu:
 def find_gpu() -> Gpu | None:
     """The GPU with the least memory of those that a training on this machine sees; None without a GPU.
 
-    CUDA_VISIBLE_DEVICES is respected if it lists numbers: as in CUDA, the first that is no GPU's hides those after it.
+    CUDA_VISIBLE_DEVICES is respected if it lists numbers: as in CUDA, the first that is not a GPU's hides the rest.
     """
     gpus = [_parse_gpu(line) for line in query_gpus("name,memory.total") if "," in line]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

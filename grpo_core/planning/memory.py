@@ -11,7 +11,15 @@ from grpo_core.errors import ConfigError
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ModelShape, PromptLengths, adapted_inputs, adapter_parameters, trains_head
-from grpo_core.planning.sharding import FLOAT, HALF, how_shared, per_machine, sharing_processes, width, working_set
+from grpo_core.planning.sharding import (
+    FLOAT,
+    HALF,
+    describe_sharing,
+    per_machine,
+    sharing_processes,
+    width,
+    working_set,
+)
 
 GIB = 2**30
 KV_BLOCK = 16  # tokens per block of vLLM's KV cache, one of which it never gives to a sequence
@@ -19,7 +27,7 @@ KV_BLOCK = 16  # tokens per block of vLLM's KV cache, one of which it never give
 # parameters, whose moments stay float32, are not counted apart.
 MOMENTS = {"adamw": 2.0, "adamw_8bit": 2 * (1 + FLOAT / 256) / FLOAT}
 NF4 = 0.5 + 1 / 64 + FLOAT / (64 * 256)  # bytes per weight: its code, and per 64 a scale of 8 bits that 256 scale again
-MOST_UTILISATION = 0.95  # beyond it, too little is left for CUDA itself
+MAX_UTILISATION = 0.95  # beyond it, too little is left for CUDA itself
 
 
 def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu) -> dict[str, Any]:
@@ -91,8 +99,8 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
         most = 1 / shape.layers if lora else shape.largest_parameter / shape.parameters
         passes = max(passes, {"optimizer": most * moments(config, shape, gpu)}, key=lambda it: sum(it.values()))
     training = {"gradients": each} | passes
-    # At the end an adapter is merged, a second one in memory, into a float32 base that is shared as the one that it was
-    # trained on, and each weight is whole in turn.
+    # At the end a second copy of the adapter is merged into a float32 base that is shared as the one that it was
+    # trained on; each weight is whole in turn.
     merged = FLOAT * (frozen / sharing + shape.largest_parameter + trained)
     others = {"kv_cache": cache, "merged_base": merged * (lora and sharded)}
     total = sum(held.values()) + max(sum(training.values()), *others.values())
@@ -104,7 +112,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
             f"estimate for one {gpu.name}"
             + (f" (this machine has {gpu.among})" if gpu.among else "")
             + f", from the model's config: {rows} completions per micro-step, prompts of {prompt} tokens "
-            f"({lengths.how}), completions of {completion}; {how_shared(config, gpu)}{sampled}; of gradients and "
+            f"({lengths.how}), completions of {completion}; {describe_sharing(config, gpu)}{sampled}; of gradients and "
             "what a pass needs together, KV cache"
             + " and the base that the adapter is merged into" * bool(others["merged_base"])
             + ", only the largest counts"
@@ -169,7 +177,7 @@ def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLen
     least = math.floor(100 * needed / gpu.memory_gib + 1) / 100
     way_out = (
         f"set it to at least {least:g} (more, if vLLM then says that its own workspace lacks room)"
-        if least <= MOST_UTILISATION
+        if least <= MAX_UTILISATION
         else "take a GPU with more memory, a smaller model"
         + (", train.mixed_precision = 'bf16'" if width(config) == FLOAT else "")
         + ", or rollout.vllm_tensor_parallel_size, for training processes that sample together"

@@ -12,7 +12,7 @@ from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.hardware import Gpu
-from grpo_core.planning.memory import MOST_UTILISATION, check_engine_memory, check_host_memory, peak_memory
+from grpo_core.planning.memory import MAX_UTILISATION, check_engine_memory, check_host_memory, peak_memory
 from grpo_core.planning.plan import Plan, PlanError, make_plan, plan_inputs
 from grpo_core.planning.shapes import ModelShape, PromptLengths
 
@@ -126,7 +126,7 @@ def _fitting(
         except (ConfigError, PlanError):
             continue
         memory = peak_memory(changed, figures, shape, lengths, gpu)
-        if memory["peak_memory_gib"] <= MOST_UTILISATION * memory["gpu_memory_gib"]:
+        if memory["peak_memory_gib"] <= MAX_UTILISATION * memory["gpu_memory_gib"]:
             yield {
                 "changes": changes,
                 "num_processes": figures.num_processes,

@@ -34,7 +34,7 @@ def sharing_processes(config: RunConfig, gpu: Gpu) -> int:
     return config.train.num_processes if config.train.sharding == "full" else 1
 
 
-def how_shared(config: RunConfig, gpu: Gpu) -> str:
+def describe_sharing(config: RunConfig, gpu: Gpu) -> str:
     """Say by how many processes the model is shared, as part of a sentence; "" if each holds all of it."""
     if config.train.sharding == "none":
         return ""
@@ -49,7 +49,7 @@ def working_set(
     """Bytes of a sharded pass beside the shares, at its worst moment, by their parts.
 
     `kept`, `recomputed`: activations, see `memory.activations`. `logits`: those of a chunk. `head_gradient`: the
-    float32 sum of the output layer's gradient, 0 if it is frozen. Tests hold the moments against what torch counts in
+    float32 sum of the output layer's gradient, 0 if it is frozen. Tests compare the moments with what torch counts in
     FSDP2.
     """
     w, outside, layer = width(config), shape.outside, shape.largest_layer

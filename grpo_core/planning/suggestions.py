@@ -57,7 +57,7 @@ def fixes(inputs: PlanInputs) -> list[Fix]:
 
 
 def _nearest(inputs: PlanInputs, candidates: Iterator[Changes]) -> list[Fix]:
-    """For each set of keys that some valid candidate changes, the nearest such candidate."""
+    """Return the nearest valid candidate for each set of keys that one changes."""
     nearest: dict[frozenset[str], Fix] = {}
     for changes in candidates:
         for valid in _repaired(inputs, {key: value for key, value in changes.items() if getattr(inputs, key) != value}):

@@ -241,7 +241,7 @@ def _value_type(parameter: inspect.Parameter, function: RewardFunction) -> Any:
 
 
 def find(function: str) -> RewardFunction:
-    """The function of this name. Raises RewardError if there is none, or it cannot be imported or called."""
+    """Find the function of this name. Raises RewardError if there is none, or it cannot be imported or called."""
     if is_builtin(function):
         return BUILTIN[function].function
     found = own_code.load(function, f"reward {function!r}", RewardError)

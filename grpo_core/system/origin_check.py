@@ -40,7 +40,7 @@ def _objection(scope: Scope) -> str:
         if len(given := headers.getlist(name)) > 1:
             return f"The request has {len(given)} headers {name.title()}; send one"
     host, origin = headers.get("host", ""), headers.get("origin")
-    here = _split(f"//{host}")
+    here = _parse_url(f"//{host}")
     asked_at, _ = scope["server"]  # the address at which the connection was accepted
     if here is None or not _is_own_name(here.hostname or "", asked_at):
         return (
@@ -48,7 +48,7 @@ def _objection(scope: Scope) -> str:
             "server with a password in front (docs/how-to/servers.md)"
         )
     if origin is not None:
-        there = _split(origin)
+        there = _parse_url(origin)
         return "" if there and _is_same(there, here) else f"Origin {origin!r} is a page of another server"
     # Browsers send no Origin with a GET for an image, a script or a frame, nor when a person follows a link.
     follows_link = scope.get("method") == "GET" and headers.get("sec-fetch-dest") == "document"
@@ -85,7 +85,7 @@ def _is_same(there: SplitResult, here: SplitResult) -> bool:
     return there.scheme == "http" and same_machine and there.port == here.port
 
 
-def _split(url: str) -> SplitResult | None:
+def _parse_url(url: str) -> SplitResult | None:
     """The parts of a URL; None if the text is not a URL."""
     try:
         parts = urlsplit(url)

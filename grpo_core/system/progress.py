@@ -33,12 +33,12 @@ PACE = 10.0  # times the longest time that this process has stood still in a pha
 WRITE_SECONDS = 1.0  # between two records, as long as the phase is the same
 SET_UP, LOOP, CHECKPOINT, REWARDS = "set-up", "loop", "checkpoint", "rewards"
 AROUND = (SET_UP, LOOP)  # phases that are named only outside of others
-SIZE = 1024  # bytes of a record; a write of so few is not torn
+SIZE = 1024  # bytes of a record; a write of this size is not torn
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one process says about itself."""
+    """One process's record of its progress."""
 
     rank: int
     ranks: int
@@ -54,11 +54,11 @@ class Record:
     waits: bool
     """True if it waits for other processes."""
     since: float
-    """When the phase began, in seconds since 1970."""
+    """Time at which the phase began, in seconds since 1970."""
     moves: int
     """A number that grows with each sign of progress."""
     moved: float
-    """When that number last grew, in seconds since 1970."""
+    """Time at which that number last grew, in seconds since 1970."""
     limit: float
     """Seconds without progress after which it counts as hanging."""
 

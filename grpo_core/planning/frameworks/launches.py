@@ -36,7 +36,7 @@ SETTINGS = ONLY_GRPO | {
 }
 TRL_CONFIGS = {"single_gpu": 1} | dict.fromkeys(("multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"), 8)
 
-MOST_CHARACTERS = 1_000_000
+MAX_CHARACTERS = 1_000_000
 
 Arguments = dict[str, Any]
 
@@ -61,8 +61,8 @@ class _Loader(yaml.SafeLoader):
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
-        if node and _length(node, {}) > MOST_CHARACTERS:
-            raise yaml.YAMLError(f"its aliases make it longer than {MOST_CHARACTERS:,} characters")
+        if node and _length(node, {}) > MAX_CHARACTERS:
+            raise yaml.YAMLError(f"its aliases make it longer than {MAX_CHARACTERS:,} characters")
         return node
 
 
@@ -191,7 +191,7 @@ def trains_by_rloo(launch: Launch, folder: Path) -> bool:
 
 
 def processes(launch: Launch, arguments: Arguments, folder: Path) -> dict[str, Any]:
-    """Numbers whose product is the number of training processes; empty if nothing says it."""
+    """Numbers whose product is the number of training processes; empty if they are not known."""
     said = {**launch.environment}
     for given in (launch.launcher, arguments):
         said |= {name.upper(): value for name, value in given.items()}

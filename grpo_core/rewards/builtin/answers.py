@@ -11,7 +11,7 @@ from typing import Any
 from grpo_core.data.chat import text_of
 from grpo_core.rewards.builtin.record import BuiltinReward, Rewards
 
-# A minus right after a digit, letter or closing bracket subtracts or ranges; it is no sign.
+# A minus right after a digit, letter or closing bracket subtracts or ranges; it is not a sign.
 NUMBER = re.compile(
     r"(?:(?<![\w)\]])[-+])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?)"
 )
@@ -118,12 +118,14 @@ def multiple_choice(completions: Sequence[Any], answer: Sequence[str]) -> list[f
     (B)", else the last line. Several letters ("A or B"), a negated one ("not B") and a word ("A dog") choose nothing.
     """
     return [
-        float(_chosen(text_of(completion)) == letter[1].upper()) if (letter := LONE.fullmatch(str(expected))) else None
+        float(_chosen_letter(text_of(completion)) == letter[1].upper())
+        if (letter := LONE.fullmatch(str(expected)))
+        else None
         for completion, expected in zip(completions, answer, strict=True)
     ]
 
 
-def _chosen(text: str) -> str | None:
+def _chosen_letter(text: str) -> str | None:
     plain = re.sub(r"[*_`]+", "", text).strip()
     stated = [plain[head.end() : head.end() + SENTENCE].lstrip().partition("\n")[0] for head in STATED.finditer(plain)]
     for places in (BOXED.findall(plain), TAGGED.findall(plain), stated):

@@ -105,12 +105,12 @@ class _Split(ast.NodeTransformer):
         self.asked: list[ast.expr] = []
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        if _known(node.func) is None:
+        if _allowed_function(node.func) is None:
             return self._ask(node)
         return self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name | ast.Attribute) -> ast.AST:
-        known = _known(node)
+        known = _allowed_function(node)
         return self._ask(node) if known is None else ast.Name(known, ast.Load())
 
     visit_Attribute = visit_Name
@@ -120,7 +120,7 @@ class _Split(ast.NodeTransformer):
         return ast.Name(ANSWER, ast.Load())
 
 
-def _known(node: ast.expr) -> str | None:
+def _allowed_function(node: ast.expr) -> str | None:
     """Name of the function of FUNCTIONS that the node names; None if it names another."""
     name = ast.unparse(node).removeprefix("math.")
     return name if name in FUNCTIONS else None

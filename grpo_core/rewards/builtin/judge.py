@@ -106,7 +106,7 @@ async def judge(
         "extra_body": dict(extra_body or {}),
     }
     budget = {"requests": budget_requests, "tokens": budget_tokens}
-    shared = _shared(_folder(cache), base_url, concurrency)
+    shared = _shared_state(_folder(cache), base_url, concurrency)
     answers = answer or [""] * len(completions)
     questions = [
         _question(rubric, low, high, prompt, text_of(completion), right)
@@ -137,7 +137,7 @@ class _RefusedError(Exception):
 
 
 @dataclass
-class _Shared:
+class _SharedState:
     """State that all calls of a process to one server share."""
 
     base_url: str
@@ -177,7 +177,7 @@ class _Call:
 
     client: Any  # openai.AsyncOpenAI
     cache: Cache
-    shared: _Shared
+    shared: _SharedState
     body: Mapping[str, Any]  # of a request, without the messages
     scale: range
     budget: Mapping[str, int | None]
@@ -193,9 +193,9 @@ class _Call:
 
 
 @functools.cache
-def _shared(folder: Path, base_url: str, concurrency: int) -> _Shared:
+def _shared_state(folder: Path, base_url: str, concurrency: int) -> _SharedState:
     """Return the same state for all calls with that cache, server and concurrency."""
-    return _Shared(base_url, concurrency)
+    return _SharedState(base_url, concurrency)
 
 
 def _folder(cache: str | None) -> Path:
@@ -298,7 +298,7 @@ async def _ask(call: _Call, body: Mapping[str, Any], question: str) -> str:
     call.cache.count_request(call.budget)
     try:
         response = await call.client.chat.completions.create(messages=[{"role": "user", "content": question}], **body)
-    except (openai.OpenAIError, ValueError) as error:  # ValueError: what is no JSON
+    except (openai.OpenAIError, ValueError) as error:  # ValueError: not JSON
         status = error.status_code if isinstance(error, openai.APIStatusError) else 500
         cause = f" ({error.__cause__})" if str(error.__cause__ or "") else ""
         said = call.shown(f"{error}{cause}")
@@ -365,7 +365,7 @@ def _check(base_url: str, rubric: str, scale: Sequence[int], answer: Sequence[An
     """Raises RewardError if no judge can be asked with these arguments."""
     address = urlsplit(base_url)
     if address.scheme not in ("http", "https") or not address.hostname:
-        raise RewardError(f"base_url={base_url!r} is no address; write it as http://127.0.0.1:8000/v1")
+        raise RewardError(f"base_url={base_url!r} is not an address; write it as http://127.0.0.1:8000/v1")
     if address.password or address.username:
         raise RewardError("base_url holds a user or password, which would be recorded; use api_key_env")
     if "{completion}" not in rubric:

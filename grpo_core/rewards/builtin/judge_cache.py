@@ -23,7 +23,7 @@ PRAGMA journal_mode = wal;
 CREATE TABLE answers (digest TEXT PRIMARY KEY, answer TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE costs (kind TEXT PRIMARY KEY, amount INTEGER NOT NULL) WITHOUT ROWID;
 """
-# Primary error codes of a file that is no sound database of this kind; SQLITE_ERROR if a table is missing.
+# Primary error codes of a file that is not a sound database of this kind; SQLITE_ERROR if a table is missing.
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 
@@ -41,7 +41,7 @@ class Cache:
             return None if row is None else json.loads(row[0])
 
     def keep(self, digest: str, answer: str) -> None:
-        """Keep an answer. As JSON: it may hold half a surrogate pair, which is no text to SQLite."""
+        """Keep an answer. As JSON: it may hold half a surrogate pair, which SQLite does not take for text."""
         with _named(self.folder):
             self.database.execute("REPLACE INTO answers VALUES (?, ?)", (digest, json.dumps(answer)))
 

@@ -50,7 +50,7 @@ def math_answer(
         compared, spare = {}, SPARE_SECONDS
         for pair in dict.fromkeys(filter(None, pairs)):
             limit = min(SECONDS, FAIR_SECONDS + spare)
-            compared[pair], taken = _compared(worker, *pair, relative_tolerance, limit)
+            compared[pair], taken = _compare(worker, *pair, relative_tolerance, limit)
             spare = max(0.0, spare - max(0.0, min(taken, limit) - FAIR_SECONDS))
     except BaseException:  # an answer that is still under way would be read as the next one's
         _worker.cache_clear()
@@ -66,7 +66,7 @@ def _answer_in(text: str) -> str:
     return (TAGGED.findall(text) or [text])[-1]
 
 
-def _compared(
+def _compare(
     worker: subprocess.Popen[str], text: str, answer: str, tolerance: float, limit: float
 ) -> tuple[float | None, float]:
     """The verdict and the CPU time that it took at most; 0.0 if it would take longer than `limit` seconds."""

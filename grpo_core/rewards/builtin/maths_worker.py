@@ -88,7 +88,7 @@ def compare(text: str, answer: str, tolerance: float = 0.0) -> float | None:
     found = [
         _expression(part, prose, _has_unit(wanted)) for part in given.split(r"\approx") if part.strip() or not given
     ]
-    if None in found or not all(map(_holds, found)) or not _agree(list(map(_right_side, found))):
+    if None in found or not all(map(_equations_hold, found)) or not _numbers_agree(list(map(_right_side, found))):
         return 0.0
     return float(any(_is_equal(expected, part, tolerance) for part in found))
 
@@ -140,19 +140,19 @@ def _is_degenerate(text: str) -> bool:
     return deepest > DEEPEST or bool(REPEATED.search(text) or TOWER.search(text))
 
 
-def _holds(found: Any) -> bool:
+def _equations_hold(found: Any) -> bool:
     """True if the numbers in each chain of equations are equal: 5 = 4 and 72 = x = 73 are no answers."""
     from sympy import And, Basic, Eq
 
     chains = (found.atoms(And) or found.atoms(Eq)) if isinstance(found, Basic) else ()
-    return all(_agree([side for equation in chain.atoms(Eq) for side in equation.args]) for chain in chains)
+    return all(_numbers_agree([side for equation in chain.atoms(Eq) for side in equation.args]) for chain in chains)
 
 
-def _agree(expressions: Sequence[Any]) -> bool:
+def _numbers_agree(expressions: Sequence[Any]) -> bool:
     """True if those of the expressions that are numbers are equal, roughly if one is a decimal."""
     from sympy import Float
 
-    numbers = [expression for expression in expressions if _real(expression) is not None]
+    numbers = [expression for expression in expressions if _real_value(expression) is not None]
     roughly = ROUGHLY if any(number.has(Float) for number in numbers) else 0.0
     return all(_same_number(numbers[0], number, roughly) for number in numbers)
 
@@ -164,7 +164,7 @@ def _is_equal(expected: Any, found: Any, tolerance: float) -> bool:
     wanted, given = (
         (expected, found) if _is_equation(expected) == _is_equation(found) else map(_right_side, (expected, found))
     )
-    if _real(wanted) is None or _real(given) is None:
+    if _real_value(wanted) is None or _real_value(given) is None:
         return verify(expected, found, allow_set_relation_comp=True, timeout_seconds=None)
     (wanted, wanted_percent), (given, given_percent) = _without_percent(wanted), _without_percent(given)
     pairs = [(wanted, given)]
@@ -178,7 +178,7 @@ def _same_number(wanted: Any, given: Any, tolerance: float) -> bool:
     from math_verify import verify
     from sympy import Float
 
-    size, difference = abs(_real(wanted)), abs(_real(wanted) - _real(given))
+    size, difference = abs(_real_value(wanted)), abs(_real_value(wanted) - _real_value(given))
     if difference <= tolerance * size:
         return True
     if not wanted.has(Float) and not given.has(Float):
@@ -194,7 +194,7 @@ def _has_last_digit(number: Any) -> bool:
     return number.is_Float or (number.is_Rational and pow(10, int(number.q).bit_length(), int(number.q)) == 0)
 
 
-def _real(expression: Any) -> Any:
+def _real_value(expression: Any) -> Any:
     """The value of an expression without symbols to 30 digits; None if it is not a finite real number."""
     try:
         value = expression.doit().evalf(30)

@@ -204,12 +204,12 @@ def enclosed(scratch_mib: int) -> Iterator[tuple[list[str], int]]:
     try:
         with os.fdopen(writing, "wb") as file:
             file.write(build_filter())
-        yield _enclosed(reading, scratch_mib), reading
+        yield _sandbox_command(reading, scratch_mib), reading
     finally:
         os.close(reading)
 
 
-def _enclosed(filter_descriptor: int, scratch_mib: int) -> list[str]:
+def _sandbox_command(filter_descriptor: int, scratch_mib: int) -> list[str]:
     """Beginning of a command that sees only the interpreter, read-only, and a scratch /tmp."""
     tool = {name: shutil.which(name) or name for name in NEEDED}
     first = [tool["choom"], "-n", "1000", "--"]  # if memory runs out, this is killed, not the training
