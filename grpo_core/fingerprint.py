@@ -65,7 +65,7 @@ def determining(config: RunConfig) -> dict[str, Any]:
     """The values that results follow from: all except those that only watch, rehearse, or limit memory and disk, and
     except `data.curriculum`. `held_out`: the values of `evaluation` that a training depends on.
 
-    So a training continues after the limit that stopped it was changed. It also continues with another number of
+    So a training can continue after a change of the limit that stopped it, and also with another number of
     processes, if the batch stays the same.
     """
     others: Any = {

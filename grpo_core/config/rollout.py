@@ -97,7 +97,7 @@ class RolloutConfig(Section):
 
     @property
     def server_gpus(self) -> int:
-        """GPUs of the vLLM servers that a training starts, beside its own."""
+        """GPUs of the vLLM servers that a training starts, besides the training's own."""
         if not self.starts_servers or self.vllm_weight_transfer == "ipc":
             return 0
         return self.vllm_num_servers * self.vllm_tensor_parallel_size * self.vllm_data_parallel_size

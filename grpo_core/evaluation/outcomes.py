@@ -43,8 +43,8 @@ def outcomes(
     """A policy's `metric` on each prompt of a set, in the order of rows: the mean over the prompt's samples. (N,)
 
     accuracy: 1 if `accuracy_reward` gave the sample 1, else 0. reward: the weighted sum of what `rewards` count.
-    pass@K: the probability that one of K samples is right. kl: 0 for the base itself. The others are
-    columns of `samples`. A sample that a reward left unscored is left out, a prompt without a scored one is NaN.
+    pass@K: the probability that one of K samples is right. kl: 0 for the base itself. The others are columns of
+    `samples`. A sample that a reward left unscored is left out, a prompt without a scored one is NaN.
     unscored_as: one entry per row of the set, in the order of `samples`: a value that replaces the sample's own, or
     null. Raises ValueError for a metric or a policy that the samples do not have.
     """

@@ -71,7 +71,7 @@ class SeedDifference:
 
 
 def estimate(values: Values, confidence: float, bounds: Bounds) -> Estimate:
-    """Mean with its interval. `bounds`: lowest and highest value that an outcome can have, infinite where not known.
+    """Mean with its interval. `bounds`: lowest and highest value that an outcome can have, infinite if not known.
 
     Outcomes of 0 or 1 between bounds of 0 and 1: the Wilson score interval (Wilson 1927); all others: Gaffke's.
     """
@@ -93,7 +93,7 @@ def paired_difference(
 ) -> Difference:
     """after − before over the prompts that both scored: what makes a prompt hard is common to both and cancels.
 
-    `bounds`: lowest and highest value that an outcome can have, infinite where not known. `level`: of the test that
+    `bounds`: lowest and highest value that an outcome can have, infinite if not known. `level`: of the test that
     `minimum_detectable` is about; default: 1 − confidence. Outcomes of 0 or 1 between bounds of 0 and 1: Tango's score
     interval (Tango 1998) and McNemar's exact test; all others: Gaffke's bound and the test that inverts it.
     """

@@ -34,11 +34,10 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     """Peak memory per GPU in bytes, by its parts, for completions of full length.
 
     Sampling and training take turns, so only the larger counts: gradients and what a pass needs, or the KV cache. A
-    sharded base that an adapter is merged into comes after both. vLLM in the training process
-    takes its share of the GPU for weights, workspace and cache; it keeps the weights, which are also the ones that the
-    training computes with (under an adapter, the base's), and lends the rest to the training. Memory of separate vLLM
-    servers is not included. `host_memory_gib`, if the optimizer is offloaded: what its moments take of the memory of
-    one machine.
+    sharded base that an adapter is merged into comes after both. vLLM in the training process takes its share of the
+    GPU for weights, workspace and cache; it keeps the weights, which are also the ones that the training computes with
+    (under an adapter, the base's), and lends the rest to the training. Memory of separate vLLM servers is not included.
+    `host_memory_gib`, if the optimizer is offloaded: memory of one machine that its moments take.
     """
     weights, prompt, engine = shape.parameters, lengths.longest, config.rollout.engine_on(has_gpu=True)
     lora, sharded = config.model.use_peft, config.train.sharding != "none"

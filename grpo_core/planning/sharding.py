@@ -46,7 +46,7 @@ def describe_sharing(config: RunConfig, gpu: Gpu) -> str:
 def working_set(
     config: RunConfig, shape: ModelShape, kept: float, recomputed: float, logits: float, head_gradient: float
 ) -> dict[str, float]:
-    """Bytes of a sharded pass beside the shares, at its worst moment, by their parts.
+    """Bytes of a sharded pass besides the shares, at its worst moment, by their parts.
 
     `kept`, `recomputed`: activations, see `memory.activations`. `logits`: those of a chunk. `head_gradient`: the
     float32 sum of the output layer's gradient, 0 if it is frozen. Tests compare the moments with what torch counts in

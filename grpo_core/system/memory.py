@@ -18,7 +18,7 @@ def available_memory() -> int:
 
 
 def memory_limit() -> int:
-    """Bytes that this process and those beside it may take together."""
+    """Bytes that this process and all others of its machine or control group may take together."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _control_groups())])
 
 
