@@ -1,4 +1,4 @@
-"""Errors that a person can act on, and the status of a command that they end."""
+"""Errors that a person can act on, each with the exit status of the command that it ends."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ LOST_PEER = os.EX_TEMPFAIL  # exit status of a training process that failed beca
 class GrpoError(Exception):
     """An error that a person can act on: its message is a sentence that says what is wrong and what to do.
 
-    `exit_status`: of the command that it ends. 2: refused before anything was started; 1: failed on the way;
-    130 or 143: interrupted.
+    `exit_status` is that of the command: 2 if it was refused before anything was started, 1 if it failed on the way,
+    130 or 143 if it was interrupted.
     """
 
     exit_status = 2
@@ -38,7 +38,7 @@ class RewardError(RolloutError):
 
 
 class TrainingError(GrpoError):
-    """Training that must not go on; the message gives the step, the figure and what to try."""
+    """Training that must not continue; the message gives the step, the figure and what to try."""
 
     exit_status = 1
 

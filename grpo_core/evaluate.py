@@ -1,4 +1,4 @@
-"""Base, champion and trained policy on the same prompts, set by set, each prompt once; what the report rests on.
+"""Evaluate base, champion and trained policy on the same prompts, set by set, each prompt once.
 
 Entry point: `python -m grpo_core.evaluate RUN_DIR`.
 """

@@ -14,7 +14,7 @@ from grpo_core.environments.registry import sources
 from grpo_core.rewards.contract import source_of
 from grpo_core.rewards.registry import BUILTIN
 
-# Keys that say which servers sample; what is sampled does not follow from them.
+# Keys that say which servers sample; results do not follow from them.
 SERVERS = {key for key in RolloutConfig.model_fields if key.startswith("vllm_")}
 
 
@@ -31,7 +31,7 @@ DIVISION = {
 
 
 def content_hash(source: str) -> str:
-    """Hash of a file's or folder's content; of the name itself if it is no path (a hub name).
+    """Hash of a file's or folder's content; of the name itself if it is not a path (a hub name).
 
     In a folder, README.md and hidden files and folders (.cache, .gitattributes) do not count: no loader reads them.
     """
@@ -63,10 +63,10 @@ def _file_hash(file: Path, size: int, modified_ns: int) -> bytes:
 
 def determining(config: RunConfig) -> dict[str, Any]:
     """The values that results follow from: all except those that only watch, rehearse, or limit memory and disk, and
-    except for `data.curriculum`. `held_out`: the values of `evaluation` that a training depends on.
+    except `data.curriculum`. `held_out`: the values of `evaluation` that a training depends on.
 
-    So a limit that has stopped a training may be changed, and the training continues where it was; so it does with
-    another number of processes, if the batch stays the same.
+    So a training can continue after a change of the limit that stopped it, and also with another number of
+    processes, if the batch stays the same.
     """
     others: Any = {
         "data": {"curriculum"},
@@ -87,7 +87,7 @@ def determining(config: RunConfig) -> dict[str, Any]:
         },
     }
     values = config.model_dump(mode="json", exclude=others)
-    values["train"] |= batch_of(config) | _shares(config)
+    values["train"] |= batch_of(config) | _sharing_keys(config)
     if config.rollout.recording is not None:
         from grpo_core.data.recording import folder_of  # imports pyarrow, which takes a command long
 
@@ -115,9 +115,9 @@ def batch_of(config: RunConfig) -> dict[str, int]:
     return found
 
 
-def _shares(config: RunConfig) -> dict[str, int | str]:
-    """How the processes share the optimizer's state, if its values follow from that: blocks of 8-bit moments are cut
-    within a share."""
+def _sharing_keys(config: RunConfig) -> dict[str, int | str]:
+    """Keys that say how processes share the optimizer's state, if its values follow from that: blocks of 8-bit moments
+    are cut within a share."""
     if config.train.optim == "adamw" or config.train.sharding == "none":
         return {}
     within = {"num_machines": config.train.num_machines} if config.train.sharding == "hybrid" else {}
@@ -130,15 +130,15 @@ def planned_values(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def environment_parts(config: RunConfig) -> dict[str, Any]:
-    """What conversations follow from beside the policy: the keys of `environment`, and the hash of each named source;
-    empty without tools and environment."""
+    """The parts that conversations follow from, besides the policy: the keys of `environment`, and the hash of each
+    named source; empty without tools and environment."""
     if not config.environment.is_used:
         return {}
     return {**determining(config)["environment"], "sources": sources(config.environment)}
 
 
 def reward_parts(config: RunConfig) -> list[dict[str, Any]]:
-    """What the values of rewards follow from: each reward's determining keys, and the hash of its source. A model's
+    """The parts that reward values follow from: each reward's determining keys, and the hash of its source. A model's
     folder counts by the hash of its content, not by its name."""
     parts: list[dict[str, Any]] = determining(config)["rewards"]
     for part, reward in zip(parts, config.rewards, strict=True):

@@ -1,4 +1,4 @@
-"""How often the base model solves each training prompt.
+"""Measure how often the base model solves each training prompt.
 
 Entry point: `python -m grpo_core.probe RUN_DIR`.
 """

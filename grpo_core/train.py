@@ -18,7 +18,7 @@ from grpo_core.system import progress
 from grpo_core.system.libraries import quiet_libraries
 from grpo_core.system.processes import importing, run_and_leave
 
-BLAME_SECONDS = 5.0  # in which the process that failed by itself ends, and is the first that the launcher sees fail
+BLAME_SECONDS = 5.0  # time for the process that failed by itself to end first, as the launcher sees it
 
 
 def main() -> None:

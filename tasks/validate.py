@@ -282,7 +282,7 @@ def _rehearse(context: Context) -> dict[str, Any]:
         log.info(line)
 
     tried = with_environments if context.config.environment.is_used else rehearsal
-    limit = tried.longest(context.config)
+    limit = tried.longest_seconds(context.config)
     try:
         run_process(["-m", tried.__name__, *map(str, paths)], on_line, limit=limit)
     except TimeLimitError as error:

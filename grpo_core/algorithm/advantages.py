@@ -73,7 +73,7 @@ def group_advantages(
 
 
 def _sum_scored(terms: Float[Tensor, "*rows N"]) -> Float[Tensor, "*rows"]:
-    """Sum over the last dimension of what is not NaN; NaN where all is."""
+    """Sum over the last dimension of the values that are not NaN; NaN where all are."""
     return torch.where(terms.isnan().all(-1), torch.nan, terms.nansum(-1))
 
 

@@ -49,9 +49,9 @@ def token_losses(
 ) -> TokenLosses:
     """L = policy term of the loss type · off-policy mask · keep · sampling correction + β·KL.
 
-    The ratio ρ = π/π_old holds the policy against the one before the first update of the rollout, the sampling
-    correction that one against the engine that drew the tokens. vespo has the correction in its own weight. The KL
-    is left whole by masks and correction.
+    The ratio ρ = π/π_old compares the policy with the one before the first update of the rollout; the sampling
+    correction compares that one with the engine that drew the tokens. vespo has the correction in its own weight.
+    Masks and correction do not change the KL.
     """
     log_ratio = (logprobs - old_logprobs) * mask
     ratio = importance_ratio(log_ratio, mask, config.importance_sampling_level)

@@ -15,7 +15,7 @@ class AlgorithmConfig(Section):
     """Rewards → advantages → loss; docs/reference/algorithm.md has each formula and its paper."""
 
     advantage_estimator: Literal["grpo", "rloo"] = "grpo"
-    """What a reward is compared with: its group's mean (GRPO), or the mean of the others in its group (RLOO)."""
+    """Baseline of a reward: its group's mean (GRPO), or the mean of the others in its group (RLOO)."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages by the group's standard deviation, the batch's, or not at all (Dr. GRPO)."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-MOST = 2**31 - 1  # largest number of anything that is counted
+MAX_COUNT = 2**31 - 1  # largest number of anything that is counted
 HIGHEST_ENTROPY = 100.0  # nats: more than ln of any vocabulary
 
 
@@ -20,8 +20,8 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _is_countable(cls, value: Any) -> Any:
-        if type(value) is int and value > MOST:
-            raise ValueError(f"{value} is beyond {MOST:,}, the largest number of anything that is counted")
+        if type(value) is int and value > MAX_COUNT:
+            raise ValueError(f"{value} is beyond {MAX_COUNT:,}, the largest number of anything that is counted")
         return value
 
 

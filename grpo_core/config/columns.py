@@ -1,4 +1,4 @@
-"""How a column of the data is made: taken from the data set, written by a template, or given by a function per row."""
+"""Ways to make a column of the data: taken from the data set, written by a template, or given by a function per row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def is_function(how: str) -> bool:
-    """Whether this is a `module:function`."""
+    """True if this is a `module:function`."""
     return FUNCTION.fullmatch(how) is not None
 
 
@@ -19,8 +19,8 @@ def is_template(how: str) -> bool:
 
 
 def template_parts(template: str) -> list[tuple[str, str]]:
-    """(text, the column after it) of each part of a template; the last column may be "". Raises ValueError, which says
-    what is wrong with the template."""
+    """Return (text, the column after it) for each part of a template; the last column may be "". Raises ValueError if
+    the template is not valid."""
     parts = []
     for text, column, form, conversion in Formatter().parse(template):
         if column is not None and (not column or form or conversion):
@@ -30,7 +30,7 @@ def template_parts(template: str) -> list[tuple[str, str]]:
 
 
 def columns_read(how: str) -> list[str]:
-    """The columns of the data set that this reads; a function reads any."""
+    """Columns of the data set that this reads; [] for a function, which may read any."""
     if is_function(how):
         return []
     if not is_template(how):

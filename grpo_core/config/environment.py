@@ -12,10 +12,10 @@ from grpo_core.config.base import Section
 class EnvironmentConfig(Section):
     environment_factory: str | dict[str, str] | None = None
     """A class, as `package.module:Class`, or a built-in environment's name: one instance per completion, whose public
-    methods are the tools. Several by name: `{ maze = "my_envs:Maze", … }`; then each row of the data says in its column
-    `environment` which one it is for. Default: none."""
+    methods are the tools. Several by name: `{ maze = "my_envs:Maze", … }`; the column `environment` of each row then
+    names the one that the row is for. Default: none."""
     environment_args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments for the class; of several environments, a table for each name."""
+    """Keyword arguments for the class; with several environments, a table for each name."""
     tools: list[str] = Field(default_factory=list)
     """Functions that the policy may call in every row: built-in ones by name, your own as `package.module:function`."""
     max_turns: int = Field(16, ge=1)
@@ -37,7 +37,7 @@ class EnvironmentConfig(Section):
 
     @property
     def is_used(self) -> bool:
-        """Whether completions are conversations with tools or an environment."""
+        """True if completions are conversations with tools or an environment."""
         return bool(self.environment_factory or self.tools)
 
     def args_of(self, name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`[evaluation]`, `[registry]` and `[promotion]`: how a policy is judged, and what becomes of it."""
+"""`[evaluation]`, `[registry]` and `[promotion]`: how a policy is judged, registered and promoted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_core.config.metrics import Deciding
 
 HELD_OUT = "held-out"  # name of the evaluation set that data.eval gives
 CHAMPION = "champion"  # alias of the version in use
-# What keys begin with that outcomes depend on, besides the policy.
+# Beginnings of the keys that outcomes depend on, besides the policy.
 EVALUATED_BY = (
     *("evaluation.", "rewards.", "environment.", "data.eval", "data.columns", "data.system_prompt", "data.sources."),
     *("data.subset", "data.revision", "data.schema", "data.checks."),
@@ -31,14 +31,14 @@ class EvaluationSet(Section):
     revision: str | None = None
     """Hub revision (branch, tag or commit) of `data`; only for a hub name."""
     source: str | None = None
-    """With `data.sources`, the one that these prompts are like: its columns, system prompt, rewards, environment and
-    limit are theirs."""
+    """With `data.sources`: the source whose columns, system prompt, rewards, environment and limit apply to these
+    prompts."""
 
 
 class EvaluationConfig(Section):
     accuracy_reward: str | None = None
-    """A completion is right if this reward gives it 1; default: the first reward. With `data.sources`, the first of a
-    source's rewards says it for a source that this one does not score."""
+    """A completion is right if this reward gives it 1; default: the first reward. With `data.sources`: for a source
+    that this reward does not score, the first of the source's rewards."""
     sets: list[EvaluationSet] = Field(default_factory=list)
     """More prompts to evaluate on, besides data.eval; none of them may be trained on."""
     category_column: str = "category"
@@ -93,11 +93,11 @@ class RegistryConfig(Section):
     alias: str = Field("candidate", pattern=r"^[\w-]+$", max_length=255)
     """Alias of the new version: letters, digits, _ and -. Only a promotion sets `champion`."""
     sweep: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
-    """The sweep that this run is an arm of, as `grpo sweep` sets it: its MLflow run is below the sweep's, it takes over
+    """The sweep that this run is an arm of; set by `grpo sweep`. Its MLflow run is nested in the sweep's, it reuses
     what another arm has made, and no promotion judges it on `held-out`, by which the sweep chooses."""
     traces_per_batch: int = Field(4, ge=0, le=1024)
-    """Completions per generation batch that MLflow gets as traces, among them the worst and the best of the worst and
-    of the best group; 0 sends none."""
+    """Completions per generation batch that MLflow gets as traces, including the worst and the best completion of the
+    worst and of the best group; 0 sends none."""
     evaluation_traces: int = Field(100, ge=0, le=100_000)
     """Evaluated prompts per set that MLflow gets as traces, linked to the model version: those that it answers worse
     than the base or the champion first, then those that it answers better. 0 sends none."""
@@ -133,10 +133,10 @@ class Guard(Section):
     with tools or an environment conversations/mean_turns, conversations/tool_calls, conversations/failed_tool_calls or
     conversations/failed."""
     max_drop: float | None = Field(None, ge=0)
-    """How far the metric may fall below the champion's: the lower bound of the paired difference must be at least minus
+    """Largest fall of the metric below the champion's: the lower bound of the paired difference must be at least minus
     this."""
     max_rise: float | None = Field(None, ge=0)
-    """How far the metric may rise above the champion's: the upper bound of the paired difference must be at most
+    """Largest rise of the metric above the champion's: the upper bound of the paired difference must be at most
     this."""
     min: float | None = None
     """Lowest mean that the metric may have."""
@@ -155,9 +155,9 @@ class PromotionConfig(Section):
     """Evaluation set on which a version has to be better; a source of `data.sources` is one too. If the training
     chooses its model on `held-out` (by load_best_model_at_end or early_stopping_patience), name another set."""
     metric: Deciding | None = None
-    """What a version has to be better in, and what reports show first: accuracy (share of right answers) or reward
-    (mean weighted reward). Default: accuracy if evaluation.accuracy_reward gave every evaluated completion 0 or 1, else
-    reward."""
+    """Metric in which a version has to be better, and which reports show first: accuracy (share of right answers) or
+    reward (mean weighted reward). Default: accuracy if evaluation.accuracy_reward gave every evaluated completion 0 or
+    1, else reward."""
     confidence: float = Field(0.95, gt=0.5, lt=1)
     """1 minus the highest probability that, in all attempts against the same champion, any version that is no better is
     promoted."""
@@ -168,6 +168,6 @@ class PromotionConfig(Section):
     automatic: bool = False
     """Try to promote the new version at the end of the pipeline."""
     approval: bool = False
-    """Ask a person before a version that passes becomes the champion: the flow run is suspended and shows the verdict
-    and the samples that changed most, and goes on with their answer, name and words. Without Prefect's deployments,
-    `grpo promote --approve NAME` answers."""
+    """Ask a person before a version that passes becomes the champion: the flow run is suspended, shows the verdict and
+    the samples that changed most, and continues with the person's answer, name and comment. Without Prefect's
+    deployments, `grpo promote --approve NAME` answers."""

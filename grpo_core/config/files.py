@@ -158,7 +158,7 @@ def _model_at(location: tuple[int | str, ...]) -> type[BaseModel]:
     return model
 
 
-KEPT = "rewards"
+KEPT = "rewards"  # folder beside a run's configuration, with copies of the modules that it names
 
 
 def search_beside(config: Path) -> None:

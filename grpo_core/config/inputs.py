@@ -16,7 +16,7 @@ from grpo_core.config.columns import columns_read, is_function, is_template
 
 LONGEST_ARGUMENT = 200  # characters: MLflow takes names of parameters up to 250, with rewards.0.args. in front
 WIDEST_RANGE = 1e12  # of a reward
-# Arguments of transformers' apply_chat_template that are no variables of the template.
+# Arguments of transformers' apply_chat_template that are not variables of the template.
 NO_VARIABLES = {
     "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding",
     "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
@@ -35,7 +35,7 @@ class ModelConfig(Section):
     use_peft: bool = False
     """Train a LoRA adapter (arXiv:2106.09685) and leave the base model as it is."""
     adapter: str | None = None
-    """Folder of an adapter to go on with, as peft saves it (an earlier run's training/adapter); default: a new one.
+    """Folder of an adapter to continue with, as peft saves it (an earlier run's training/adapter); default: a new one.
     The base with it is the reference policy, and what evaluations compare with."""
     lora_r: int = Field(16, ge=1)
     """Rank of the adapter."""
@@ -51,15 +51,15 @@ class ModelConfig(Section):
     """Names of the linear layers that get an adapter; default: all except the output layer, as peft's `all-linear`
     finds them (in some mixtures of experts without the experts and the router)."""
     lora_modules_to_save: list[str] | None = Field(None, min_length=1)
-    """Modules that are trained whole beside the adapter and saved with it, such as `["embed_tokens", "lm_head"]`: all
-    whose names end so. An embedding that is tied to the head stays tied: either name trains both. vLLM takes no such
-    module beside its own base, so it gets whole weights after each update."""
+    """Modules that are trained whole beside the adapter and saved with it, such as `["embed_tokens", "lm_head"]`: every
+    module whose name ends in one of these. An embedding that is tied to the head stays tied: either name trains both.
+    vLLM takes no such module beside its own base, so it gets whole weights after each update."""
 
     load_in_4bit: bool = False
-    """Hold the frozen base in 4 bits (QLoRA, arXiv:2305.14314): nf4 with double quantisation, by bitsandbytes. What
-    samples and trains is the adapter over these weights; the model that is saved is the adapter merged into the base as
-    it was, never into 4 bits. Saves memory with the transformers engine and with servers: vLLM in the training process
-    shares its base with the training only if that is not in 4 bits."""
+    """Hold the frozen base in 4 bits (QLoRA, arXiv:2305.14314): nf4 with double quantisation, by bitsandbytes. The
+    adapter is sampled and trained over these weights; the saved model is the adapter merged into the original base,
+    never into 4 bits. Saves memory with the transformers engine and with servers: vLLM in the training process shares
+    its base with the training only if that is not in 4 bits."""
 
     @model_validator(mode="after")
     def _adapter_keys_need_an_adapter(self) -> ModelConfig:
@@ -108,18 +108,18 @@ class DataChecks(Section):
 class CurriculumConfig(Section):
     kind: Literal["none", "easy_to_hard", "band", "variance"] = "none"
     """Which prompts an epoch takes, by their pass rates p. `none`: each once, in random order. `easy_to_hard`: each
-    once, those of the highest rate first. `band`: those within `band`, which also get the turns of the others.
-    `variance`: each as often as is in proportion to p(1 − p). An epoch always has as many prompts as the data set, and
-    each of several sources its share of them."""
+    once, those with the highest rate first. `band`: only those within `band`, which also take the places of the others.
+    `variance`: each in proportion to p(1 − p). An epoch always has as many prompts as the data set, and each of several
+    sources keeps its share of them."""
     band: Bounds | None = None
     """Lowest and highest pass rate of the prompts that a `band` takes, such as [0.1, 0.9]."""
     probe: int = Field(0, ge=0, le=10_000)
-    """Completions of each training prompt that are sampled from the base model before the training, for pass rates to
-    begin with. 0: none; rates are then those of the training, from its second epoch on."""
+    """Completions of each training prompt that are sampled from the base model before the training, for first pass
+    rates. 0: none; pass rates then come from the training itself, from its second epoch on."""
 
     @property
     def begins_with_probe(self) -> bool:
-        """Whether a training begins with the probe's rates: it goes by none if its kind is 'none'."""
+        """True if a training begins with the probe's pass rates; kind 'none' uses no rates."""
         return self.probe > 0 and self.kind != "none"
 
     @model_validator(mode="after")
@@ -139,7 +139,7 @@ warnings.filterwarnings("ignore", 'Field name "schema" in "DataConfig" shadows',
 
 
 class PromptSource(Section):
-    """Training and held-out prompts of one origin, and what is made of them."""
+    """Training and held-out prompts of one origin, and how to prepare them."""
 
     train: str
     """Training prompts: a .parquet, .jsonl, .json or .csv file, a dataset saved to disk, or a hub name."""
@@ -169,7 +169,7 @@ class PromptSource(Section):
             try:
                 empty = not how or (is_template(how) and not columns_read(how))
             except ValueError as error:
-                raise ValueError(f"{column} = {how!r} is no template: {error}") from None
+                raise ValueError(f"{column} = {how!r} is not a template: {error}") from None
             if empty:
                 raise ValueError(
                     f"{column} = {how!r} names no column; give the name of one, a template with some in braces, or "
@@ -192,8 +192,8 @@ class DataSource(PromptSource):
     rewards: list[str] | None = Field(None, min_length=1)
     """Names of the rewards that score this source; the others give None for its completions. Default: all."""
     environment: str | None = None
-    """Which of the classes named in `environment.environment_factory` its prompts are for. Default: what the column
-    `environment` says."""
+    """Name in `environment.environment_factory` of the class that its prompts are for. Default: given by the column
+    `environment`."""
     max_completion_length: int | None = Field(None, ge=1)
     """Tokens after which a completion of this source is cut off, in training and evaluations; no more than elsewhere.
     Default: as elsewhere."""
@@ -211,8 +211,8 @@ class DataConfig(PromptSource):
     """Variables of the model's chat template, such as `{ enable_thinking = false }`; the same in training and
     evaluation."""
     schema: str | None = None  # type: ignore[assignment]  # pydantic's own method of this name is deprecated
-    """`module:Model`, a pandera DataFrameModel: rules of your own about the columns that the data sets have, beside
-    those of `checks`. What becomes of a row that breaks one: `checks.own_schema`."""
+    """`module:Model`, a pandera DataFrameModel: your own rules about the columns of the data sets, besides those of
+    `checks`. `checks.own_schema` says what to do with a row that breaks one."""
     checks: DataChecks = DataChecks()
     curriculum: CurriculumConfig = CurriculumConfig()
 
@@ -227,12 +227,12 @@ class DataConfig(PromptSource):
     @classmethod
     def _are_variables(cls, given: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(given.keys() & NO_VARIABLES):
-            raise ValueError(f"{taken[0]!r} is no variable of a chat template, but set by this project; leave it out")
+            raise ValueError(f"{taken[0]!r} is not a variable of a chat template but set by this project; leave it out")
         return given
 
     @property
     def origins(self) -> dict[str, PromptSource]:
-        """Where prompts come from, by configuration key: `data` itself, or each of its sources."""
+        """Sources of prompts by configuration key: `data` itself, or each of its sources."""
         return {f"data.sources.{place}": source for place, source in enumerate(self.sources)} or {"data": self}
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ from grpo_core.config.base import Section
 _NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]*"
 Destination = Annotated[str, Field(pattern=rf"^(({_NAME}@)?{_NAME}|ssh://({_NAME}@)?{_NAME}(:[0-9]+)?)$")]
 
-# sbatch's options that the launcher sets itself, or that would make of the job something else than one it can follow.
+# Options of sbatch that the launcher sets itself, or with which it could not follow the job.
 OURS = {
     "array",
     "batch",
@@ -45,11 +45,11 @@ OURS = {
 
 
 def _check_option(option: str) -> str:
-    """Raises ValueError if this is no option of sbatch that a configuration may set."""
+    """Return the option. Raises ValueError unless it is an option of sbatch that a configuration may set."""
     found = re.fullmatch(r"--([a-z][a-z0-9-]*)(=[^\x00-\x1f]*)?", option)
     if not found:
         raise ValueError(
-            f"{option!r} is no option of sbatch as --NAME or --NAME=VALUE; write --partition=gpu for -p gpu"
+            f"{option!r} is not an option of sbatch as --NAME or --NAME=VALUE; write --partition=gpu for -p gpu"
         )
     if any(name.startswith(found[1]) for name in OURS):  # sbatch takes the beginning of a name for the name
         raise ValueError(
@@ -79,11 +79,11 @@ class LaunchConfig(Section):
     """Further options of `sbatch` for `slurm`, each as --NAME or --NAME=VALUE: the partition, GPUs per node, the time
     limit."""
     kubernetes: str = ""
-    """YAML file with the Job for `kubernetes`. Its spec.template says what a pod is: image, storage, GPUs. The file is
+    """YAML file with the Job for `kubernetes`. Its spec.template describes the pods: image, storage, GPUs. The file is
     read where the stage `train` runs."""
     server_hosts: list[Destination] = Field(default_factory=list)
     """vllm-server: machines for the servers that a training starts, reached by `ssh`. The first
-    rollout.vllm_num_servers of them that answer get one each; those beyond are spare. A server takes
-    GPUs that nothing else of ours uses there. Default: this machine."""
+    rollout.vllm_num_servers of them that answer get one each; those beyond are spare. A server takes GPUs that no other
+    process of this project uses there. Default: this machine."""
     gpu_hour_price: float | None = Field(None, ge=0)
     """Price of one GPU for an hour, in any currency: reports, comparisons and MLflow then say what a run has cost."""

@@ -11,7 +11,7 @@ GPU_TILE = 128  # rows that a matrix product on a GPU computes together
 def chunk_tokens(device: str, vocabulary: int) -> int:
     """Tokens whose logits the output layer computes together on a device of this type ("cpu", "cuda").
 
-    On a CPU, so few that passes over the logits stay near the cache. On a GPU, so many that reading the weight does
+    Few on a CPU, so that passes over the logits stay near the cache. Many on a GPU, so that reading the weight does
     not bound the products: for each chunk the weight is read three times in bfloat16, and its gradient is read and
     written in float32: 14·V·h bytes for 8·V·h operations per token. An H100 does about 230 operations per byte: the
     traffic takes as long as the products at 400 tokens, and a quarter of it at the 1,664 of V = 152k.

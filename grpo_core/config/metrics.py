@@ -1,4 +1,4 @@
-"""The table of metrics: what each is called on pages, its unit, whether more of it is better, where it is recorded.
+"""The table of metrics: label on pages, unit, whether more is better, and where each is recorded.
 
 A new metric is one line here. Its value comes from the evaluation (samples.parquet) or the training (metrics.jsonl).
 """
@@ -17,8 +17,9 @@ DECIDING: tuple[Deciding, ...] = get_args(Deciding)
 
 @dataclass(frozen=True)
 class Metric:
-    """`column`: of samples.parquet, after `POLICY/`; None if the metric follows from the columns of rewards. A column
-    of text says what failed, or nothing. `of_conversations`: only with tools or an environment."""
+    """A metric. `column`: its column in samples.parquet, after `POLICY/`; None if it follows from the columns of
+    rewards. A text column says what failed, and is empty otherwise. `of_conversations`: only with tools or an
+    environment."""
 
     name: str
     label: str
@@ -29,7 +30,7 @@ class Metric:
 
     @property
     def is_share(self) -> bool:
-        """A share, from 0 to 1, is shown in per cent, a difference of two in points."""
+        """True for a share, from 0 to 1: shown in per cent, and a difference of two in points."""
         return self.unit == "share"
 
     @property
@@ -93,7 +94,7 @@ TRAINED = _by_name(
 )
 
 
-# Figures of a training that are also given for each of several sources, as METRIC/SOURCE; of those with eval_, too.
+# Figures of a training that are also given per source, as METRIC/SOURCE, if there are several; with eval_ too.
 BY_SOURCE = ("reward", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio", "accuracy")
 
 
@@ -107,7 +108,7 @@ def of_source(metrics: Mapping[str, float], source: str) -> dict[str, float]:
 
 
 def evaluated_metrics(conversations: bool) -> list[str]:
-    """Names of the metrics of EVALUATED; `conversations`: whether there are tools or an environment."""
+    """Names of the metrics of EVALUATED; `conversations`: true with tools or an environment."""
     return [name for name, metric in EVALUATED.items() if conversations or not metric.of_conversations]
 
 

@@ -14,15 +14,15 @@ VLLM_MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
 class RolloutConfig(Section):
     engine: Literal["auto", "vllm", "vllm-server", "transformers", "recorded"] = "auto"
     """What samples completions. `auto`: vLLM on a GPU, transformers on a CPU. `vllm-server`: vLLM in its own processes,
-    on other GPUs or another machine. `recorded`: nothing; the training takes those of another run (`recording`), and
-    the evaluation after it samples as with `auto`."""
+    on other GPUs or another machine. `recorded`: nothing is sampled; the training takes the completions of another run
+    (`recording`), and the evaluation after it samples as with `auto`."""
     recording: str | None = None
     """recorded: directory of the run, finished or not, on whose completions to train, with the rewards that they got
     there."""
     num_generations: int = Field(8, ge=2)
     """G: completions sampled per prompt."""
     max_completion_length: int = Field(256, ge=1)
-    """Tokens after which a completion is cut off; a conversation's environment takes of them too."""
+    """Tokens after which a completion is cut off; tokens of a conversation's environment count too."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; in training, log-probabilities are scaled by it too. At least 0.01 unless engine is
     `transformers`."""
@@ -36,11 +36,11 @@ class RolloutConfig(Section):
     all. Before top_k and top_p. For the loss, see top_p."""
     repetition_penalty: float = Field(1.0, gt=0)
     """Divides the positive logits of tokens that are in the prompt or the completion so far, and multiplies their
-    negative ones (arXiv:1909.05858); 1 changes nothing. The samples are then another policy's than the trained one's,
-    and the sampling correction weights them: far from 1, few count. Not in evaluations."""
+    negative ones (arXiv:1909.05858); 1 changes nothing. Samples then come from another policy than the trained one, and
+    the sampling correction weights them: far from 1, few count. Not used in evaluations."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    """Texts that end a completion. Its tokens include those of the text, and are trained; rewards see what comes before
-    it. It does not count as cut off. In evaluations too."""
+    """Texts that end a completion, in evaluations too. The completion includes their tokens, which are trained; rewards
+    see what comes before the text. Such a completion does not count as cut off."""
     dynamic_sample: bool = False
     """Replace groups whose rewards are all equal with groups of fresh prompts (DAPO's dynamic sampling)."""
     max_resample_times: int = Field(3, ge=1)
@@ -75,8 +75,8 @@ class RolloutConfig(Section):
     """vllm-server: seconds that a server may take to answer, or to take new weights, before it is left out; if it is
     the only one, the training stops."""
     max_staleness: int = Field(0, ge=0, le=8)
-    """vllm-server: above 0, the next generation batches are sampled while the current one is trained on, and what is
-    being sampled when weights come goes on with these. A prompt's completions are trained at most so many generation
+    """vllm-server: above 0, the next generation batches are sampled while the current one is trained on, and sampling
+    that is under way continues with new weights. A prompt's completions are trained at most this many generation
     batches after they began; the sampling correction accounts for the difference."""
 
     def engine_on(self, has_gpu: bool) -> Literal["vllm", "vllm-server", "transformers", "recorded"]:
@@ -87,17 +87,17 @@ class RolloutConfig(Section):
 
     @property
     def in_evaluation(self) -> RolloutConfig:
-        """The same for the stage evaluate, to whose prompts a recording has no answers."""
+        """The same for the stage evaluate, but 'auto' for 'recorded', since a recording does not answer its prompts."""
         return self.model_copy(update={"engine": "auto"}) if self.engine == "recorded" else self
 
     @property
     def starts_servers(self) -> bool:
-        """Whether a training starts vLLM servers of its own."""
+        """True if a training starts vLLM servers of its own."""
         return self.engine == "vllm-server" and not self.vllm_server_base_urls
 
     @property
     def server_gpus(self) -> int:
-        """GPUs of the vLLM servers that a training starts, beside its own."""
+        """GPUs of the vLLM servers that a training starts, besides the training's own."""
         if not self.starts_servers or self.vllm_weight_transfer == "ipc":
             return 0
         return self.vllm_num_servers * self.vllm_tensor_parallel_size * self.vllm_data_parallel_size
@@ -116,8 +116,8 @@ class RolloutConfig(Section):
     def _recording_is_named(self) -> RolloutConfig:
         if (self.engine == "recorded") != (self.recording is not None):
             raise ValueError(
-                f"recording={self.recording!r} with engine={self.engine!r}: a recording is what the engine 'recorded' "
-                "trains on, and that engine alone; set both, or neither"
+                f"recording={self.recording!r} with engine={self.engine!r}: only the engine 'recorded' trains on a "
+                "recording, and it needs one; set both, or neither"
             )
         if self.engine == "recorded" and self.dynamic_sample:
             raise ValueError(

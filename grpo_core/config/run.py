@@ -117,7 +117,7 @@ class RunConfig(Section):
         return self
 
     def _check_sources(self) -> None:
-        """Raises ValueError for what does not go together with several sources, or with none."""
+        """Raises ValueError if other sections do not fit the sources, or need sources and there are none."""
         names, scored = self.evaluated_sources, {it.name: self.rewards_of(it.name) for it in self.data.sources}
         for place, source in enumerate(self.data.sources):
             key = f"data.sources.{place}"
@@ -131,9 +131,9 @@ class RunConfig(Section):
                     f"{key}.environment={source.environment!r} is not among the names in environment."
                     f"environment_factory: {known or 'there are none'}"
                 )
-            if (most := source.max_completion_length) and most > self.rollout.max_completion_length:
+            if (limit := source.max_completion_length) and limit > self.rollout.max_completion_length:
                 raise ValueError(
-                    f"{key}.max_completion_length={most} is more than rollout.max_completion_length="
+                    f"{key}.max_completion_length={limit} is more than rollout.max_completion_length="
                     f"{self.rollout.max_completion_length}, the limit of all sources; raise that, or lower this"
                 )
         for place, reward in enumerate(self.rewards):
@@ -168,7 +168,7 @@ class RunConfig(Section):
                 )
 
     def _check_machines(self) -> None:
-        """Raises ValueError if the processes cannot be placed on the machines, or not those that sample together."""
+        """Raises ValueError if the processes, or those that sample together, cannot be placed on the machines."""
         train, launch, rollout = self.train, self.launch, self.rollout
         together = rollout.vllm_tensor_parallel_size
         if rollout.in_evaluation.engine in ("auto", "vllm") and train.processes_per_machine % together:
@@ -176,7 +176,7 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.vllm_tensor_parallel_size={together} with rollout.engine={rollout.engine!r}: that many "
                 f"training processes of a machine sample together, and train.num_processes={train.num_processes}"
-                f"{among} is no multiple of it; change one of them, or set rollout.engine to 'vllm-server'"
+                f"{among} is not a multiple of it; change one of them, or set rollout.engine to 'vllm-server'"
             )
         if len({host_name(host) for host in launch.hosts}) < len(launch.hosts):
             raise ValueError(f"launch.hosts={launch.hosts} names a machine twice; name each once")
@@ -198,7 +198,7 @@ class RunConfig(Section):
         self._check_servers()
 
     def _check_servers(self) -> None:
-        """Raises ValueError if the vLLM servers cannot be placed, or weights not be sent there."""
+        """Raises ValueError if the vLLM servers cannot be placed, or weights cannot be sent there."""
         train, launch, rollout = self.train, self.launch, self.rollout
         hosts, starts = launch.server_hosts, not rollout.vllm_server_base_urls
         if hosts and (rollout.engine != "vllm-server" or not starts):
@@ -236,7 +236,7 @@ class RunConfig(Section):
             )
 
     def _check_environment(self) -> None:
-        """Raises ValueError for what conversations with tools or an environment cannot be combined with."""
+        """Raises ValueError if other keys cannot be combined with conversations with tools or an environment."""
         own = [reward.name for reward in self.rewards if reward.function == "environment"]
         if own and not self.environment.factories:
             raise ValueError(
@@ -286,7 +286,7 @@ class RunConfig(Section):
 
     @property
     def servers_elsewhere(self) -> bool:
-        """Whether the vLLM servers that a training starts are on machines of their own."""
+        """True if the vLLM servers that a training starts are on machines of their own."""
         return bool(self.launch.server_hosts or self.servers_in_job)
 
     @property
@@ -295,8 +295,8 @@ class RunConfig(Section):
         return self.train.num_machines + self.servers_in_job
 
     def with_precision(self, capability: tuple[int, int] | None) -> RunConfig:
-        """The configuration with the precision that `auto` means on a GPU of this compute capability, or, given None,
-        on a CPU. That is decided here alone."""
+        """The configuration with the precision that `auto` means on a GPU of this compute capability, or on a CPU if
+        it is None. This is decided here alone."""
         if self.train.mixed_precision != "auto":
             return self
         precision = "bf16" if capability is not None and capability >= BF16_CAPABILITY else "no"
@@ -322,13 +322,13 @@ class RunConfig(Section):
         return found
 
     def rewards_of(self, source: str | None) -> list[str]:
-        """Names of the rewards that score a source; None: of all rewards."""
+        """Names of the rewards that score a source; of all rewards if it is None."""
         chosen = {each.name: each.rewards for each in self.data.sources}.get(source or "")
         return [reward.name for reward in self.rewards if chosen is None or reward.name in chosen]
 
     @property
     def source_rules(self) -> list[list[Any]]:
-        """What completions and their values follow from in `data.sources`: name, rewards and limit of each."""
+        """Name, rewards and limit of each of `data.sources`: completions and their values depend on these."""
         return [[it.name, self.rewards_of(it.name), it.max_completion_length] for it in self.data.sources]
 
     @property
@@ -346,7 +346,7 @@ class RunConfig(Section):
 
     @property
     def evaluated_sources(self) -> list[str]:
-        """Names of the sources, whose held-out prompts are evaluated together, and reported one by one too."""
+        """Names of the sources; their held-out prompts are evaluated together, and also reported per source."""
         return [each.name for each in self.data.sources]
 
     @property

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from grpo_core.config.base import HIGHEST_ENTROPY, MOST, Section
+from grpo_core.config.base import HIGHEST_ENTROPY, MAX_COUNT, Section
 
 HealthAction = Literal["warn", "stop", "roll_back"]
 StalenessAction = Literal["warn", "stop", "roll_back", "lower_staleness"]  # of limits between engine and trainer
@@ -15,8 +15,8 @@ BF16_CAPABILITY = (8, 0)  # of the first GPUs that multiply bfloat16 in hardware
 
 class HealthConfig(Section):
     """Limits that a healthy training keeps, and what to do when one is broken: warn, stop, or roll back to the last
-    healthy checkpoint and go on from there with fresh samples and half the learning rate; between engine and trainer,
-    also sample less far ahead."""
+    healthy checkpoint and continue from there with fresh samples and half the learning rate; between engine and
+    trainer, also sample less far ahead."""
 
     patience: int = Field(5, ge=1)
     """Updates in a row that have to break a limit before its action is taken."""
@@ -41,7 +41,7 @@ class HealthConfig(Section):
     max_log_ratio: float = Field(5.0, gt=0)
     """Limit: largest |log-ratio| of a token between the policy and the one that sampled."""
     log_ratio_action: StalenessAction = "warn"
-    """What to do when this limit is broken: warn, stop the training, roll back, or go on with half the
+    """What to do when this limit is broken: warn, stop the training, roll back, or continue with half the
     rollout.max_staleness."""
     max_clipped_length: float = Field(0.9, gt=0, le=1)
     """Limit: highest share of completions that are cut off at max_completion_length."""
@@ -50,13 +50,13 @@ class HealthConfig(Section):
     min_importance_sampling_ratio: float = Field(0.5, ge=0)
     """Limit: lowest mean sampling correction per token; below it, the correction removes most of the gradient."""
     importance_sampling_ratio_action: StalenessAction = "warn"
-    """What to do when this limit is broken: warn, stop the training, roll back, or go on with half the
+    """What to do when this limit is broken: warn, stop the training, roll back, or continue with half the
     rollout.max_staleness."""
     min_effective_sample_share: float = Field(0.5, ge=0, le=1)
     """Limit: lowest effective sample size under the sampling correction, as a share of the trained tokens; below it, a
     few tokens make most of the gradient."""
     effective_sample_share_action: StalenessAction = "warn"
-    """What to do when this limit is broken: warn, stop the training, roll back, or go on with half the
+    """What to do when this limit is broken: warn, stop the training, roll back, or continue with half the
     rollout.max_staleness."""
     max_failed_conversations: float = Field(0.1, gt=0, le=1)
     """Limit: highest share of conversations in which a tool hangs or ends its process, or the environment fails."""
@@ -79,19 +79,19 @@ class TrainConfig(Section):
     """Machines that the processes are divided among, with equally many on each; more than one needs
     `launch.launcher`."""
     max_restarts: int = Field(0, ge=0)
-    """How often a training starts again by itself, at its newest checkpoint, after a failure that is not its own: a
-    process killed by a signal (out of memory, for instance), a machine or the network to it gone, a process that hangs
-    outside of rewards. An evaluation begins again as often."""
+    """How often a training restarts by itself, from its newest checkpoint, after a failure from outside: a process
+    killed by a signal (out of memory, for instance), a machine or the network to it gone, a process that hangs outside
+    of rewards. An evaluation starts over as often."""
     hang_timeout: float = Field(600.0, gt=0)
     """Seconds without progress after which a process of a training or evaluation counts as hanging, and all are ended.
-    More in the first pass through a phase (six times as many), where this run has needed longer before (ten times as
-    long), and within the time limits of rewards, servers and checkpoints."""
+    The limit is higher in the first pass through a phase (six times), where this run has needed longer before (ten
+    times that long), and within the time limits of rewards, servers and checkpoints."""
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
     """`bf16` computes and samples with a bfloat16 copy of the weights; weights, gradients and optimizer stay float32.
     `auto`: bf16 on a GPU of compute capability 8.0 or higher, otherwise no."""
     per_device_train_batch_size: int = Field(8, ge=1)
-    """Completions per process and micro-step, in the mean: processes get about as many tokens. A forward pass has the
-    tokens of that many sequences of the greatest length at most, and fewer once memory has run out."""
+    """Mean number of completions per process and micro-step; processes get about equally many tokens. A forward pass
+    has at most the tokens of that many sequences of the greatest length, and fewer once memory has run out."""
     gradient_accumulation_steps: int = Field(1, ge=1)
     """Micro-steps per optimizer update."""
     steps_per_generation: int | None = Field(None, ge=1)
@@ -100,7 +100,7 @@ class TrainConfig(Section):
     """Completions sampled together, over all processes; give this or steps_per_generation, not both."""
     num_iterations: int = Field(1, ge=1)
     """Passes over each generation batch (mu in the GRPO paper)."""
-    num_train_epochs: float = Field(1.0, gt=0, le=MOST)
+    num_train_epochs: float = Field(1.0, gt=0, le=MAX_COUNT)
     """Passes over the prompts; may be fractional."""
     max_steps: int | None = Field(None, ge=1)
     """Optimizer updates; overrides num_train_epochs."""
@@ -108,9 +108,9 @@ class TrainConfig(Section):
     """The optimizer. `adamw_8bit`: AdamW whose moments have 8 bits, with a float32 scale per 256 of them: about 2 bytes
     per trained parameter instead of 8. Sharded, it continues only with the same number of processes."""
     offload: Literal["none", "optimizer"] = "none"
-    """What rests in the host's memory between updates. `optimizer`: AdamW's moments; they come to the GPU for each
-    update, one parameter after the other, which takes time. Results are the same bit for bit, and a training may go on
-    with another value. On a CPU it changes nothing."""
+    """What the host's memory holds between updates. `optimizer`: AdamW's moments; they come to the GPU for each update,
+    one parameter after the other, which takes time. Results are the same bit for bit, and a training may continue with
+    another value. No effect on a CPU."""
     learning_rate: float = Field(1e-6, gt=0)
     """AdamW's peak learning rate."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"

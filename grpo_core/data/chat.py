@@ -15,7 +15,7 @@ NO_OPTIONS: Mapping[str, Any] = {}
 
 
 def is_conversation(prompt: Any) -> bool:
-    """Whether a prompt, or a completion, is a list of messages, not a text."""
+    """True if a prompt, or a completion, is a list of messages, not a text."""
     return not isinstance(prompt, str)
 
 
@@ -33,16 +33,16 @@ def turns(prompt: Any) -> list[tuple[str, str]]:
     """(role, text) of each message, tool calls as JSON; of a prompt that is text, one turn without a role."""
     if not is_conversation(prompt):
         return [("", prompt)]
-    return [(message["role"], _said(message)) for message in without_gaps(prompt)]
+    return [(message["role"], _message_text(message)) for message in without_gaps(prompt)]
 
 
-def _said(message: Mapping[str, Any]) -> str:
+def _message_text(message: Mapping[str, Any]) -> str:
     calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls", [])]
     return "\n".join(part for part in (message.get("content"), *calls) if part)
 
 
 def plain(prompt: Any) -> Any:
-    """The prompt; of messages, the fields that every data set has."""
+    """The prompt; messages only with the fields that every data set has."""
     return [{"role": role, "content": text} for role, text in turns(prompt)] if is_conversation(prompt) else prompt
 
 
@@ -97,11 +97,11 @@ def decode_completions(
     """Completions as rewards see them: one assistant message if the prompt is a conversation, else the text that
     continues the prompt; without the texts of `stop` and what comes after them."""
     texts = _decode(rows, prompt_ids, ids, tokenizer)
-    return [completion_of(row["prompt"], _before(text, stop)) for row, text in zip(rows, texts, strict=True)]
+    return [completion_of(row["prompt"], _before_stop(text, stop)) for row, text in zip(rows, texts, strict=True)]
 
 
-def _before(text: str, stop: Sequence[str]) -> str:
-    """What comes before the first of these texts."""
+def _before_stop(text: str, stop: Sequence[str]) -> str:
+    """The part of a text before the first of the texts in `stop`."""
     return text[: min((at for each in stop if (at := text.find(each)) >= 0), default=len(text))]
 
 
@@ -117,7 +117,7 @@ def _decode(
     before = dict(zip(prompts, shown, strict=True))
     together = [prompt + completion for prompt, completion in zip(prompt_ids, ids, strict=True)]
     whole = tokenizer.batch_decode(together, skip_special_tokens=True)
-    # Bytes at the prompt's end that are no character alone may be one together with the completion's first bytes.
+    # Bytes at the prompt's end that are not a character alone may be one together with the completion's first bytes.
     return [
         text.removeprefix(before[tuple(prompt)]) if text.startswith(before[tuple(prompt)]) else own
         for prompt, text, own in zip(prompt_ids, whole, alone, strict=True)

@@ -1,8 +1,8 @@
-"""Prompts worth training on: how often each prompt was solved, and what an epoch takes of them by that.
+"""Pass rates of the prompts, and the choice of an epoch's prompts by them.
 
 The rows of an epoch follow from the epoch's permutation, the pass rates, seed and epoch alone. The rates are those of a
-fixed moment, `known_batches`, so that sampling ahead, a resumed training and one in turn take the same prompts. A
-generation batch never has a prompt twice, since the same prompt in the same batch would be sampled alike. Each of
+fixed moment, `known_batches`, so that a training that samples ahead or was resumed takes the same prompts as any other.
+A generation batch never has a prompt twice, since the same prompt in the same batch would be sampled alike. Each of
 several sources keeps its places in every batch; a curriculum says which of the source's prompts stand there.
 """
 
@@ -26,7 +26,7 @@ UNKNOWN = 0.5  # the pass rate that a prompt without one is taken to have where 
 
 @dataclass(frozen=True, eq=False)
 class PassRates:
-    """What is known about N prompts. A completion passes by the share of its reward's range that it got: 0 to 1."""
+    """Pass rates of N prompts. A completion passes by a share from 0 to 1: that of its reward's range which it got."""
 
     passed: np.ndarray  # (N,) float64, sum over the prompt's completions
     completions: np.ndarray  # (N,) int64
@@ -88,22 +88,22 @@ def known_batches(plan: Plan, epoch: int, ahead: int) -> int:
 def arrange(
     rows: np.ndarray, rates: PassRates, config: CurriculumConfig, plan: Plan, seed: int, epoch: int
 ) -> np.ndarray:
-    """What an epoch takes of the prompts, in training order, given its `rows` (N,): P prompts for each of its R
-    generation batches. (P·R,)
+    """Choose an epoch's prompts, in training order, given its `rows` (N,): P prompts for each of its R generation
+    batches. (P·R,)
 
-    What is without any rate, the whole or a source, takes the first of the rows.
+    A source, or a whole data set, without any pass rate takes the first of its rows.
     """
     taken = rows[: plan.rollouts_per_epoch * plan.prompts_per_generation]
     arranged, random = taken.copy(), np.random.default_rng([seed, epoch, 3])
     for own in source_rows(plan):
-        places = _of(own, taken).nonzero()[0]
+        places = _in_source(own, taken).nonzero()[0]
         if config.kind == "none" or not len(places) or not rates.known[own.start : own.stop].any():
             continue
         if config.kind == "easy_to_hard":
             rate = np.where(rates.known, rates.rate, UNKNOWN)[taken[places]]
             arranged[places] = taken[places][np.argsort(-rate, kind="stable")]
         else:
-            given = rows[_of(own, rows)]
+            given = rows[_in_source(own, rows)]
             candidates = np.concatenate([given, random.permutation(np.setdiff1d(own, given))])
             batches = places // plan.prompts_per_generation
             arranged[places] = _draw(candidates, batches, plan.rollouts_per_epoch, rates, config, random)
@@ -118,20 +118,20 @@ def _draw(
     config: CurriculumConfig,
     random: np.random.Generator,
 ) -> np.ndarray:
-    """The prompts of a source that stand in its places, given the batch of each place, rising (C,). (C,)"""
+    """Choose the prompts for a source's places, given the batch of each place, ascending (C,). (C,)"""
     room = np.bincount(batches, minlength=num_batches)
-    most = len(batches) // room.max()  # with so many turns, no prompt must come twice in a batch, however they fall
-    least = -(-len(batches) // most)
+    max_turns = len(batches) // room.max()  # with at most these, no prompt comes twice in a batch, however they fall
+    min_prompts = -(-len(batches) // max_turns)
     weights = variance(rates)[candidates]
     if config.kind == "band":
-        weights = within(distance(rates, config)[candidates], least).astype(float)
-    turns = draw_turns(expected_turns(weights, len(batches), most), random.random())
+        weights = within(distance(rates, config)[candidates], min_prompts).astype(float)
+    turns = draw_turns(expected_turns(weights, len(batches), max_turns), random.random())
     return np.concatenate(deal(candidates, turns, room, random.permutation(num_batches)))
 
 
 def deal(prompts: np.ndarray, turns: np.ndarray, room: np.ndarray, order: np.ndarray) -> list[np.ndarray]:
-    """Give each prompt its turns in the batches that have the most room left, in each at most one; among equals, those
-    come first that `order` (R,) puts first. If prompts can be dealt so at all, this does (Kleitman and Wang 1973).
+    """Give each prompt its turns in the batches that have the most room left, at most one in each; ties are broken by
+    `order` (R,). If prompts can be dealt like this at all, this finds a way (Kleitman and Wang 1973).
 
     turns: of each prompt (N,); room: prompts of each batch (R,), as many in all. Returns the prompts of each batch.
     """
@@ -145,17 +145,17 @@ def deal(prompts: np.ndarray, turns: np.ndarray, room: np.ndarray, order: np.nda
     return [np.array(batch, dtype=np.int64) for batch in found]
 
 
-def _of(own: range, rows: np.ndarray) -> np.ndarray:
-    """Which of the rows are of the source that has the rows `own`."""
+def _in_source(own: range, rows: np.ndarray) -> np.ndarray:
+    """True for the rows that belong to the source with the rows `own`. (N,) bool"""
     return (own.start <= rows) & (rows < own.stop)
 
 
 def describe(rates: PassRates, rows: np.ndarray, config: CurriculumConfig, plan: Plan) -> str:
-    """What an epoch takes, and what it leaves out, as the end of a sentence; of each source by itself."""
+    """Describe what an epoch takes and what it leaves out, source by source, as the end of a sentence."""
     if not plan.sources:
         return _describe(rates, rows, config, range(plan.num_prompts))
     parts = zip(plan.sources, source_rows(plan), strict=True)
-    return "; ".join(f"{it.name}: {_describe(rates, rows[_of(own, rows)], config, own)}" for it, own in parts)
+    return "; ".join(f"{it.name}: {_describe(rates, rows[_in_source(own, rows)], config, own)}" for it, own in parts)
 
 
 def _describe(rates: PassRates, rows: np.ndarray, config: CurriculumConfig, own: range) -> str:
@@ -180,28 +180,28 @@ def variance(rates: PassRates) -> np.ndarray:
 
 
 def within(away: np.ndarray, least: int) -> np.ndarray:
-    """The prompts within the band, and those without a rate, given each one's `distance`. If they are fewer than
-    `least`, the nearest to the band are taken too. (N,) bool"""
+    """True for the prompts within the band or without a rate, given each one's `distance`. If they are fewer than
+    `least`, also for the nearest to the band. (N,) bool"""
     return away <= np.partition(away, least - 1)[least - 1]
 
 
 def distance(rates: PassRates, config: CurriculumConfig) -> np.ndarray:
-    """How far each prompt's rate is from the band; 0 within it and without a rate. (N,)"""
+    """Distance of each prompt's rate from the band; 0 within it and without a rate. (N,)"""
     assert config.band is not None
     return np.abs(np.where(rates.known, rates.rate - np.clip(rates.rate, *config.band), 0.0))
 
 
-def expected_turns(weights: np.ndarray, turns: int, most: int) -> np.ndarray:
-    """Turns of each prompt in proportion to the weights, `turns` in all, at most `most` each: what is above that is
-    shared among the others in the same way. (N,)"""
+def expected_turns(weights: np.ndarray, turns: int, max_turns: int) -> np.ndarray:
+    """Turns of each prompt in proportion to the weights, `turns` in all, at most `max_turns` each: any excess is shared
+    among the others in the same way. (N,)"""
     found, open_ones = np.zeros(len(weights)), weights > 0
     while open_ones.any():
-        left = turns - most * (~open_ones & (found > 0)).sum()
+        left = turns - max_turns * (~open_ones & (found > 0)).sum()
         found[open_ones] = weights[open_ones] * (left / weights[open_ones].sum())
-        above = open_ones & (found > most)
+        above = open_ones & (found > max_turns)
         if not above.any():
             break
-        found[above] = most
+        found[above] = max_turns
         open_ones &= ~above
     return found
 

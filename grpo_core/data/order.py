@@ -1,4 +1,4 @@
-"""Which prompts a generation batch takes: a pure function of seed and number, so a run's place is one number."""
+"""The prompts of each generation batch: a pure function of seed and number, so a run's place is one number."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 
 from grpo_core.planning.plan import Plan
 
-# Rows of epochs, in training order, as a curriculum has arranged them (`data.curriculum`); None: without one.
+# Rows of epochs, in training order, as a curriculum has arranged them (`data.curriculum`); None without one.
 Arranged = Mapping[int, np.ndarray] | None
 LONGEST_COUNT = 10**8  # prompts, which take some seconds to count
 
 
-@lru_cache(2)  # the epoch of the training, and the one that is sampled ahead
+@lru_cache(2)  # the epoch that is trained, and the one that is sampled ahead
 def epoch_rows(plan: Plan, seed: int, epoch: int) -> np.ndarray:
     """Dataset rows of an epoch (from 0) in the order of training; no row comes twice. (N,)
 
     Each of several sources gives the next rows of its own shuffled circle: however many it gives per epoch, all of its
-    rows come equally often, and an epoch goes on where the one before has ended.
+    rows come equally often, and an epoch continues where the previous one ended.
     """
     order = np.random.default_rng([seed, epoch]).permutation(plan.num_prompts)
     if not plan.sources:
@@ -51,8 +51,8 @@ def rollout_prompts(plan: Plan, seed: int, rollout: int, arranged: Arranged = No
 def fresh_prompts(
     plan: Plan, seed: int, rollout: int, used: Collection[int], replaced: Sequence[int], arranged: Arranged = None
 ) -> list[int | None]:
-    """For each dataset row in `replaced`, whose group of generation batch `rollout` is replaced, another row of the
-    same source, none of them among `used`; None where the source has no more. With a curriculum, they are prompts of
+    """Choose for each dataset row in `replaced`, whose group of generation batch `rollout` is replaced, another row of
+    the same source, none of them among `used`; None if the source has no more. With a curriculum, they are prompts of
     that epoch."""
     sources = source_rows(plan)
     rows = np.arange(sources[-1].stop)
@@ -68,7 +68,7 @@ def _unused(order: np.ndarray, rows: range, used: Collection[int]) -> Iterator[i
 
 
 def source_counts(plan: Plan, seed: int) -> dict[str, dict[str, float]]:
-    """For each source, its prompts, how many an epoch has, how many the run sees and drops (counted as `Plan` counts
+    """Count for each source its prompts, those of an epoch, those that the run sees and drops (counted as `Plan` counts
     them for all), and passes over it. {} without sources, and for a run too long to be counted batch by batch."""
     epochs = range(0, plan.rollouts, plan.rollouts_per_epoch)
     if not plan.sources or len(epochs) * plan.num_prompts > LONGEST_COUNT:

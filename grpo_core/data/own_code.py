@@ -33,7 +33,7 @@ def find(key: str, name: str) -> Callable[..., Any]:
 
 
 def check(config: DataConfig) -> None:
-    """Raises ConfigError if one of them is missing, as far as that can be told without running its module."""
+    """Raises ConfigError if one of them is missing, as far as that is known without running its module."""
     for key, name in named(config).items():
         own_code.check_source(name, f"{key} = {name!r}", ConfigError)
 
@@ -44,7 +44,7 @@ def files(config: DataConfig) -> dict[str, str]:
 
 
 def sources(config: DataConfig) -> dict[str, str]:
-    """Hash of the source of each, by the key and the name."""
+    """Hash of the source of each function or schema, by key and name."""
     return {
         f"{key} ({name})": hashlib.blake2b(
             b"".join(Path(file).read_bytes() for file in own_code.files_of(name, find(key, name))), digest_size=16

@@ -1,4 +1,4 @@
-"""Where pass rates are in a run directory. Imports nothing heavy: commands that only answer read it."""
+"""Places of pass rates in a run directory. Imports nothing heavy, since quick commands read it."""
 
 from __future__ import annotations
 

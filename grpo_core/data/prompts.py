@@ -1,6 +1,6 @@
 """Validated Parquet → prompts as token ids.
 
-No more of a data set is in memory than the rows that were used last: it may be larger than memory.
+Only the rows that were used last are in memory, so a data set may be larger than memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from grpo_core.errors import ConfigError
 
 GROUPS = 256  # row groups of a file that are kept in memory; one of a large file has few rows
 PROMPTS = 2**16  # prompts whose tokens are kept in memory
-AT_ONCE = 1024  # rows that are Python objects at once
+AT_ONCE = 1024  # rows that are held as Python objects together
 
 Row = dict[str, Any]
 
@@ -110,10 +110,10 @@ def load_prompts(
     encode: Callable[[Row], list[int]] | None = None,
 ) -> Prompts:
     """The prompts of a validated Parquet file (column `prompt`: text or a list of messages). `options`: variables of
-    the chat template; `encode`: what gives a row's tokens, if not the tokenizer alone.
+    the chat template; `encode`: gives a row's tokens, if the tokenizer alone does not.
 
     All are tokenized once, for the length of the longest. Raises ConfigError for a prompt without tokens, and for a
-    tokenizer that ends prompts.
+    tokenizer that adds its end token to prompts.
     """
 
     def encoded(rows: Sequence[Row]) -> list[list[int]]:

@@ -1,5 +1,5 @@
-"""What a training has sampled, as files that another can train on: one Parquet file per generation batch, whose rows
-are completions, groups in a row."""
+"""Completions that a training sampled, as files that another can train on: one Parquet file per generation batch, one
+row per completion, groups in sequence."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder_of(rollout: RolloutConfig) -> Path:
 
 
 def facts(config: RunConfig, plan: Plan, tokenizer: Any) -> dict[str, Any]:
-    """What the rows of a file do not say and a training on them has to know; goes into the file's metadata."""
+    """Facts that a training on a file needs and its rows do not hold; they go into the file's metadata."""
     return {
         "num_generations": plan.num_generations,
         "generation_batch_size": plan.generation_batch_size,
@@ -48,7 +48,7 @@ def facts(config: RunConfig, plan: Plan, tokenizer: Any) -> dict[str, Any]:
 
 
 def vocabulary(tokenizer: Any) -> str:
-    """Hash of what the token ids stand for."""
+    """Hash of the tokenizer's vocabulary, which gives token ids their meaning."""
     return hashlib.blake2b(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -83,17 +83,17 @@ def check_recording(config: RunConfig, plan: Plan, run: Path) -> None:
     if not missing:
         raise ConfigError(f"{recording} has no {folder / FILE.format(0)}: name the directory of a run that has trained")
     if missing < plan.rollouts:
-        most = max(step for step in range(plan.max_steps) if plan.counts(step)["rollouts"] <= missing)
+        max_steps = max(step for step in range(plan.max_steps) if plan.counts(step)["rollouts"] <= missing)
         raise ConfigError(
             f"{recording} has {missing} generation batches, and the plan takes {plan.rollouts}: "
-            f"set train.max_steps to {most} or less"
+            f"set train.max_steps to {max_steps} or less"
         )
     for file in files:
         _check_file(file, config, plan)
 
 
 def _check_file(file: Path, config: RunConfig, plan: Plan) -> None:
-    """Reads the footer alone."""
+    """Raises ConfigError unless the file has what the plan takes. Reads only its footer."""
     try:
         schema = pq.read_schema(file)
     except (OSError, pa.ArrowInvalid) as error:
@@ -123,12 +123,12 @@ def _check_file(file: Path, config: RunConfig, plan: Plan) -> None:
         )
 
 
-def _named(config: RunConfig) -> str:
+def _training_prompts(config: RunConfig) -> str:
     return ", ".join(f"{key}.train={origin.train!r}" for key, origin in config.data.origins.items())
 
 
 def check_tokens(config: RunConfig, plan: Plan, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ConfigError unless the recording is in this tokenizer's ids, and about the prompts of these rows."""
+    """Raises ConfigError unless the recording has this tokenizer's token ids and the prompts of these rows."""
     ours = vocabulary(tokenizer)
     for index in range(plan.rollouts):
         file = folder_of(config.rollout) / FILE.format(index)
@@ -141,6 +141,6 @@ def check_tokens(config: RunConfig, plan: Plan, tokenizer: Any, rows: Sequence[M
         for row, prompt in zip(*(table[name].to_pylist() for name in ("row", "prompt")), strict=True):
             if row >= len(rows) or rows[row]["prompt"] != prompt:
                 raise ConfigError(
-                    f"{file} has another prompt in row {row} than {_named(config)}: "
+                    f"{file} has another prompt in row {row} than {_training_prompts(config)}: "
                     f"{str(prompt)[:200]!r}; train on the data that it was recorded with"
                 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ERROR = "Error: "  # begins the answer to a call that failed
-DEEPEST = 64  # lists and objects in each other
+DEEPEST = 64  # levels of lists and objects
 Tools = Mapping[str, Mapping[str, Any]]  # JSON schema of each tool, by its name
 
 
@@ -23,13 +23,13 @@ class ToolCall:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The call as a message of the assistant has it."""
+        """The call as it stands in a message of the assistant."""
         return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True)
 class Form:
-    """A way to write calls: how a turn that has one looks, its calls, and its text without them."""
+    """A way to write calls: a sign of one, and functions that read a turn's calls, and its text without them."""
 
     sign: str  # in what a template writes for a call
     calls: Callable[[str, Tools], list[ToolCall]]
@@ -48,7 +48,7 @@ def read_calls(form: str, text: str, tools: Tools) -> list[ToolCall]:
 
 
 def _checked(call: ToolCall) -> ToolCall:
-    """The call, if it can be recorded and sent to the tool's process."""
+    """Return the call, or its problem if it cannot be recorded and sent to the tool's process."""
     if not (call.name or call.problem):
         return ToolCall("", problem="the call has no name")
     if _is_deep(call.arguments, DEEPEST):
@@ -66,7 +66,7 @@ def _is_deep(value: Any, levels: int) -> bool:
 
 
 def _loads(text: str) -> Any:
-    """The JSON value. Raises ValueError."""
+    """Parse JSON. Raises ValueError if that fails."""
     try:
         return json.loads(text, strict=False)
     except RecursionError:
@@ -74,7 +74,7 @@ def _loads(text: str) -> Any:
 
 
 def _from_json(text: str, arguments_key: str) -> ToolCall:
-    """`{"name": …, ARGUMENTS_KEY: {…}}` as a call."""
+    """Read `{"name": …, ARGUMENTS_KEY: {…}}` as a call."""
     try:
         call = _loads(text)
     except ValueError as error:
@@ -101,7 +101,7 @@ def _with_arguments(name: str, arguments: Any, key: str = "arguments") -> ToolCa
 
 
 def _tagged(read: Callable[[str, Tools], ToolCall]) -> Callable[[str, Tools], list[ToolCall]]:
-    """<tool_call>…</tool_call>, any number of them, each read in this way."""
+    """Make a reader of any number of <tool_call>…</tool_call>, each of which `read` reads."""
 
     def calls(text: str, tools: Tools) -> list[ToolCall]:
         found = []
@@ -150,7 +150,7 @@ def _glm(body: str, tools: Tools) -> ToolCall:
 
 
 def _typed(name: str, arguments: Mapping[str, str], tools: Tools) -> ToolCall:
-    """A call whose arguments were written as text: what the tool's schema does not call text is read as JSON."""
+    """A call whose arguments were written as text: those that are not text by the tool's schema are read as JSON."""
     schema = tools[name]["function"]["parameters"] if name in tools else {}
     kinds = schema.get("properties", {})
     return ToolCall(name, {key: _value(value, kinds.get(key, {})) for key, value in arguments.items()})
@@ -190,15 +190,15 @@ def _mistral(text: str, tools: Tools) -> list[ToolCall]:
     return [_from_object(call, "arguments") for call in (calls if isinstance(calls, list) else [calls])]
 
 
-def _before(sign: str) -> Callable[[str], str]:
+def _text_before(sign: str) -> Callable[[str], str]:
     return lambda text: text.partition(sign)[0].strip()
 
 
-PYTHON = {"True": True, "False": False, "None": None}  # as templates write values that are no text
+PYTHON = {"True": True, "False": False, "None": None}  # how some templates write values other than text
 FORMS = {
-    "hermes": Form("<tool_call>\n{", _tagged(_hermes), _before("<tool_call>")),
-    "xml": Form("<function=", _tagged(_xml), _before("<tool_call>")),
-    "glm": Form("<arg_key>", _tagged(_glm), _before("<tool_call>")),
-    "mistral": Form("[TOOL_CALLS]", _mistral, _before("[TOOL_CALLS]")),
+    "hermes": Form("<tool_call>\n{", _tagged(_hermes), _text_before("<tool_call>")),
+    "xml": Form("<function=", _tagged(_xml), _text_before("<tool_call>")),
+    "glm": Form("<arg_key>", _tagged(_glm), _text_before("<tool_call>")),
+    "mistral": Form("[TOOL_CALLS]", _mistral, _text_before("[TOOL_CALLS]")),
     "llama": Form('"parameters":', _llama, lambda text: ""),
 }

@@ -1,5 +1,5 @@
-"""One conversation, from the environment's reset to its reward, as a generator: it asks for a turn of the policy or for
-an answer of its environment, and goes on when it is given one."""
+"""One conversation, from the environment's reset to its reward, as a generator: it yields a request for a turn of the
+policy or for an answer of its environment, and continues when it is sent one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from grpo_core.environments.turns import TurnFormat
 
 @dataclass(frozen=True)
 class Turn:
-    """Asks for a turn of the policy, after these token ids, of so many at most. `number`: 0 for the first turn."""
+    """Request for a turn of the policy after these token ids, of at most `max_tokens` tokens. `number`: 0 for the first
+    turn."""
 
     ids: list[int]
     max_tokens: int
@@ -26,7 +27,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Question:
-    """Asks the environment."""
+    """Request to the environment."""
 
     environment: Environment
     request: Mapping[str, Any]
@@ -46,19 +47,19 @@ class Sampled:
 
 @dataclass
 class Said:
-    """What was said, and what it took."""
+    """Record of a conversation: its messages, and the calls, seconds and tokens that it took."""
 
     opening: str = ""  # what `reset` returned
     messages: list[dict[str, Any]] = field(default_factory=list)  # after those of the prompt
     turns: int = 0
-    calls: Counter[str] = field(default_factory=Counter)  # by tool; "" stands for tools that there are not
+    calls: Counter[str] = field(default_factory=Counter)  # by tool; "" stands for tools that do not exist
     failed_calls: Counter[str] = field(default_factory=Counter)
     lost_calls: Counter[str] = field(default_factory=Counter)  # of those: hung, or ended their process
     seconds: float = 0.0  # waited for the environment
     tokens: int = 0  # after the prompt
     environment_tokens: int = 0
     reward: float | None = None  # the environment's own
-    failure: str = ""  # why the environment could not go on
+    failure: str = ""  # why the environment could not continue
 
 
 @dataclass
@@ -70,8 +71,8 @@ class Conversation:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # 0 for tokens of the environment
     mask: list[int] = field(default_factory=list)  # 1: sampled by the policy
-    versions: list[int] = field(default_factory=list)  # of the weights; the environment's tokens: of the turn before
-    ages: list[int] | None = None  # how often the engine has got other weights since; None: not since any of them
+    versions: list[int] = field(default_factory=list)  # of the weights; an environment's token has the turn before's
+    ages: list[int] | None = None  # weight updates of the engine since each token; None: none since any of them
     truncated: bool = False  # cut off by the limit of tokens
     said: Said = field(default_factory=Said)
 
@@ -81,7 +82,7 @@ Play = Generator[Turn | Question, Any, Conversation]
 
 
 def converse(row: Mapping[str, Any], seed: int, max_tokens: int, environments: Environments, turns: TurnFormat) -> Play:
-    """A conversation about a row of the data.
+    """Hold a conversation about a row of the data.
 
     `seed`: of the environment, the same for all completions of a prompt; `max_tokens`: for all that comes after the
     row's prompt, the text that `reset` returns and the answers included.
@@ -127,14 +128,14 @@ def converse(row: Mapping[str, Any], seed: int, max_tokens: int, environments: E
             said.reward = yield from _ask(talk, environments, REWARD_REQUEST)
     except CallError as error:
         said.failure = str(error)
-    except GeneratorExit:  # it is given up
+    except GeneratorExit:  # the conversation is abandoned
         environments.free([talk.environment])
         raise
     return talk
 
 
 def reset_request(name: str, seed: int, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Begins a conversation about the row. `name`: the environment's; the column that holds it is not handed on."""
+    """Request that begins a conversation about the row. `name`: the environment's; its column is not passed on."""
     columns = {column: value for column, value in row.items() if not (name and column == "environment")}
     return {"do": "reset", "environment": name, "seed": seed, "row": columns}
 
@@ -152,7 +153,7 @@ def _begin(talk: Conversation, prompt: Any, shown: str | None, tools: Mapping[st
 
 
 def _add(talk: Conversation, ids: Sequence[int], logprobs: Sequence[float] | None, versions: Sequence[int]) -> None:
-    """Tokens of the policy, or, without log-probabilities, of the environment."""
+    """Add tokens of the policy, or, without log-probabilities, of the environment."""
     talk.ids += ids
     talk.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
     talk.mask += [int(logprobs is not None)] * len(ids)
@@ -165,7 +166,7 @@ def _add(talk: Conversation, ids: Sequence[int], logprobs: Sequence[float] | Non
 def _answer(
     talk: Conversation, environments: Environments, call: ToolCall, tools: Mapping[str, Any]
 ) -> Generator[Question, Any, dict[str, Any]]:
-    """A call's answer as a message; an error is one too. Raises CallError if the environment is lost with it."""
+    """Make a call and return its answer, or its error, as a message. Raises CallError if the environment is lost."""
     said, name = talk.said, call.name if call.name in tools else ""
     said.calls[name] += 1
     try:
@@ -187,7 +188,7 @@ def _answer(
 
 
 def _ask(talk: Conversation, environments: Environments, request: Mapping[str, Any]) -> Generator[Question, Any, Any]:
-    """The environment's answer. Raises CallError."""
+    """Ask the environment and return its answer. Raises CallError if the request fails."""
     limits, said, environment = environments.config, talk.said, talk.environment
     start = time.monotonic() - environment.paused
     seconds = min(limits.tool_timeout, max(limits.conversation_timeout - said.seconds, 0.0))
@@ -202,7 +203,7 @@ def _ask(talk: Conversation, environments: Environments, request: Mapping[str, A
 
 
 def conversation_metrics(held: Sequence[Said]) -> dict[str, float]:
-    """Figures per conversation; empty without any. A tool's name stands in its metrics, whose shares are of its
+    """Figures per conversation; empty without any. A tool's metrics have its name, and their shares are of its
     calls."""
     if not held:
         return {}

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.environments.registry import EnvironmentsError, source_of
-from grpo_core.environments.worker import MOST_BYTES, receive, send
+from grpo_core.environments.worker import MAX_BYTES, receive, send
 from grpo_core.system.guard import end_guarded, start_guarded
 
 START_SECONDS = 300.0  # for importing the classes and tools
@@ -29,7 +29,7 @@ OPEN_FILES = 1 << 16  # conversations that this process can hold at a time, if t
 
 
 class CallError(Exception):
-    """A request that an environment could not answer. `is_lost`: so that its state is gone, and it cannot go on."""
+    """A request that an environment could not answer. `is_lost`: true if its state is gone and it cannot continue."""
 
     def __init__(self, message: str, is_lost: bool):
         super().__init__(message)
@@ -50,7 +50,7 @@ class Environment:
     paused: float = 0.0  # seconds so far in which no answer was looked for
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> None:
-        """Start a request; `answer` gives what comes of it."""
+        """Start a request; `answer` returns its answer."""
         self.deadline, self.is_asked = time.monotonic() + seconds, True
         self.requests += 1
         with suppress(OSError):  # it has ended, or reads nothing: the answer will say so
@@ -58,18 +58,18 @@ class Environment:
             send(self.socket, pickle.dumps({**request, "number": self.requests}))
 
     def pause(self, seconds: float) -> None:
-        """No answer was looked for in so many seconds: they do not count as time that the request took."""
+        """Extend the time limit by `seconds` in which no answer was looked for."""
         self.deadline += seconds
         self.paused += seconds
 
     def rest(self) -> None:
-        """The conversation is over: what tools have kept for it is given up. There is no answer."""
+        """End the conversation: tools forget what they have kept for it. There is no answer."""
         with suppress(OSError):
             send(self.socket, pickle.dumps({"do": "rest"}))
 
     def answer(self, seconds: float = 0.0) -> dict[str, Any] | None:
-        """The answer, if it arrives within so many seconds, else None. Raises CallError if the process has ended or has
-        sent what is no answer, and if the request's time is up: the process is then ended."""
+        """Return the answer if it arrives within `seconds`, else None. Raises CallError, and ends the process, if that
+        has ended or has sent something else than an answer, or if the request's time is up."""
         end = time.monotonic() + seconds
         while self.is_running:
             try:
@@ -97,11 +97,11 @@ class Environment:
         return self._lose("its process ended")
 
     def _next_frame(self) -> dict[str, Any] | None:
-        """The answer that has arrived, if it has. Raises ValueError or RecursionError for what is none."""
+        """Return the answer if it has arrived, else None. Raises ValueError or RecursionError if it is no answer."""
         if len(self.received) < 4:
             return None
         size = struct.unpack(">I", self.received[:4])[0]
-        if size > 2 * MOST_BYTES:
+        if size > 2 * MAX_BYTES:
             raise ValueError
         if len(self.received) < 4 + size:
             return None
@@ -116,7 +116,7 @@ class Environment:
         raise CallError(why, is_lost=True)
 
     def kill(self) -> None:
-        """End the process and its group; what it has started outside of that group, its keeper ends."""
+        """End the process and its group. Its keeper ends what it has started outside of that group."""
         if self.pid:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -138,8 +138,8 @@ class Environments:
         self.config = config
         self.idle: list[Environment] = []
         self.taken: dict[int, Environment] = {}  # by id()
-        now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, min(most, OPEN_FILES)), most))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
         self._start()
 
     def _start(self) -> None:
@@ -188,11 +188,11 @@ class Environments:
         return self.own[name]["tools"] if name in self.own else self.common
 
     def has_reward(self, name: str) -> bool:
-        """Whether this environment has a reward of its own (`get_reward`)."""
+        """True if this environment has a reward of its own (`get_reward`)."""
         return name in self.own and self.own[name]["has_reward"]
 
     def take(self) -> Environment:
-        """An environment's process that is free, or a new one; `free` gives it back."""
+        """Take a free environment process, or a new one; `free` gives it back."""
         while self.idle:
             environment = self.idle.pop()
             if environment.is_running:
@@ -207,12 +207,12 @@ class Environments:
             self._start()
             new = self._new()
         if new is None:
-            raise EnvironmentsError("environment: no process could be started for another; the output says why")
+            raise EnvironmentsError("environment: no process could be started for another one; the output says why")
         self.taken[id(new)] = new
         return new
 
     def _new(self) -> Environment | None:
-        """An environment's new process; None if there is nothing that could start it."""
+        """Start a new process for an environment; None if the process that starts them has ended."""
         try:
             connection = self._connect()
             hello = receive(connection)
@@ -221,8 +221,8 @@ class Environments:
         return Environment(connection, json.loads(hello)["pid"]) if hello else None
 
     def free(self, environments: Iterable[Environment]) -> None:
-        """Their conversations are over. One whose question is still under way, since sampling was given up, is
-        ended."""
+        """Give environments back after their conversations. One whose question is still under way, since sampling was
+        abandoned, is ended."""
         for environment in environments:
             if self.taken.pop(id(environment), None) is None:
                 continue
@@ -232,8 +232,8 @@ class Environments:
                 environment.rest()
             self.idle.append(environment)
 
-    def all_are_free(self) -> None:
-        """All conversations are over."""
+    def free_all(self) -> None:
+        """Give all environments back after their conversations."""
         self.free([*self.taken.values()])
 
     def _connect(self) -> socket.socket:
@@ -256,7 +256,7 @@ def name_of(source: str) -> str:
 
 
 def wait_for_any(environments: Sequence[Environment], seconds: float) -> None:
-    """Return when one of them has something to read, or after so many seconds."""
+    """Return when one of them has something to read, or after `seconds`."""
     running = [environment for environment in environments if environment.is_running]
     if running and seconds > 0:
         poll = select.poll()
@@ -273,7 +273,7 @@ class Seen:
         self._environment, self._reward, self._seconds = environment, reward, seconds
 
     def get_reward(self) -> float | None:
-        """What the environment's own get_reward gave; it is called once per conversation."""
+        """Return what the environment's own get_reward gave; it is called once per conversation."""
         return self._reward
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Built-in tools and environments by name, and where the code of any of them lies."""
+"""Built-in tools and environments by name, and the files that define tools and environments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def file_of(name: str) -> Path:
     module = source_of(name).partition(":")[0]
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # of a package above it, or a name that is none
+    except (ImportError, ValueError):  # of a package above it, or not a module's name
         spec = None
     if spec is None or spec.origin is None:
         raise EnvironmentsError(

@@ -34,14 +34,14 @@ Rows = Sequence[tuple[int, Row]]  # with their numbers, which seed the environme
 
 @dataclass
 class _Part:
-    """What `reset`, `get_reward` or a tool took and gave, call by call."""
+    """Seconds, tokens and exceptions of `reset`, `get_reward` or a tool, call by call."""
 
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     raised: list[str] = field(default_factory=list)
 
     def ask(self, environment: Environment, request: Row, limit: float) -> Any:
-        """The answer, timed, also if it is that the call raised. Raises CallError."""
+        """Return the answer; time the call, also if it raises. Raises CallError."""
         start = time.perf_counter()
         try:
             return _ask(environment, request, limit)
@@ -57,7 +57,7 @@ class _Part:
 
 @dataclass
 class _Trial:
-    """What one environment did on its rows."""
+    """Results of one environment on its rows."""
 
     label: str
     tools: dict[str, _Part]
@@ -84,12 +84,12 @@ def main() -> None:
 
 
 def rehearse(config: RunConfig, data: Path) -> dict[str, Any]:
-    """The report of the rewards' rehearsal, with what each environment took and gave under `environments`. Raises
-    EnvironmentsError that names all that is broken, and RewardError."""
+    """Return the report of the rewards' rehearsal, with the figures of each environment under `environments`. Raises
+    EnvironmentsError, which names all that is broken, and RewardError."""
     tokenizer = rewards.load_tokenizer(config)
     setting = make_setting(config, tokenizer)
     assert setting is not None
-    again = Environments(config.environment)  # imported by another process, with other hashes of texts
+    again = Environments(config.environment)  # imported by another process, in which texts have other hashes
     try:
         warnings = _notes(config, setting)
         chosen = _rows_by_environment(setting, data)
@@ -106,13 +106,13 @@ def rehearse(config: RunConfig, data: Path) -> dict[str, Any]:
     return report | {"environments": {trial.label: trial.figures for trial in trials}}
 
 
-def longest(config: RunConfig) -> float:
+def longest_seconds(config: RunConfig) -> float:
     """Seconds after which the rehearsal must have ended: each question has its time limit, and once SECONDS are over,
-    an environment is asked twice for its first row; then all rows begin again, and three times for the rewards, which
-    get_reward ends."""
+    an environment is asked twice for its first row; then all rows begin again, and three times more for the rewards,
+    each time with get_reward."""
     environments = len(config.environment.factories)
     questions = 2 * environments + (1 + 2 * 3) * max(ROWS, environments)
-    return rewards.longest(config) + 2 * START_SECONDS + SECONDS + questions * config.environment.tool_timeout
+    return rewards.longest_seconds(config) + 2 * START_SECONDS + SECONDS + questions * config.environment.tool_timeout
 
 
 def arguments_for(tool: Row, optional: bool) -> dict[str, Any]:
@@ -158,13 +158,13 @@ def _rows_by_environment(setting: Setting, data: Path) -> dict[str, Rows]:
 def _rehearsed(
     config: RunConfig, setting: Setting, again: Environments, name: str, rows: Rows, deadline: float
 ) -> _Trial:
-    """One environment, tried on its rows."""
+    """Try one environment on its rows."""
     trial = _Trial(_label(config, name), {tool: _Part() for tool in setting.environments.tools(name)})
     print(f"{TRYING}environment {trial.label}", flush=True)
     _try(setting, name, rows, trial, deadline)
     if not trial.errors:
-        trial.warnings += _other_text(again, name, rows, trial)
-        trial.errors += _no_room(trial, config.rollout.max_completion_length)
+        trial.warnings += _unrepeatable_reset(again, name, rows, trial)
+        trial.errors += _reset_too_long(trial, config.rollout.max_completion_length)
         trial.warnings += _suspicions(trial, config.rollout.max_completion_length)
     return trial
 
@@ -195,13 +195,13 @@ def _try(setting: Setting, name: str, rows: Rows, trial: _Trial, deadline: float
             break
         finally:
             trial.rows += 1
-            environments.all_are_free()
+            environments.free_all()
 
 
 def _call_each(
     setting: Setting, environment: Environment, name: str, trial: _Trial, broken: set[str], deadline: float
 ) -> bool:
-    """Call every tool that is not broken. Returns whether the environment can go on."""
+    """Call every tool that is not broken. Returns True if the environment can continue."""
     limit = setting.environments.config.tool_timeout
     for tool, schema in setting.environments.tools(name).items():
         if tool in broken or time.monotonic() > deadline:
@@ -222,7 +222,7 @@ def _call_each(
     return True
 
 
-def _other_text(again: Environments, name: str, rows: Rows, trial: _Trial) -> list[str]:
+def _unrepeatable_reset(again: Environments, name: str, rows: Rows, trial: _Trial) -> list[str]:
     """A warning if the same rows, begun in another process and another order, do not begin with the same texts."""
     environment = again.take()
     for (place, row), shown in reversed([*zip(rows, trial.shown, strict=False)]):
@@ -240,26 +240,26 @@ def _other_text(again: Environments, name: str, rows: Rows, trial: _Trial) -> li
     return []
 
 
-def _no_room(trial: _Trial, most: int) -> list[str]:
-    """An error if no turn can be sampled."""
+def _reset_too_long(trial: _Trial, max_tokens: int) -> list[str]:
+    """An error if no turn can be sampled after any reset."""
     least = min(trial.reset.tokens)
-    if least < most:
+    if least < max_tokens:
         return []
     return [
         f"{trial.label}: what reset returns has {least:,} tokens or more, and a conversation may have "
-        f"rollout.max_completion_length = {most:,} after its prompt: nothing is left for the policy"
+        f"rollout.max_completion_length = {max_tokens:,} after its prompt: nothing is left for the policy"
     ]
 
 
-def _suspicions(trial: _Trial, most: int) -> Iterator[str]:
-    """Warnings of what is long, slow, or raises whatever it is given."""
+def _suspicions(trial: _Trial, max_tokens: int) -> Iterator[str]:
+    """Warnings about calls that return much, are slow, or raise for all arguments that were tried."""
     parts = {"reset": trial.reset, "get_reward": trial.get_reward}
     parts |= {f"the tool {tool!r}": part for tool, part in trial.tools.items()}
     for what, part in parts.items():
         figures = part.figures
-        if figures["tokens"] > most / 2:
+        if figures["tokens"] > max_tokens / 2:
             yield (
-                f"{trial.label}: {what} returns up to {figures['tokens']:,} tokens, most of the {most:,} that a "
+                f"{trial.label}: {what} returns up to {figures['tokens']:,} tokens, most of the {max_tokens:,} that a "
                 "conversation may have after its prompt (rollout.max_completion_length)"
             )
         if figures["seconds"] > SLOW:
@@ -275,8 +275,8 @@ def _suspicions(trial: _Trial, most: int) -> Iterator[str]:
 
 
 def _notes(config: RunConfig, setting: Setting) -> list[str]:
-    """Warnings about model and configuration, whatever the rows. Raises EnvironmentsError if nothing gives the reward
-    that is asked for."""
+    """Warnings about model and configuration, whatever the rows. Raises EnvironmentsError if no environment gives the
+    reward that is asked for."""
     own, found = setting.environments.own, []
     judged = [_label(config, name) for name in own if setting.environments.has_reward(name)]
     counts = any(reward.function == "environment" for reward in config.rewards)
@@ -293,7 +293,7 @@ def _notes(config: RunConfig, setting: Setting) -> list[str]:
 
 
 def _begin(setting: Setting, rows: Sequence[Row]) -> list[Seen]:
-    """A conversation's environment for each row, as rewards see it after a turn without calls."""
+    """Begin a conversation for each row, and return its environment as rewards see it after a turn without calls."""
     environments, limit = setting.environments, setting.environments.config.tool_timeout
     seen = []
     for place, row in enumerate(rows):
@@ -310,7 +310,7 @@ def _begin(setting: Setting, rows: Sequence[Row]) -> list[Seen]:
 
 
 def _ask(environment: Environment, request: Row, limit: float) -> Any:
-    """The answer to a question. Raises CallError."""
+    """Ask a question and return its answer. Raises CallError."""
     environment.ask(request, limit)
     while (answer := environment.answer(limit)) is None:
         pass
@@ -330,7 +330,7 @@ def _why(error: CallError, limit: float) -> str:
 
 
 def _label(config: RunConfig, name: str) -> str:
-    """What an environment is called in reports: its name, or else its class, or `tools` where there is no class."""
+    """Name of an environment in reports: its own, else its class's, or `tools` without a class."""
     return name or config.environment.factories.get(name, "tools")
 
 

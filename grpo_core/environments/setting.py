@@ -1,4 +1,4 @@
-"""What a process holds conversations with."""
+"""The environments and the format of turns with which a process holds conversations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_core.environments.turns import TurnFormat
 
 @dataclass(frozen=True)
 class Setting:
-    """The environments, and how the model's chat template writes turns."""
+    """The environments, and the way in which the model's chat template writes turns."""
 
     environments: Environments
     turns: TurnFormat
@@ -27,7 +27,7 @@ class Setting:
         return self.turns.prompt(without_gaps(row["prompt"]), [*tools.values()])
 
     def options(self, name: str) -> dict[str, Any]:
-        """What the chat template is given beside the messages of this environment's rows, as in `encode`."""
+        """Options of the chat template for this environment's rows, as in `encode`."""
         return {**self.turns.options, "tools": [*self.environments.tools(name).values()] or None}
 
     def converse(self, row: Mapping[str, Any], seed: int, max_tokens: int) -> Play:
@@ -41,7 +41,7 @@ class Setting:
 
 def make_setting(config: RunConfig, tokenizer: Any) -> Setting | None:
     """The configured environments and tools; None if there are none. Raises EnvironmentsError if they cannot be used,
-    or the model's chat template cannot write what they say."""
+    or the model's chat template cannot write their answers."""
     if not config.environment.is_used:
         return None
     turns = TurnFormat(tokenizer, _ends(config, tokenizer), config.data.chat_template_kwargs)
@@ -51,7 +51,7 @@ def make_setting(config: RunConfig, tokenizer: Any) -> Setting | None:
 
 
 def check_prompt(prompt: Any) -> None:
-    """Raises EnvironmentsError for a prompt that no conversation can begin with."""
+    """Raises EnvironmentsError if no conversation can begin with this prompt."""
     if not is_conversation(prompt):
         raise EnvironmentsError(
             "environment: the prompts are texts; tools and environments need messages, such as "

@@ -1,7 +1,7 @@
 """Turns of a conversation as token ids.
 
 A conversation is one growing list of ids, and is never rendered again: what the policy sampled stays as it was sampled,
-and behind each of its turns comes what the chat template writes between that turn and the next. This text is found by
+and each of its turns is followed by what the chat template writes between that turn and the next. This text is found by
 rendering a short stand-in conversation in which the policy's turn is a mark.
 """
 
@@ -22,12 +22,12 @@ MARK = "pageturn"  # of letters only: templates may trim, quote or check what st
 
 
 class TemplateError(GrpoError):
-    """A chat template that cannot write what an environment says."""
+    """A chat template that cannot write an environment's answers."""
 
 
 @dataclass(frozen=True)
 class TurnFormat:
-    """How a model's chat template writes turns. `ends`: texts of the tokens at which the engine ends a turn;
+    """The way in which a model's chat template writes turns. `ends`: texts of the tokens at which the engine ends one;
     `options`: variables of the template, such as enable_thinking."""
 
     tokenizer: Any
@@ -40,8 +40,8 @@ class TurnFormat:
         return self._encode(text)
 
     def answer(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of what stands between the end token of the policy's turn and its next turn, which are messages of
-        tools or of the user. Raises TemplateError if the template cannot write them."""
+        """Token ids between the end token of the policy's turn and its next turn: messages of tools or of the user.
+        Raises TemplateError if the template cannot write them."""
         contents = [str(message["content"]) for message in messages]
         mark = next(mark for mark in _marks() if not any(mark in content for content in contents))
         after = self._after(mark, messages)
@@ -57,7 +57,7 @@ class TurnFormat:
         return ids + self._encode(after)
 
     def read(self, ids: Sequence[int], tools: Tools) -> tuple[str, list[ToolCall]]:
-        """The policy's turn: its text without the tool calls, and these. `tools`: JSON schemas by name."""
+        """The text of the policy's turn without its tool calls, and these. `tools`: JSON schemas by name."""
         form = form_of(self._call_as_written())
         if form is not None:
             written = self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -74,7 +74,7 @@ class TurnFormat:
         try:
             text = self._render([FIRST, {"role": "assistant", "content": "", "tool_calls": written}])
             said = self._render([FIRST, {"role": "assistant", "content": MARK}])
-        except Exception as error:  # a template raises what it likes, as of several calls in a turn
+        except Exception as error:  # a template may raise anything, for instance for several calls in a turn
             raise TemplateError(
                 f"the chat template of {self.tokenizer.name_or_path!r} cannot write the turn: {error}"
             ) from error
@@ -84,7 +84,7 @@ class TurnFormat:
         return turn[: min((turn.find(end) for end in self.ends if end in turn), default=len(turn))]
 
     def problem(self, with_tools: bool) -> str:
-        """Why conversations of several turns cannot be held with this template; "" if they can."""
+        """Reason why conversations of several turns cannot be held with this template; "" if they can."""
         role = "tool" if with_tools else "user"
         if with_tools and form_of(self._call_as_written()) is None:
             return (
@@ -98,7 +98,7 @@ class TurnFormat:
         return ""
 
     def note(self, role: str) -> str:
-        """What a template does to earlier turns that training does not do; "" if it leaves them as they are."""
+        """Note on what a template does to earlier turns and training does not; "" if it leaves them as they are."""
         thought = {"role": "assistant", "content": f"<think>\n{MARK}\n</think>\n\nx"}
         try:
             text = self._render([FIRST, thought, {"role": role, "name": "tool", "content": "y"}])
@@ -112,12 +112,12 @@ class TurnFormat:
         )
 
     def _after(self, mark: str, messages: Sequence[Message]) -> str:
-        """What the template writes after the end token of the turn that the mark stands for."""
+        """Text that the template writes after the end token of the turn that the mark stands for."""
         problem = "it leaves out what the assistant has said"
         for turn, answers in _stand_ins(mark, messages):
             try:
                 text = self._render([FIRST, turn, *answers], add_generation_prompt=True)
-            except Exception as error:  # a template raises what it likes for roles that it does not know
+            except Exception as error:  # a template may raise anything for roles that it does not know
                 problem = str(error)
                 continue
             _, found, rest = text.rpartition(mark)
@@ -132,12 +132,12 @@ class TurnFormat:
                 "eos_token_id in the model's generation_config.json to the token that ends a turn"
             )
         raise TemplateError(
-            f"the chat template of {self.tokenizer.name_or_path!r} cannot go on after a message of role "
+            f"the chat template of {self.tokenizer.name_or_path!r} cannot continue after a message of role "
             f"{messages[0]['role']!r}: {problem}"
         )
 
     def _call_as_written(self) -> str:
-        """What the template writes for a tool call; "" if it writes none."""
+        """Text that the template writes for a tool call; "" if it writes none."""
         call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": MARK, "arguments": {"key": "value"}}}
         try:
             text = self._render([FIRST, {"role": "assistant", "content": "", "tool_calls": [call]}])
@@ -164,7 +164,7 @@ def _marks() -> Iterator[str]:
 
 def _stand_ins(mark: str, messages: Sequence[Message]) -> Iterator[tuple[Message, Sequence[Message]]]:
     """Turns of the assistant that end with the mark, and the messages as answers to them. Some templates take a tool's
-    answer only behind its call."""
+    answer only after its call."""
     yield {"role": "assistant", "content": mark}, [*messages]
     if messages[0]["role"] == "tool":
         names = [f"call{number:05d}" for number in range(len(messages))]  # Mistral's have nine characters

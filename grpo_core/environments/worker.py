@@ -1,8 +1,8 @@
 """The processes of environments: `python -m grpo_core.environments.worker DESCRIPTOR`.
 
-One process, the starter, imports the configured classes and tools. For each environment that is asked for, it forks
-one, which has them imported already, holds one instance and answers one request after the other. Between the two is a
-keeper, which ends what the environment leaves running. A guard (`system.guard`) ends all with the process that asks.
+One process, the starter, imports the configured classes and tools. For each environment that is asked for, it forks a
+process, which has them imported already, holds one instance and answers one request after the other. Between the two is
+a keeper, which ends what the environment leaves running. A guard (`system.guard`) ends all with the process that asks.
 
 Requests are pickled: a row arrives as it is. Answers are JSON: no object of the user's code is rebuilt outside.
 """
@@ -33,11 +33,11 @@ from grpo_core.system.descendants import adopt_orphans, kill_descendants
 from grpo_core.system.guard import die_with_parent, guarded
 
 LONGEST_ANSWER = 1 << 16  # characters of a tool's answer: far more than fits into any context
-MOST_BYTES = 1 << 26  # of an attribute that a reward reads
-NO_TEXT = "which is no text"  # at the end of what is said of such an answer
+MAX_BYTES = 1 << 26  # of an attribute that a reward reads
+NO_TEXT = "which is no text"  # ends the error about an answer that is not text
 OPEN_FILES = 1024
-OWN = ("reset", "get_reward")  # methods of an environment that are no tools
-ADDRESS = re.compile(r" at 0x[0-9a-f]+>")  # in the text of an object that has none
+OWN = ("reset", "get_reward")  # methods of an environment that are not tools
+ADDRESS = re.compile(r" at 0x[0-9a-f]+>")  # in the text of an object that defines none
 
 
 class UnusableError(Exception):
@@ -56,31 +56,31 @@ def main() -> None:
         tools = {name: found(source) for name, source in setup["tools"].items()}
         factories = {name: found(source) for name, source in setup["factories"].items()}
     except UnusableError as error:
-        _say(first, {"refused": str(error)})
+        _send_json(first, {"refused": str(error)})
         return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that ended children leave nothing to be waited for
 
     def start(connection: socket.socket, work: Callable[[], None]) -> None:
         if os.fork() == 0:
             control.close()
-            _keep(connection, work, setup["memory_gib"])
+            _run_under_keeper(connection, work, setup["memory_gib"])
         connection.close()
 
-    # What is described is made in a process of its own: threads of an instance, say, would break each later fork.
-    start(first, lambda: _say(first, describe(tools, factories, args)))
+    # Instances are made for the description in a process of its own: their threads, say, would break each later fork.
+    start(first, lambda: _send_json(first, describe(tools, factories, args)))
     while connection := _accept(control):
         start(connection, partial(serve, connection, tools, factories, args))
 
 
-def _keep(connection: socket.socket, work: Callable[[], None], memory_gib: float) -> None:
-    """Work in a child of this process, which has just been forked; end what that leaves running, and end."""
+def _run_under_keeper(connection: socket.socket, work: Callable[[], None], memory_gib: float) -> None:
+    """Do the work in a child of this process, which was just forked; end what the child leaves running, then end."""
     try:
         die_with_parent()
         adopt_orphans()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         child = os.fork()
         if child == 0:
-            _alone(work, memory_gib)
+            _run_and_end(work, memory_gib)
         connection.close()
         while os.wait()[0] != child:  # others are what the child has left behind, and has ended
             continue
@@ -92,8 +92,8 @@ def _keep(connection: socket.socket, work: Callable[[], None], memory_gib: float
         os._exit(0)
 
 
-def _alone(work: Callable[[], None], memory_gib: float) -> None:
-    """Work in this process, which has just been forked, and end it."""
+def _run_and_end(work: Callable[[], None], memory_gib: float) -> None:
+    """Do the work in this process, which was just forked, and end it."""
     try:
         die_with_parent()
         os.setsid()
@@ -115,7 +115,7 @@ def serve(
 ) -> None:
     """Answer the requests of one conversation after the other until the connection is closed."""
     me = os.getpid()
-    _say(connection, {"pid": me})
+    _send_json(connection, {"pid": me})
     instances: dict[str, Any] = {}
     environment: Any = None
     with asyncio.Runner() as runner:
@@ -161,18 +161,18 @@ def serve(
             if os.getpid() != me:  # the user's code has forked, and the fork has returned from it too
                 os._exit(0)
             _flush()
-            _say(connection, {"to": request["number"], **answer})
+            _send_json(connection, {"to": request["number"], **answer})
 
 
 def _reset_tools(tools: Mapping[str, Callable[..., Any]]) -> None:
-    """A tool that keeps something between calls is a method of an object that has `reset`."""
+    """Reset every tool that keeps something between calls: a method of an object that has `reset`."""
     for tool in tools.values():
         if reset := getattr(getattr(tool, "__self__", None), "reset", None):
             reset()
 
 
 def text_of(value: Any) -> str:
-    """What a tool or `reset` has returned, as text. Raises TypeError or ValueError for what is none."""
+    """Return what a tool or `reset` returned, as text. Raises TypeError or ValueError if the value is not text."""
     text = value if isinstance(value, str) else str(value)
     if not isinstance(value, str) and ADDRESS.search(text):
         raise TypeError(f"the tool returned {type(value).__name__}, {NO_TEXT}")
@@ -187,7 +187,7 @@ def describe(
     factories: Mapping[str, Callable[..., Any]],
     args: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Schemas of the tools, and of each environment's; or why one cannot be used."""
+    """Schemas of the tools, and of each environment's; or the reason why one cannot be used."""
     try:
         return _described(tools, factories, args)
     except UnusableError as error:
@@ -212,7 +212,7 @@ def _described(
             raise UnusableError(f"the environment {shown} has no method reset(**row); it begins each conversation")
         own = {it: schema(getattr(instance, it), it) for it in methods if it not in OWN and not it.startswith("_")}
         if twice := own.keys() & common.keys():
-            raise UnusableError(f"the environment {shown} has a method {min(twice)!r}, and so is a tool called")
+            raise UnusableError(f"the environment {shown} has a method {min(twice)!r}, which is a tool's name too")
         environments[name] = {"tools": {**common, **own}, "has_reward": "get_reward" in methods}
     return {"tools": common, "environments": environments}
 
@@ -233,7 +233,7 @@ def schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
 
 
 def found(source: str) -> Any:
-    """What `module:name` names. Raises UnusableError."""
+    """Import what `module:name` names. Raises UnusableError if that fails."""
     module, _, name = source.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
@@ -244,7 +244,7 @@ def found(source: str) -> Any:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """A value as the asking process can have it."""
+    """Return a value in a form that can be sent to the asking process."""
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a number of numpy or torch
         value = value.item()
     try:
@@ -254,13 +254,13 @@ def _plain(value: Any, name: str) -> Any:
             f"{name} is {type(value).__name__}, which JSON cannot hold ({error}); it comes from the environment's "
             "process: let it be numbers, text, lists or dictionaries"
         ) from None
-    if size > MOST_BYTES:
-        raise ValueError(f"{name} takes {size:,} bytes; {MOST_BYTES:,} are the most")
+    if size > MAX_BYTES:
+        raise ValueError(f"{name} takes {size:,} bytes; {MAX_BYTES:,} are the most")
     return value
 
 
 def _seed(seed: int) -> None:
-    """Random numbers of the environment follow from the row: all completions of a prompt start from the same state."""
+    """Seed the environment's random numbers by the row: all completions of a prompt start from the same state."""
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
@@ -276,7 +276,7 @@ def _limit(memory_gib: float) -> None:
         allowed = resource.getrlimit(kind)[1]
         value = value if allowed == resource.RLIM_INFINITY else min(value, allowed)
         resource.setrlimit(kind, (value, value))
-    with suppress(OSError):  # where memory runs out, this is ended, not the training
+    with suppress(OSError):  # if memory runs out, this process is ended, not the training
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
@@ -295,22 +295,22 @@ def _flush() -> None:
             continue
 
 
-def _say(connection: socket.socket, message: Mapping[str, Any]) -> None:
+def _send_json(connection: socket.socket, message: Mapping[str, Any]) -> None:
     send(connection, json.dumps(message).encode())
 
 
 def send(connection: socket.socket, body: bytes) -> None:
-    """One frame: the length of what follows in four bytes, then that."""
+    """Send one frame: the length of the body in four bytes, then the body."""
     connection.sendall(struct.pack(">I", len(body)) + body)
 
 
 def receive(connection: socket.socket) -> bytes | None:
-    """What the next frame holds; None at the connection's end."""
-    head = _exactly(connection, 4)
-    return _exactly(connection, struct.unpack(">I", head)[0]) if head else None
+    """Return the body of the next frame; None at the connection's end."""
+    head = _receive_exactly(connection, 4)
+    return _receive_exactly(connection, struct.unpack(">I", head)[0]) if head else None
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes | None:
+def _receive_exactly(connection: socket.socket, count: int) -> bytes | None:
     parts = bytearray()
     while len(parts) < count:
         part = connection.recv(min(count - len(parts), 1 << 20))

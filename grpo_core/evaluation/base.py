@@ -30,8 +30,8 @@ from grpo_core.system.progress import expect
 
 @dataclass(frozen=True)
 class Base:
-    """What samples from the base, and from other policies whose weights the engine is given. `shard`: how policies are
-    divided among the processes; None: each holds the whole."""
+    """All that is needed to sample from the base, and from other policies whose weights the engine is given. `shard`:
+    how policies are divided among the processes; None: each process holds the whole."""
 
     config: RunConfig  # with the precision of the device
     processes: Any  # accelerate's Accelerator

@@ -18,8 +18,8 @@ Outcomes = Mapping[str, Mapping[str, np.ndarray]]  # policy → metric → one v
 
 
 def compare_policies(samples: pl.DataFrame, config: RunConfig, policies: Sequence[str]) -> dict[str, Any]:
-    """For each evaluation set, and each source of the held-out prompts, its prompts, every policy's figures, and the
-    last policy minus each of the others."""
+    """Compare the policies on each evaluation set, and each source of the held-out prompts: number of prompts, every
+    policy's figures, and the last policy minus each of the others."""
     held_out, *others = config.evaluation_files
     names = (held_out, *config.evaluated_sources, *others)
     return {name: _compare_on(name, samples, config, policies) for name in names}
@@ -93,13 +93,13 @@ def _figures(
 
 
 def _seen(bounds: Bounds, of_policies: Sequence[np.ndarray]) -> Bounds:
-    """The bounds; the outermost outcome of all policies replaces an infinite one: those of one policy may be equal."""
+    """The bounds; the outermost outcome of all policies replaces an infinite one, since those of one may be equal."""
     values = np.concatenate(of_policies)
     return bounds if np.isnan(values).all() else seen_bounds(bounds, values)
 
 
 def _categories(samples: pl.DataFrame, name: str) -> np.ndarray | None:
-    """Category of each prompt of a set; None where no prompt has one."""
+    """Category of each prompt of a set; None if no prompt has one."""
     if "category" not in samples.columns:
         return None
     first = samples_of(samples, name).filter(pl.col("sample") == 0).sort("row")["category"]

@@ -1,4 +1,4 @@
-"""Samples → what a policy did on each prompt, metric by metric. The distinct prompt is the unit of every statistic.
+"""Samples → a policy's outcome on each prompt, metric by metric. The distinct prompt is the unit of every statistic.
 
 `samples` has a row for each completion that was drawn of each prompt (see `docs/reference/files.md`, samples.parquet).
 """
@@ -24,7 +24,7 @@ AccuracyReward = str | Mapping[str, str]  # name of a reward; with several sourc
 
 
 def samples_of(samples: pl.DataFrame, set: str) -> pl.DataFrame:
-    """The samples of an evaluation set; given the name of a source, those of its held-out prompts."""
+    """The samples of an evaluation set, or, given the name of a source, those of its held-out prompts."""
     chosen = pl.col("set") == set
     if "source" in samples.columns:
         chosen |= (pl.col("set") == HELD_OUT) & (pl.col("source") == set)
@@ -42,9 +42,9 @@ def outcomes(
 ) -> np.ndarray:
     """A policy's `metric` on each prompt of a set, in the order of rows: the mean over the prompt's samples. (N,)
 
-    accuracy: whether the sample is right, which is that `accuracy_reward` gave it 1. reward: the weighted sum of what
-    `rewards` count. pass@K: the probability that one of K samples is right. kl: 0 of the base itself. The others are
-    columns of `samples`. A sample that a reward left unscored is left out, a prompt without a scored one is NaN.
+    accuracy: 1 if `accuracy_reward` gave the sample 1, else 0. reward: the weighted sum of what `rewards` count.
+    pass@K: the probability that one of K samples is right. kl: 0 for the base itself. The others are columns of
+    `samples`. A sample that a reward left unscored is left out, a prompt without a scored one is NaN.
     unscored_as: one entry per row of the set, in the order of `samples`: a value that replaces the sample's own, or
     null. Raises ValueError for a metric or a policy that the samples do not have.
     """
@@ -64,7 +64,7 @@ def outcomes(
 
 
 def right(policy: str, accuracy_reward: AccuracyReward) -> pl.Expr:
-    """What the reward that says which samples are right gave: 1 to those that are; null where it gave nothing."""
+    """Value of the reward that decides correctness: 1 if right, null if unscored."""
     if isinstance(accuracy_reward, str):
         return pl.col(f"{policy}/rewards/{accuracy_reward}").cast(pl.Float64)
     return pl.coalesce(
@@ -74,7 +74,7 @@ def right(policy: str, accuracy_reward: AccuracyReward) -> pl.Expr:
 
 
 def deciding_metric(samples: pl.DataFrame, accuracy_reward: AccuracyReward) -> Deciding:
-    """What policies are compared by where `promotion.metric` does not say it: accuracy if `accuracy_reward` gave all
+    """Metric by which policies are compared if `promotion.metric` is not set: accuracy if `accuracy_reward` gave all
     samples, of every policy, 0 or 1, or did not score them; else reward, since its other values are not "wrong"."""
     policies = dict.fromkeys(name.partition("/")[0] for name in samples.columns if "/rewards/" in name)
     given = samples.select(right(policy, accuracy_reward).alias(policy) for policy in policies)
@@ -82,7 +82,7 @@ def deciding_metric(samples: pl.DataFrame, accuracy_reward: AccuracyReward) -> D
 
 
 def bounds_of(metric: str, config: RunConfig) -> Bounds:
-    """Lowest and highest value that the metric of a prompt can have; infinite where nothing bounds it."""
+    """Lowest and highest value that the metric of a prompt can have; infinite if nothing bounds it."""
     ranges = {f"rewards/{reward.name}/mean": range_of(reward) or (-math.inf, math.inf) for reward in config.rewards}
     ranges["reward"] = range_of_sum(config.rewards)
     ranges["completions/mean_length"] = 0.0, float(config.evaluation_length)
@@ -104,7 +104,7 @@ def rewards_in(metric: str, config: RunConfig) -> list[str]:
 def left_unscored(
     samples: pl.DataFrame, policy: str, others: pl.DataFrame, other: str, set: str, rewards: Sequence[str]
 ) -> pl.Series:
-    """Whether one of `rewards` left the policy's sample unscored, although it scored the other policy on that prompt:
+    """True if one of `rewards` left the policy's sample unscored, although it scored the other policy on that prompt:
     one value per row of the set, in the order of `samples`. `others` has the columns `other/…` of the other policy."""
     of_set, theirs = samples_of(samples, set), samples_of(others, set)
     lost = pl.repeat(False, of_set.height, eager=True)
@@ -116,7 +116,7 @@ def left_unscored(
 
 def prompt_numbers(samples: pl.DataFrame, set: str) -> np.ndarray:
     """Number of each row's prompt, in the order of the set's rows; equal prompts have the same number. With an
-    environment, rows are told apart by all that it begins with (`task`). (N,)"""
+    environment, rows differ if anything that it begins with (`task`) does. (N,)"""
     unit = "task" if "task" in samples.columns else "prompt"
     of_set = samples_of(samples, set).filter(pl.col("sample") == 0).sort("row")
     numbers: dict[str, int] = {}
@@ -138,11 +138,11 @@ def per_prompt(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 def majority(
     samples: pl.DataFrame, set: str, policy: str, accuracy_reward: AccuracyReward, answer_pattern: str | None
 ) -> np.ndarray:
-    """Whether the answer that most samples of a prompt give is right (arXiv:2203.11171), in the order of rows. (N,)
+    """1 if the answer that most samples of a prompt give is right, else 0 (arXiv:2203.11171), by rows. (N,)
 
     The answer: the first group of `answer_pattern`'s last match, or without a pattern the completion without white
     space around it; a completion without a match casts no vote. Of equal counts the answer that came first wins. NaN
-    where the winner's first sample was not scored; 0 where no sample has an answer.
+    if the winner's first sample was not scored; 0 if no sample has an answer.
     """
     columns = (f"{policy}/completion", right(policy, accuracy_reward).alias("right"))
     of_set = samples_of(samples, set).sort("row", "sample")

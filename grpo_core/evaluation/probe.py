@@ -1,4 +1,4 @@
-"""How often the base model solves each training prompt: what a curriculum begins with."""
+"""Measure how often the base model solves each training prompt: the pass rates that a curriculum begins with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_core.data.places import PASS_RATES
 from grpo_core.rewards.composition import check_curriculum
 from grpo_core.system.processes import importing
 
-PROMPTS = 4096  # that are sampled together; after each of these, a line says how far it is
+PROMPTS = 4096  # sampled together; a line of progress follows
 TENTHS = 10  # bars of the histogram
 
 
@@ -22,8 +22,7 @@ def probe(run: Path, output: Path) -> dict[str, Any]:
     """Sample `data.curriculum.probe` completions of each training prompt, as the training would, and write their pass
     rates under `output`. Several processes share the prompts.
 
-    Returns what `summary` says of the rates; empty except in the main process. Raises ConfigError if no reward says
-    what passes.
+    Returns the `summary` of the rates; {} except in the main process. Raises ConfigError if no reward says what passes.
     """
     with importing():
         from grpo_core.data.order import derive_seed

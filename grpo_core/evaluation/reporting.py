@@ -1,4 +1,4 @@
-"""What an entry point does around its work, if the work ends in a report."""
+"""Run the work of an entry point that ends in a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base, champion and trained policy on the same prompts, set by set, each prompt once; what the report rests on."""
+"""Evaluate base, champion and trained policy on the same prompts, set by set, each prompt once."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 def evaluate(
     run: Path, output: Path, champion: Path | None = None, earlier: Path | None = None, known: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Report of all policies. Writes samples.parquet (one row per completion) under `output`.
+    """Evaluate all policies and return their report. Writes samples.parquet (one row per completion) under `output`.
 
     earlier: samples.parquet of another run, evaluated the same way, from which the answers of the policies `known`
     (base, champion) are taken instead of sampled again.
 
-    Several processes hold each policy as train.sharding says, and each samples its share of the prompts; the report is
-    the main one's, the others' is empty.
+    Several processes hold each policy as train.sharding says, and each samples its share of the prompts; the main one
+    returns the report, the others return {}.
 
     A champion with another architecture or tokenizer than the run's base model is left out: the engine cannot sample
     from it. The caller, which knows what the folder is, fills in "champion" of the report.
@@ -89,9 +89,9 @@ def evaluate(
     if earlier and "champion" in known:
         take("champion", earlier)
     elif champion is not None:
-        if unlike := _unlike(base, champion, tokenizer):
+        if part := _incompatible_part(base, champion, tokenizer):
             if is_main:
-                print(f"the champion is left out: it has another {unlike} than {config.model.name_or_path}", flush=True)
+                print(f"the champion is left out: it has another {part} than {config.model.name_or_path}", flush=True)
         else:
             model = load_model(champion, **as_base)
             engine.sync_weights(model)
@@ -132,9 +132,9 @@ def evaluate(
 
 
 def outcomes_key(config: RunConfig, files: Mapping[str, Path]) -> str:
-    """Hash of all that outcomes follow from beside the policy: two policies' recorded outcomes may be paired where it
-    is the same. The seed is no part of it: prompts are the unit, whichever completions are drawn of them. `files`: the
-    prompts of each set."""
+    """Hash of everything except the policy that outcomes follow from: two policies' recorded outcomes may be paired if
+    it is the same. The seed is not part of it: prompts are the unit, whichever completions are drawn of them. `files`:
+    the prompts of each set."""
     sampling = config.evaluation.model_dump(include={"num_samples", "temperature", "top_p", "top_k"})
     parts: list[Any] = [sampling, config.evaluation_length, reward_parts(config), config.accuracy_reward]
     optional = (
@@ -148,7 +148,7 @@ def outcomes_key(config: RunConfig, files: Mapping[str, Path]) -> str:
     return digest.hexdigest()
 
 
-def _unlike(base: Any, folder: Path, tokenizer: Any) -> str:
+def _incompatible_part(base: Any, folder: Path, tokenizer: Any) -> str:
     """Part of the policy in `folder` that keeps the base's engine from sampling from it; "" if there is none."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

@@ -52,13 +52,13 @@ def answers_of(policy: str, samples: Path, columns: Mapping[str, Mapping[str, li
 
 
 def samples_table(columns: Mapping[str, list[Any]], scores: Iterable[str]) -> pl.DataFrame:
-    """The samples of one set, with the same types whatever is empty in it; `scores`: the columns of rewards."""
+    """The samples of one set, with the same types even for empty columns; `scores`: the columns of rewards."""
     types: dict[str, Any] = {"answer": pl.String, "category": pl.String, **dict.fromkeys(scores, pl.Float64)}
     return pl.DataFrame(columns, schema_overrides={name: kind for name, kind in types.items() if name in columns})
 
 
 def prompt_columns(name: str, rows: Sequence[Mapping[str, Any]], config: RunConfig) -> dict[str, list[Any]]:
-    """The columns of samples.parquet that are the same for all policies: one entry a sample of a prompt."""
+    """The columns of samples.parquet that are the same for all policies: one entry per sample of a prompt."""
     n = config.evaluation.num_samples
     columns: dict[str, list[Any]] = {"prompt": [plain(row["prompt"]) for row in rows]}
     for column, source in ((ANSWER, ANSWER), ("category", config.evaluation.category_column)):
@@ -66,7 +66,7 @@ def prompt_columns(name: str, rows: Sequence[Mapping[str, Any]], config: RunConf
             columns[column] = [None if row[source] is None else str(row[source]) for row in rows]
     if config.data.sources:
         columns["source"] = [row["source"] for row in rows]
-    if config.environment.factories:  # which begins by the whole row: the same prompt may be another task
+    if config.environment.factories:  # an environment begins with the whole row: the same prompt may be another task
         columns["task"] = [_content(row) for row in rows]
     places: dict[str, list[Any]] = {
         "set": [name] * n * len(rows),

@@ -1,4 +1,4 @@
-"""Whether an arm of a sweep has fallen behind, looked at again and again while it trains.
+"""Test repeatedly, while an arm of a sweep trains, whether it has fallen behind.
 
 At each look, the arm and an arm that ran before it have been evaluated after the same update on the same prompts. The
 hypothesis is that the arm is, at every look, at least as good in the mean over prompts as each arm before it. Betting
@@ -23,22 +23,22 @@ from scipy import special
 STAKES = np.arange(1, 20) / 20  # shares of the capital that are bet on each prompt; the capital is divided among them
 
 
-def log_evidence(differences: np.ndarray, most: float) -> float:
+def log_evidence(differences: np.ndarray, largest: float) -> float:
     """Logarithm of the e-value of one look. `differences`: the arm's outcome minus that of the other, one per prompt,
-    NaN where one was not scored; `most`: their largest possible size."""
-    scaled = differences[~np.isnan(differences)] / most
+    NaN where one was not scored; `largest`: their largest possible size."""
+    scaled = differences[~np.isnan(differences)] / largest
     capitals = np.log1p(-STAKES[:, None] * scaled).sum(axis=1)
     return float(special.logsumexp(capitals) - math.log(len(STAKES)))
 
 
 def has_fallen_behind(
-    looks: Sequence[Sequence[np.ndarray]], earlier: int, stoppable: int, most: float, level: float
+    looks: Sequence[Sequence[np.ndarray]], earlier: int, stoppable: int, largest: float, level: float
 ) -> bool:
-    """Whether an arm is to be stopped. `looks`: for each look in its order, the differences from each earlier arm that
+    """True if an arm should be stopped. `looks`: for each look in its order, the differences from each earlier arm that
     was evaluated then; `earlier`: arms that come before this one; `stoppable`: arms of the sweep that can be stopped;
-    `level`: highest probability that any arm is stopped that is as good as each before it at every look."""
+    `level`: highest probability of stopping any arm that is as good as each arm before it at every look."""
     evidence = [
-        log_evidence(differences, most) - math.log(look * (look + 1)) - math.log(earlier)
+        log_evidence(differences, largest) - math.log(look * (look + 1)) - math.log(earlier)
         for look, of_look in enumerate(looks, start=1)
         for differences in of_look
     ]

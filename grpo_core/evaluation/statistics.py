@@ -1,6 +1,6 @@
-"""How sure a figure is, and whether one policy is better than another on the same prompts.
+"""Intervals of figures, and tests of whether one policy is better than another on the same prompts.
 
-The unit is always the prompt: what a policy did on it, one number. NaN stands for a prompt that nothing scored.
+The unit is always the prompt: a policy's outcome on it, one number. NaN stands for a prompt that nothing scored.
 
 Outcomes that can only be 0 or 1 have score intervals and an exact test. All others have one method: the Bayesian
 bootstrap of the prompts (Rubin 1981), with one prompt more on which the outcome is the worst that is possible. Its
@@ -22,7 +22,7 @@ POWER = 0.8
 BINARY = (0.0, 1.0)
 NODES = np.arange(0, 8, 0.04)  # of the integral in `tail`, see there
 SMALLEST = 1e-30  # share of the largest magnitude
-BLOCK = 1000  # values whose terms are computed at once, in the cache
+BLOCK = 1000  # values whose terms are computed together, in the cache
 Values = Sequence[float] | np.ndarray
 Bounds = tuple[float, float]
 
@@ -30,7 +30,7 @@ Bounds = tuple[float, float]
 @dataclass(frozen=True)
 class Estimate:
     """A mean over prompts with the interval that covers the true one with probability `confidence`; the interval is NaN
-    where all outcomes are equal and their range is not known."""
+    if all outcomes are equal and their range is not known."""
 
     mean: float
     low: float
@@ -42,7 +42,7 @@ class Estimate:
 class Difference:
     """A policy minus another, paired by prompt.
 
-    low, high: two-sided interval of `confidence`; NaN where all outcomes are equal and their range is not known.
+    low, high: two-sided interval of `confidence`; NaN if all outcomes are equal and their range is not known.
     p_value: one-sided, of "not better in the mean". probability_better: posterior probability that the mean difference
     is positive, by the Bayesian bootstrap with one win and one loss added. minimum_detectable: the true gain that the
     test finds with probability POWER.
@@ -61,7 +61,7 @@ class Difference:
 @dataclass(frozen=True)
 class SeedDifference:
     """Trainings of one setting minus those of another, paired by seed, on the same prompts: Student's interval of
-    `confidence`, and the one-sided p-value of "not better in the mean". NaN and 1 where the seeds show no spread."""
+    `confidence`, and the one-sided p-value of "not better in the mean". NaN and 1 if the seeds show no spread."""
 
     mean: float
     low: float
@@ -71,7 +71,7 @@ class SeedDifference:
 
 
 def estimate(values: Values, confidence: float, bounds: Bounds) -> Estimate:
-    """Mean with its interval. `bounds`: lowest and highest value that an outcome can have, infinite where not known.
+    """Mean with its interval. `bounds`: lowest and highest value that an outcome can have, infinite if not known.
 
     Outcomes of 0 or 1 between bounds of 0 and 1: the Wilson score interval (Wilson 1927); all others: Gaffke's.
     """
@@ -93,7 +93,7 @@ def paired_difference(
 ) -> Difference:
     """after − before over the prompts that both scored: what makes a prompt hard is common to both and cancels.
 
-    `bounds`: lowest and highest value that an outcome can have, infinite where not known. `level`: of the test that
+    `bounds`: lowest and highest value that an outcome can have, infinite if not known. `level`: of the test that
     `minimum_detectable` is about; default: 1 − confidence. Outcomes of 0 or 1 between bounds of 0 and 1: Tango's score
     interval (Tango 1998) and McNemar's exact test; all others: Gaffke's bound and the test that inverts it.
     """
@@ -109,28 +109,28 @@ def paired_difference(
         nan = math.nan
         return Difference(nan, nan, nan, 1.0, 0.5, nan, confidence, 0)
     lowest, highest = seen_bounds(bounds, both)
-    most = highest / unit - lowest / unit
+    largest = highest / unit - lowest / unit
     if _is_binary(both, bounds):
         wins, losses = int((differences > 0).sum()), int((differences < 0).sum())
         low, high = np.array(_score_interval(wins, losses, n, confidence)) / unit
         p_value = float(special.bdtrc(wins - 1, wins + losses, 0.5))  # of as many wins or more
     else:
-        low, high = _interval(differences, -most, most, confidence)
-        p_value = tail(np.append(differences, -most))
+        low, high = _interval(differences, -largest, largest, confidence)
+        p_value = tail(np.append(differences, -largest))
     return Difference(
         mean=float(differences.mean()) * unit,
         low=float(low) * unit,
         high=float(high) * unit,
         p_value=p_value,
-        probability_better=1 - tail(np.append(differences, [-most, most])) if most else 0.5,
-        minimum_detectable=_minimum_detectable(differences, most, level or 1 - confidence) * unit,
+        probability_better=1 - tail(np.append(differences, [-largest, largest])) if largest else 0.5,
+        minimum_detectable=_minimum_detectable(differences, largest, level or 1 - confidence) * unit,
         confidence=confidence,
         num_prompts=n,
     )
 
 
 def seed_difference(before: Values, after: Values, confidence: float) -> SeedDifference:
-    """after − before, one value per seed: how another seed would come out is the only uncertainty that this counts."""
+    """after − before, one value per seed: only the uncertainty about other seeds is counted."""
     differences = np.asarray(after, dtype=float) - np.asarray(before, dtype=float)
     n = len(differences)
     mean = float(differences.mean()) if n else math.nan
@@ -272,11 +272,11 @@ def _score_bound(wins: int, losses: int, n: int, z: float) -> float:
     return float(optimize.brentq(excess, -1.0, (wins - losses) / n - 1e-9))
 
 
-def _minimum_detectable(differences: np.ndarray, most: float, level: float) -> float:
-    """By the normal approximation, with one win and one loss added (Agresti & Min 2005), so that a few prompts without
-    a difference promise nothing, and the step of 1/N that an exact test loses to discreteness or Gaffke's to the prompt
-    that it adds. `most`: the largest possible difference."""
+def _minimum_detectable(differences: np.ndarray, largest: float, level: float) -> float:
+    """True gain that is detected with probability POWER, by the normal approximation, with one win and one loss added
+    (Agresti & Min 2005), so that a few prompts without a difference promise nothing, and the step of 1/N that an exact
+    test loses to discreteness or Gaffke's to the prompt that it adds. `largest`: the largest possible difference."""
     n = len(differences)
-    deviation = float(np.std([*differences, most, -most]))
+    deviation = float(np.std([*differences, largest, -largest]))
     needed = float(special.ndtri(POWER) - special.ndtri(level))
-    return float(needed * deviation / math.sqrt(n) + most / n)
+    return float(needed * deviation / math.sqrt(n) + largest / n)

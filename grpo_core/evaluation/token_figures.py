@@ -1,4 +1,4 @@
-"""What a saved policy makes of completions that another one may have sampled: figures of each of their tokens."""
+"""Figures of each token of completions under a saved policy, which need not have sampled them."""
 
 from __future__ import annotations
 

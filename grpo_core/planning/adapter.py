@@ -1,4 +1,4 @@
-"""An adapter that a training goes on with: whether it is one that the configuration describes. Imports no torch."""
+"""Check that an adapter to continue with is the one that the configuration describes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_core.planning.shapes import ForecastError, config_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in configurations of mixtures of experts
-# What peft can do to an adapter that is not done here, with the value that leaves it undone.
+# Features of peft's adapters that are not supported here, with the value that turns each off.
 OTHERS: dict[str, Any] = {"bias": "none", "use_dora": False, "lora_bias": False}
 OTHERS |= {"layers_to_transform": None, "layer_replication": None, "trainable_token_indices": None}
 DESCRIBED = {"r": "lora_r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora"}
@@ -45,7 +45,7 @@ def check_adapter(model: ModelConfig) -> None:
     if kind != "LORA" or other:
         found = ", ".join(other) or f"peft_type = {kind!r}"
         raise ConfigError(
-            f"model.adapter = {model.adapter!r}: an adapter with {found}, and only plain LoRA can be gone on with; "
+            f"model.adapter = {model.adapter!r}: an adapter with {found}, and only plain LoRA can be continued; "
             "merge it into its base, and name the result in model.name_or_path"
         )
     wanted = {key: saved.get(name, False) for name, key in DESCRIBED.items()}

@@ -1,5 +1,5 @@
-"""How far a training should sample ahead, and from how many servers: simulated from an earlier training's completions
-and seconds. Imports no torch."""
+"""Advice on how far a training should sample ahead and from how many servers, simulated from an earlier training's
+completions and seconds. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.sampling_ahead import Group, Simulated, Speed, simulate
 
-CPU_SLOTS, GPU_SLOTS = 128, 256  # sequences that vLLM samples together by default, on a large GPU more
+CPU_SLOTS, GPU_SLOTS = 128, 256  # sequences that vLLM samples together by default; more on a large GPU
 AHEAD = (0, 1, 2, 4, 8)  # rollout.max_staleness
 BATCHES = 16  # generation batches that are simulated
 AS_GOOD = 0.95  # of the most updates per hour
@@ -54,11 +54,11 @@ def fit_speed(earlier: EarlierSampling, slots: int) -> Speed:
     batches = earlier.batches
     tokens = [batch.tokens / earlier.servers for batch in batches]
     steps = [max(max(map(max, batch.lengths)), own / slots) for batch, own in zip(batches, tokens, strict=True)]
-    step, sequence = _line(
+    step, sequence = _fit_line(
         [own / count for own, count in zip(tokens, steps, strict=True)],
         [batch.sample_seconds / count for batch, count in zip(batches, steps, strict=True)],
     )
-    update, token = _line(
+    update, token = _fit_line(
         [batch.tokens for batch in batches], [batch.train_seconds + batch.other_seconds for batch in batches]
     )
     passed = [batch.tokens + len(batch.lengths) * batch.prompt_tokens for batch in batches]
@@ -79,17 +79,17 @@ def advise(config: RunConfig, plan: Plan, earlier: EarlierSampling, slots: int) 
     groups = _groups(earlier.batches, plan, config.rollout.max_completion_length)
     prompt_tokens = mean(batch.prompt_tokens for batch in earlier.batches)
 
-    def run(most: int, servers: int) -> Simulated:
-        return simulate(groups, plan.prompts_per_generation, most, servers, slots, speed, prompt_tokens)
+    def run(staleness: int, servers: int) -> Simulated:
+        return simulate(groups, plan.prompts_per_generation, staleness, servers, slots, speed, prompt_tokens)
 
     per_batch = plan.max_steps / plan.rollouts
-    paces = {most: per_batch * run(most, own).batches_per_hour for most in AHEAD}
-    most = _as_good(paces)
-    fed = {servers: run(most, servers) for servers in sorted({1, 2, own, 2 * own})}
+    paces = {staleness: per_batch * run(staleness, own).batches_per_hour for staleness in AHEAD}
+    chosen = _least_as_good(paces)
+    fed = {servers: run(chosen, servers) for servers in sorted({1, 2, own, 2 * own})}
     return {
         "updates_per_hour": paces,
-        "max_staleness": most,
-        "servers": _as_good({servers: found.batches_per_hour for servers, found in fed.items()}),
+        "max_staleness": chosen,
+        "servers": _least_as_good({servers: found.batches_per_hour for servers, found in fed.items()}),
         "waiting_share": {servers: found.waiting_share for servers, found in fed.items()},
         "how": (
             f"simulated, not run, with {own} server{'s' * (own > 1)}: {earlier.how}; {slots} sequences per server, "
@@ -99,7 +99,7 @@ def advise(config: RunConfig, plan: Plan, earlier: EarlierSampling, slots: int) 
 
 
 def _groups(batches: Sequence[SampledBatch], plan: Plan, longest: int) -> list[Group]:
-    """Groups of the plan's size for BATCHES generation batches, as often as needed those of the earlier training."""
+    """Groups of the plan's size for BATCHES generation batches: those of the earlier training, repeated as needed."""
     found = itertools.cycle(group for batch in batches for group in batch.lengths)
     return [
         [[(min(length, longest), 0.0)] for length in itertools.islice(itertools.cycle(group), plan.num_generations)]
@@ -107,13 +107,13 @@ def _groups(batches: Sequence[SampledBatch], plan: Plan, longest: int) -> list[G
     ]
 
 
-def _as_good(paces: dict[int, float]) -> int:
+def _least_as_good(paces: dict[int, float]) -> int:
     """The least number whose pace is about as good as the best."""
     return min(number for number, pace in paces.items() if pace >= AS_GOOD * max(paces.values()))
 
 
-def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """a and b, neither below 0, of y = a + b·x by least squares."""
+def _fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Fit y = a + b·x by least squares, with neither a nor b below 0. Returns a and b."""
     if len(set(x)) > 1:
         slope, intercept = linear_regression(x, y)
         if slope > 0:

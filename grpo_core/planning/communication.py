@@ -40,14 +40,14 @@ def communication(config: RunConfig, plan: Plan, shape: ModelShape, gpu: Gpu) ->
     trained = adapter_parameters(shape, config) if lora else shape.parameters
     gradients = FLOAT * trained * (1 if lora or sharding == "none" else passes)
     if lora or sharding == "none":  # an all-reduce: everything goes around twice
-        reduced, crossing = 2 * _of_others(processes) * gradients, 2.0 * gradients
+        reduced, crossing = 2 * _others_fraction(processes) * gradients, 2.0 * gradients
     elif sharding == "full":
-        reduced, crossing = _of_others(processes) * gradients, gradients
+        reduced, crossing = _others_fraction(processes) * gradients, gradients
     else:
-        reduced = _of_others(sharing) * gradients + 2 * _of_others(machines) * gradients / sharing
+        reduced = _others_fraction(sharing) * gradients + 2 * _others_fraction(machines) * gradients / sharing
         crossing = 2 * gradients
-    crossing = _of_others(machines) * (crossing + weights * (sharding == "full"))
-    gathered = _of_others(sharing) * weights
+    crossing = _others_fraction(machines) * (crossing + weights * (sharding == "full"))
+    gathered = _others_fraction(sharing) * weights
     offloaded = 2 * moments(config, shape, gpu) * (config.train.offload == "optimizer")
     found = {"gathered": gathered, "reduced": reduced, "between_machines": crossing, "offloaded": offloaded}
     assumed = [f"{WITHIN_MACHINE / 1e9:g} GB/s per GPU within a machine"] * (processes > 1)
@@ -68,6 +68,6 @@ def communication(config: RunConfig, plan: Plan, shape: ModelShape, gpu: Gpu) ->
     }
 
 
-def _of_others(processes: int) -> float:
-    """Part of an array that is the other processes' when all hold equal parts of it."""
+def _others_fraction(processes: int) -> float:
+    """Fraction of an array that other processes hold if all processes hold equal parts of it."""
     return (processes - 1) / processes

@@ -46,12 +46,12 @@ def forecast(
     sampling: EarlierSampling | str | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Time, useful groups and, on GPUs, memory and communication: each with `how` it was made, or with the `error` that
-    prevented it; with vLLM servers the GPUs too. Memory that is not there comes with the `remedies` that would fit.
+    prevented it; with vLLM servers the GPUs too. If memory does not suffice, it has the `remedies` that would fit.
 
-    `source`: the pace of earlier runs, or the one measured, or the reason why there is neither. `gpu`: the one to train
-    on; None for a CPU. `sampling`: of an earlier training, to say how far to sample ahead, or the reason why it is not
-    known; None if the run cannot. Raises ConfigError if there are certainly too few GPUs for the servers, or too little
-    memory: in vLLM's share of the GPU, or in the host for what is offloaded.
+    `source`: the pace of earlier runs, or the one measured, or the reason why there is neither. `gpu`: the GPU to train
+    on; None for a CPU. `sampling`: an earlier training's, from which to say how far to sample ahead, or the reason why
+    it is not known; None if the run cannot sample ahead. Raises ConfigError if there are certainly too few GPUs for the
+    servers, or too little memory: in vLLM's share of the GPU, or in the host for what is offloaded.
     """
     found: dict[str, dict[str, Any]] = {}
     shape = None
@@ -150,7 +150,7 @@ def forecast_rows(forecasts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[
 
 def _ahead_rows(title: str, found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     paces, waiting = found["updates_per_hour"], found["waiting_share"]
-    each = ", ".join(f"{most}: {pace:.3g}" for most, pace in paces.items())
+    each = ", ".join(f"{staleness}: {pace:.3g}" for staleness, pace in paces.items())
     yield title, f"max_staleness = {found['max_staleness']}; updates per hour {each}", found["how"]
     each = ", ".join(f"{servers}: {share:.0%}" for servers, share in waiting.items())
     yield "  vLLM servers", f"{found['servers']}; the trainer waits {each} of its time", ""

@@ -16,7 +16,7 @@ from grpo_core.system.memory import memory_limit
 
 NVIDIA_SMI_SECONDS = 10
 MIB_PER_GIB = 1024
-# MiB in all, as nvidia-smi shows them, by a part of the name. The first that fits counts: longer names come first.
+# Total MiB as nvidia-smi shows it, by a part of the GPU's name. The first match counts, so longer names come first.
 MEMORY_MIB = {
     "B200": 183_359,
     "H200": 143_771,
@@ -62,9 +62,9 @@ class Gpu:
 def find_gpu() -> Gpu | None:
     """The GPU with the least memory of those that a training on this machine sees; None without a GPU.
 
-    CUDA_VISIBLE_DEVICES is respected if it lists numbers: as in CUDA, the first that is no GPU's hides those after it.
+    CUDA_VISIBLE_DEVICES is respected if it lists numbers: as in CUDA, the first that is not a GPU's hides the rest.
     """
-    gpus = [_read(line) for line in query_gpus("name,memory.total") if "," in line]
+    gpus = [_parse_gpu(line) for line in query_gpus("name,memory.total") if "," in line]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and re.fullmatch(r"[-\d, ]*", visible):
         numbers = map(int, re.findall(r"-?\d+", visible))
@@ -79,7 +79,7 @@ def find_gpu() -> Gpu | None:
 
 
 def query_gpus(quantities: str) -> list[str]:
-    """What nvidia-smi says of each GPU, without units; nothing if there is no GPU, or no driver for it."""
+    """Return one line of nvidia-smi per GPU, without units; [] if there is no GPU, or no driver for it."""
     if not shutil.which("nvidia-smi"):
         return []
     command = ["nvidia-smi", f"--query-gpu={quantities}", "--format=csv,noheader,nounits"]
@@ -91,14 +91,14 @@ def query_gpus(quantities: str) -> list[str]:
 
 
 def named_gpu(name: str) -> Gpu:
-    """A GPU that is not here, with its memory if the name is a known one."""
+    """A GPU that is not here, with its memory if the name is known."""
     mib = _by_name(MEMORY_MIB, name)
     return Gpu(name, mib and mib / MIB_PER_GIB)
 
 
 def capability(gpu: Gpu | None) -> tuple[int, int] | None:
-    """Compute capability as far as the precision follows from it: by the name, at least that of bf16 if the name is not
-    an older GPU's. None for a CPU."""
+    """Compute capability, precise enough to choose the precision: that of bf16 unless the name is an older GPU's. None
+    for a CPU."""
     return (_by_name(BEFORE_BF16, gpu.name) or BF16_CAPABILITY) if gpu else None
 
 
@@ -108,12 +108,12 @@ def name_hardware(gpu: Gpu | None) -> str:
 
 
 def _by_name(table: Mapping[str, Value], name: str) -> Value | None:
-    """The value of the first entry that is a part of the name, and not of one of its words."""
+    """Value of the first entry that occurs in the name as whole words."""
     found = (value for part, value in table.items() if re.search(rf"(?<![A-Z0-9]){part}(?![A-Z0-9])", name.upper()))
     return next(found, None)
 
 
-def _read(line: str) -> Gpu:
+def _parse_gpu(line: str) -> Gpu:
     name, _, mib = (part.strip() for part in line.rpartition(","))
     known = mib.isdecimal() and int(mib)  # "[N/A]" on GPUs that share the CPU's memory
     return Gpu(name, known / MIB_PER_GIB if known else None)

@@ -11,7 +11,15 @@ from grpo_core.errors import ConfigError
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ModelShape, PromptLengths, adapted_inputs, adapter_parameters, trains_head
-from grpo_core.planning.sharding import FLOAT, HALF, how_shared, per_machine, sharing_processes, width, working_set
+from grpo_core.planning.sharding import (
+    FLOAT,
+    HALF,
+    describe_sharing,
+    per_machine,
+    sharing_processes,
+    width,
+    working_set,
+)
 
 GIB = 2**30
 KV_BLOCK = 16  # tokens per block of vLLM's KV cache, one of which it never gives to a sequence
@@ -19,18 +27,17 @@ KV_BLOCK = 16  # tokens per block of vLLM's KV cache, one of which it never give
 # parameters, whose moments stay float32, are not counted apart.
 MOMENTS = {"adamw": 2.0, "adamw_8bit": 2 * (1 + FLOAT / 256) / FLOAT}
 NF4 = 0.5 + 1 / 64 + FLOAT / (64 * 256)  # bytes per weight: its code, and per 64 a scale of 8 bits that 256 scale again
-MOST_UTILISATION = 0.95  # beyond it, what CUDA itself needs is no longer there
+MAX_UTILISATION = 0.95  # beyond it, too little is left for CUDA itself
 
 
 def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu) -> dict[str, Any]:
     """Peak memory per GPU in bytes, by its parts, for completions of full length.
 
-    Sampling and training take turns: of gradients and what a pass needs on one side and the KV cache on the other, only
-    the larger counts; a sharded base that an adapter is merged into comes after both. vLLM in the training process
-    takes its share of the GPU for weights, workspace and cache; it keeps the weights, which are also the ones that the
-    training computes with (under an adapter, the base's), and lends the rest to the training. Memory of separate vLLM
-    servers is not included. `host_memory_gib`, if the optimizer is offloaded: what its moments take of the memory of
-    one machine.
+    Sampling and training take turns, so only the larger counts: gradients and what a pass needs, or the KV cache. A
+    sharded base that an adapter is merged into comes after both. vLLM in the training process takes its share of the
+    GPU for weights, workspace and cache; it keeps the weights, which are also the ones that the training computes with
+    (under an adapter, the base's), and lends the rest to the training. Memory of separate vLLM servers is not included.
+    `host_memory_gib`, if the optimizer is offloaded: memory of one machine that its moments take.
     """
     weights, prompt, engine = shape.parameters, lengths.longest, config.rollout.engine_on(has_gpu=True)
     lora, sharded = config.model.use_peft, config.train.sharding != "none"
@@ -45,10 +52,9 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     in_flight = {"vllm": per_process, "transformers": min(per_process, MAX_ROWS)}.get(engine, 0)
     cache: float = in_flight * (prompt + completion) * _kv_bytes(config, shape)
     sampled = f"{in_flight} completions sampled together by {engine}"
-    # For a server, the weights that are sent to it: a copy that stays as it is while the policy moves, which shares
-    # have in the host's memory, as an adapter that goes alone has. A server that is started again also gets the weights
-    # that a base of 4 bits stands for. The transformers engine samples with the trained weights, or a whole copy of
-    # shares.
+    # vllm-server: a copy of the weights that are sent to it, kept while the policy moves; with sharding, and for an
+    # adapter sent alone, it is in the host's memory. A restarted server also gets the weights that a 4-bit base stands
+    # for. transformers: samples with the trained weights or, with sharding, with a whole copy.
     alone = lora and shape.experts.layers == 0 and not config.model.lora_modules_to_save
     engine_weights = {
         "vllm": _vllm_weights(config, shape),
@@ -74,7 +80,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     kept, recomputed = activations(config, shape, tokens)
     each = FLOAT * trained / (1 if lora else sharing)  # a float32 number per trained parameter; adapters stay whole
     shared = engine == "vllm" and not sharded and config.rollout.vllm_tensor_parallel_size == 1
-    if lora:  # then the frozen base is
+    if lora:  # what is shared is the frozen base
         shared = shared and alone and not config.model.load_in_4bit
     held = {
         # With bf16, a LoRA base has no float32 weights on the GPU.
@@ -92,8 +98,8 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
         most = 1 / shape.layers if lora else shape.largest_parameter / shape.parameters
         passes = max(passes, {"optimizer": most * moments(config, shape, gpu)}, key=lambda it: sum(it.values()))
     training = {"gradients": each} | passes
-    # At the end an adapter is merged, a second one in memory, into a float32 base that is shared as the one that it was
-    # trained on, and each weight is whole in turn.
+    # At the end a second copy of the adapter is merged into a float32 base that is shared as the one that it was
+    # trained on; each weight is whole in turn.
     merged = FLOAT * (frozen / sharing + shape.largest_parameter + trained)
     others = {"kv_cache": cache, "merged_base": merged * (lora and sharded)}
     total = sum(held.values()) + max(sum(training.values()), *others.values())
@@ -105,7 +111,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
             f"estimate for one {gpu.name}"
             + (f" (this machine has {gpu.among})" if gpu.among else "")
             + f", from the model's config: {rows} completions per micro-step, prompts of {prompt} tokens "
-            f"({lengths.how}), completions of {completion}; {how_shared(config, gpu)}{sampled}; of gradients and "
+            f"({lengths.how}), completions of {completion}; {describe_sharing(config, gpu)}{sampled}; of gradients and "
             "what a pass needs together, KV cache"
             + " and the base that the adapter is merged into" * bool(others["merged_base"])
             + ", only the largest counts"
@@ -129,14 +135,14 @@ def moments(config: RunConfig, shape: ModelShape, gpu: Gpu) -> float:
 
 def activations(config: RunConfig, shape: ModelShape, tokens: int) -> tuple[float, float]:
     """Bytes that a pass of this many tokens keeps from its forward to its backward pass, and bytes of the layers that
-    it computes again on the way back, or, in 4 bits, of a projection's weights while it computes."""
+    it computes again in the backward pass, or, in 4 bits, of a projection's weights while it computes."""
     w = width(config)
-    # Per token: two norms, each with its input in float32, its result and what the weight makes of it; queries, what
-    # attention makes of them, keys and values, these once more for each sequence that attends to them; four of the MLP.
+    # Per token: two norms, each with its input in float32, its result, and that times the weight; queries, the output
+    # of attention, keys and values, the last two once more for each sequence that attends to them; four of the MLP.
     layer = 2 * (FLOAT + 2 * w) * shape.hidden + w * (2 * shape.attention + 4 * shape.key_value + 4 * shape.widest)
     # Weights in 4 bits are computed with one projection at a time.
     whole = w * shape.hidden * max(shape.attention, shape.widest) * config.model.load_in_4bit
-    if config.model.lora_dropout:  # each adapter has a copy of its input with holes, and a byte per element that tells
+    if config.model.lora_dropout:  # each adapter keeps a copy of its input with zeros, and a mask of a byte per element
         layer += (w + 1) * adapted_inputs(shape, config)
     if not config.train.gradient_checkpointing:
         return tokens * shape.layers * layer, whole
@@ -145,7 +151,7 @@ def activations(config: RunConfig, shape: ModelShape, tokens: int) -> tuple[floa
 
 
 def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
-    """Bytes of an adapter's base. Of 4 bits are the layers; their norms and biases are not counted apart."""
+    """Bytes of an adapter's base. With load_in_4bit, the layers have 4 bits; norms and biases in them count alike."""
     layers = NF4 if config.model.load_in_4bit else width(config)
     return width(config) * shape.outside + layers * (shape.parameters - shape.outside)
 
@@ -155,7 +161,7 @@ def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLen
     weights, and the keys and values of one sequence of the run's longest length.
 
     Both are exact, so a refused share is certainly too small. vLLM's workspace comes on top, so a share that passes may
-    still be. Memory of a GPU that is not known refuses nothing.
+    still be too small. Passes if the GPU's memory is not known.
     """
     if config.rollout.engine_on(has_gpu=True) != "vllm" or gpu.memory_gib is None:
         return
@@ -170,7 +176,7 @@ def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLen
     least = math.floor(100 * needed / gpu.memory_gib + 1) / 100
     way_out = (
         f"set it to at least {least:g} (more, if vLLM then says that its own workspace lacks room)"
-        if least <= MOST_UTILISATION
+        if least <= MAX_UTILISATION
         else "take a GPU with more memory, a smaller model"
         + (", train.mixed_precision = 'bf16'" if width(config) == FLOAT else "")
         + ", or rollout.vllm_tensor_parallel_size, for training processes that sample together"
@@ -184,7 +190,7 @@ def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLen
 
 def check_host_memory(config: RunConfig, shape: ModelShape, gpu: Gpu) -> None:
     """Raises ConfigError if the machine's own memory cannot hold the moments that its processes offload. They are
-    exact; what else the machine needs comes on top. Memory of a machine that is not this one refuses nothing."""
+    exact; what else the machine needs comes on top. Passes for a machine that is not this one."""
     if config.train.offload == "none" or gpu.host_gib is None:
         return
     processes, each = per_machine(config, gpu), moments(config, shape, gpu) / GIB
@@ -198,7 +204,7 @@ def check_host_memory(config: RunConfig, shape: ModelShape, gpu: Gpu) -> None:
 
 
 def _reference(config: RunConfig, shape: ModelShape) -> int:
-    """Bytes of the reference policy. One that moves is float32; unless it is shared, with a copy to compute with."""
+    """Bytes of the reference policy. A moving one is float32; in bf16, unless sharded, with a copy to compute with."""
     algorithm = config.algorithm
     if algorithm.beta == 0 or config.model.use_peft:
         return 0

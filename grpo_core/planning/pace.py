@@ -1,4 +1,4 @@
-"""How fast a machine trains a model: known from earlier runs, measured, or assumed for a GPU. Imports no torch.
+"""Pace at which a machine trains a model: known from earlier runs, measured, or assumed for a GPU. Imports no torch.
 
 `grpo_core.training.pace` answers a `PaceRequest` with a `Pace`.
 """
@@ -37,7 +37,7 @@ class Throughput:
 
 @dataclass(frozen=True)
 class EnvironmentPace:
-    """What a conversation takes beside the policy's tokens, as rehearsed: seconds and tokens of its begin and end
+    """Cost of a conversation besides the policy's tokens, as rehearsed: seconds and tokens of its begin and end
     (`reset`, `get_reward`), and of one call of the slowest tool."""
 
     frame_seconds: float
@@ -48,10 +48,10 @@ class EnvironmentPace:
 
 @dataclass(frozen=True)
 class PaceRequest:
-    """What is measured: `completions` sampled together, then `per_device_train_batch_size` of them trained on.
+    """Request to measure `completions` sampled together, then `per_device_train_batch_size` of them trained on.
 
-    `prompts`: a Parquet file whose first prompts are sampled; "" for random tokens. `identity`: hash of what else the
-    answer depends on: the model's files, hardware, versions.
+    `prompts`: a Parquet file whose first prompts are sampled; "" for random tokens. `identity`: hash of everything else
+    that the answer depends on: the model's files, hardware, versions.
     """
 
     model: dict[str, Any]

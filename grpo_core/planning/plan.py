@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def on_policy(self) -> bool:
-        """Whether each update uses up the rollouts that it reads, so that the sampling policy is the current one."""
+        """True if each update uses up the rollouts that it reads, so that the sampling policy is the current one."""
         return self.gradient_accumulation_steps % self.micro_steps_per_rollout == 0
 
     def micro_steps(self, step: int) -> Iterator[MicroStep]:
@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def source_sizes(self) -> list[int]:
-        """Prompts of each source, N without sources: what `plan_inputs` was given."""
+        """Prompts of each source, as `plan_inputs` was given them; N without sources."""
         return [source.num_prompts for source in self.sources] or [self.num_prompts]
 
     def counts(self, updates: int) -> dict[str, int]:
@@ -208,7 +208,7 @@ def warmup_notes(plan: Plan) -> list[str]:
 
 
 def plan_inputs(config: RunConfig, *num_prompts: int) -> PlanInputs:
-    """The part of a configuration that the plan follows from. `num_prompts`: to train on, of each source."""
+    """The part of a configuration that the plan follows from. `num_prompts`: training prompts of each source."""
     known = {field.name for field in dataclasses.fields(PlanInputs)}
     sources = planned_sources(config.data.sources, num_prompts)
     per_epoch = sum(source.prompts_per_epoch for source in sources) if sources else num_prompts[0]
@@ -218,8 +218,8 @@ def plan_inputs(config: RunConfig, *num_prompts: int) -> PlanInputs:
 
 
 def planned_sources(sources: Sequence[DataSource], num_prompts: Sequence[int]) -> tuple[PlannedSource, ...]:
-    """How many of its prompts each source gives per epoch. By weights, an epoch uses up the source that has the fewest
-    prompts for its weight, and has of the others as many as their weights say."""
+    """Number of prompts that each source gives per epoch. With weights, an epoch uses up the source that has the fewest
+    prompts for its weight, and takes as many of the others as their weights say."""
     if not sources:
         return ()
     passes = min(n / (source.weight or 1) for source, n in zip(sources, num_prompts, strict=True))
@@ -237,7 +237,7 @@ def load_plan(path: Path) -> Plan:
 
 
 def read_plan(values: Mapping[str, Any]) -> Plan:
-    """The plan of which `values` are `dataclasses.asdict`."""
+    """Rebuild a plan from its `dataclasses.asdict`."""
     known = dict(values)
     known["sources"] = tuple(PlannedSource(**each) for each in values.get("sources", ()))
     return Plan(**known)

@@ -1,4 +1,4 @@
-"""What would fit, if the forecast memory does not: fewer bytes per GPU, each by the same forecast. Imports no torch."""
+"""Changes that make a run fit whose forecast memory does not, each checked by the same forecast. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.hardware import Gpu
-from grpo_core.planning.memory import MOST_UTILISATION, check_engine_memory, check_host_memory, peak_memory
+from grpo_core.planning.memory import MAX_UTILISATION, check_engine_memory, check_host_memory, peak_memory
 from grpo_core.planning.plan import Plan, PlanError, make_plan, plan_inputs
 from grpo_core.planning.shapes import ModelShape, PromptLengths
 
@@ -35,9 +35,9 @@ def remedies(
     """Changes of the configuration whose forecast fits the GPU, with the `peak_memory_gib` and `num_processes` of each;
     `change`: in words.
 
-    Of the numbers of processes, and of those that sample together, the smallest that fits; of vLLM's shares the
-    largest. Several kinds of change go together only if fewer of them do not fit, or only on more processes. Where it
-    can be, the batch of an update stays the same.
+    Takes the smallest number of processes that fits, and of those that sample together, and the largest of vLLM's
+    shares. Kinds of change are combined only if fewer of them do not fit, or fit only on more processes. The batch of
+    an update stays the same where possible.
     """
     kinds = {
         "sharding": [*_sharding(config)],
@@ -116,7 +116,7 @@ def _merged(parts: tuple[Changes, ...]) -> Changes:
 def _fitting(
     config: RunConfig, tried: Iterator[Changes], plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu
 ) -> Iterator[dict[str, Any]]:
-    """Those of the changes that are valid, and fit with what CUDA itself needs."""
+    """The changes that are valid, and fit with what CUDA itself needs."""
     for changes in tried:
         try:
             changed = _changed(config, changes)
@@ -126,7 +126,7 @@ def _fitting(
         except (ConfigError, PlanError):
             continue
         memory = peak_memory(changed, figures, shape, lengths, gpu)
-        if memory["peak_memory_gib"] <= MOST_UTILISATION * memory["gpu_memory_gib"]:
+        if memory["peak_memory_gib"] <= MAX_UTILISATION * memory["gpu_memory_gib"]:
             yield {
                 "changes": changes,
                 "num_processes": figures.num_processes,

@@ -17,7 +17,7 @@ Rules = Literal["grpo", "trl-1.16", "trl-0.17", "trl-0.16", "swift-4.6"]
 
 @dataclass(frozen=True)
 class BatchRules:
-    """In which a framework differs from the others, beside the arithmetic in `frameworks`."""
+    """Batch rules that differ per framework, besides the arithmetic in `frameworks`."""
 
     sets_generation_batch: bool = True  # it has steps_per_generation and generation_batch_size
     takes_both_sizes: bool = False  # steps_per_generation and generation_batch_size together, if they agree
@@ -210,7 +210,7 @@ def _batch_problems(inputs: PlanInputs) -> Iterator[str]:
         if value is not None and not value > 0:
             yield f"{name}={value:g} is not positive"
         if value is not None and value > LARGEST:
-            yield f"{name}={value:g} is beyond {LARGEST:g}: no run has so many"
+            yield f"{name}={value:g} is beyond {LARGEST:g}: no run has that many"
     if not 0 <= inputs.warmup_steps <= LARGEST:
         yield f"warmup_steps={inputs.warmup_steps:g} is not a number of updates: it must lie between 0 and {LARGEST:g}"
     if not inputs.framework.sets_generation_batch and (s or batch):

@@ -1,7 +1,7 @@
 """Sampling ahead of the training: which groups a generation batch takes, and how fast that is, simulated.
 
-Engines choose groups by `choose_groups`; so does the simulation, event by event: a server's sequences
-get a token each per step, whose seconds depend on how many there are; a group is finished when its last completion is.
+Engines and the simulation choose groups by `choose_groups`. The simulation goes event by event: a step of a server
+gives each of its sequences a token, and takes longer for more sequences; a group is finished with its last completion.
 Imports no torch.
 """
 
@@ -25,10 +25,10 @@ def batches_ahead(max_staleness: int) -> int:
 
 
 def choose_groups(finished: Iterable[int], due: Mapping[int, int], version: int, room: int, count: int) -> list[int]:
-    """The finished groups that a generation batch with `room` for so many more takes now: in the order given, as far as
-    none that is left gets too old. Of those that n more batches may come before, no more may be left than these have
-    room for. `due`: of each group that is not taken, the hand-overs of weights after which it is taken at the latest;
-    `version`: the hand-overs until now; `count`: groups of a batch."""
+    """Choose the finished groups that a generation batch with room for `room` more takes now: in the order given,
+    unless a group that is left would get too old. Of the groups that n more batches may come before, no more may be
+    left than these batches have room for. `due`: for each group that is not taken, the number of weight hand-overs
+    after which it is taken at the latest; `version`: hand-overs so far; `count`: groups per batch."""
     later = {group: max(last - version, 0) for group, last in due.items()}
     left = Counter(later.values())
     chosen: list[int] = []
@@ -38,7 +38,7 @@ def choose_groups(finished: Iterable[int], due: Mapping[int, int], version: int,
         left[later[group]] -= 1
         sums = itertools.accumulate(left[batches] for batches in range(max(left) + 1))
         rooms = itertools.count(room - len(chosen) - 1, count)
-        if later[group] == min(left) or all(number <= most for number, most in zip(sums, rooms, strict=False)):
+        if later[group] == min(left) or all(number <= limit for number, limit in zip(sums, rooms, strict=False)):
             chosen.append(group)
             left = +left
         else:
@@ -52,7 +52,7 @@ class Speed:
 
     step: float  # of a server's decoding step, whatever the number of sequences
     sequence: float = 0.0  # more, per sequence in it
-    prefill: float = 0.0  # per token of a prompt, and per token of what is sampled on with new weights
+    prefill: float = 0.0  # per token of a prompt, and per token that is sampled already when new weights come
     hand_over: float = 0.0  # of weights, while the servers stand still
     update: float = 0.0  # of training, per generation batch
     token: float = 0.0  # more, per completion token in it
@@ -91,8 +91,8 @@ def simulate(
 ) -> Simulated:
     """Train on all groups, P per generation batch, in their order. `slots`: sequences that a server samples together.
 
-    A group is sampled by the server that has the fewest. Several training processes count as one, which takes the
-    groups that are finished first among all of theirs.
+    A group is sampled by the server that has the fewest groups. Several training processes count as one, which takes
+    the groups that are finished first among all of theirs.
     """
     sampling = _Sampling(groups, servers, slots, speed, prompt_tokens)
     begun: dict[int, int] = {}
@@ -136,7 +136,7 @@ class _Completion:
 
     @property
     def tokens(self) -> float:
-        """Tokens that it has."""
+        """Tokens sampled so far."""
         return self.before + (self.server.steps - self.start if self.start is not None else 0.0)
 
 
@@ -157,13 +157,13 @@ class _Server:
 
     @property
     def next_end(self) -> float:
-        """When the next turn is sampled."""
+        """Time at which the next turn ends."""
         if not self.running:
             return math.inf
         return self.now + self.debt + max(self.running[0][0] - self.steps, 0.0) * self.step_seconds
 
     def advance(self, until: float) -> None:
-        """To a moment before which no turn ends."""
+        """Advance to a time before which no turn ends."""
         paid = min(self.debt, until - self.now)
         self.debt -= paid
         if self.running:
@@ -172,7 +172,7 @@ class _Server:
 
 
 class _Sampling:
-    """What servers sample, as time goes on."""
+    """The servers' sampling, as time goes on."""
 
     def __init__(self, groups: Sequence[Group], servers: int, slots: int, speed: Speed, prompt_tokens: float):
         self.groups, self.speed, self.prompt_seconds = groups, speed, prompt_tokens * speed.prefill
@@ -203,7 +203,7 @@ class _Sampling:
         self.finished.remove(group)
 
     def hand_over(self) -> None:
-        """New weights: what is being sampled stands still, and is computed again as far as it is."""
+        """Hand over new weights: sampling stands still, and the tokens sampled so far are prefilled again."""
         for group, completions in self.members.items():
             self.ages[group] += sum(completion.tokens for completion in completions)
             if any(completion.start is not None for completion in completions):
@@ -214,7 +214,7 @@ class _Sampling:
         self.advance(self.now + self.speed.hand_over)
 
     def advance(self, until: float) -> None:
-        """To a moment, with all that ends before."""
+        """Advance to a time, with every event before it."""
         while self._next()[0] <= until:
             self.next_event()
         self.now = until
@@ -222,7 +222,7 @@ class _Sampling:
             server.advance(until)
 
     def next_event(self) -> None:
-        """To the next end of a turn or of a tool's work."""
+        """Advance to the next end of a turn or of a tool's work."""
         self.now, server = self._next()
         for each in self.servers:
             each.advance(self.now)
@@ -248,7 +248,7 @@ class _Sampling:
             heapq.heappush(server.running, (server.steps + completion.turns[completion.turn][0], number))
 
     def _end(self, server: _Server) -> None:
-        """The first of the running turns is sampled."""
+        """End the first of the running turns."""
         server.steps, number = heapq.heappop(server.running)
         completion = self.completions[number]
         tokens, wait = completion.turns[completion.turn]

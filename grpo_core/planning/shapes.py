@@ -1,4 +1,4 @@
-"""Sizes that forecasts follow from: of a model, by its config.json, and of its prompts. Imports no torch."""
+"""Sizes of a model, by its config.json, and of its prompts, for forecasts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ModelShape:
 
     @property
     def active(self) -> int:
-        """Parameters that a token passes: all but those of the experts that it does not take."""
+        """Parameters that a token passes: all except those of the experts that it does not take."""
         it = self.experts
         return self.parameters - it.layers * (it.number - it.taken) * 3 * self.hidden * it.intermediate
 

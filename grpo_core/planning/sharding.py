@@ -1,4 +1,4 @@
-"""By how many processes a model is shared, and the memory of weights and gradients that are whole for a moment.
+"""Number of processes that share a model, and memory of weights and gradients that are whole for a moment.
 
 As FSDP2 shards: each decoder layer is gathered while it computes, and one more ahead; what is in no layer (embedding,
 last norm, head) from the beginning of a pass to its end. Imports no torch.
@@ -20,8 +20,8 @@ def width(config: RunConfig) -> int:
 
 
 def per_machine(config: RunConfig, gpu: Gpu) -> int:
-    """Training processes per machine, one per GPU. With one machine configured: as this machine has GPUs, otherwise an
-    assumption."""
+    """Training processes per machine, one per GPU. With one machine configured: at most the GPUs of this machine, or
+    GPUS_PER_MACHINE if these are not known."""
     if config.train.num_machines > 1:
         return config.train.processes_per_machine
     return min(config.train.num_processes, gpu.per_machine or GPUS_PER_MACHINE)
@@ -34,8 +34,8 @@ def sharing_processes(config: RunConfig, gpu: Gpu) -> int:
     return config.train.num_processes if config.train.sharding == "full" else 1
 
 
-def how_shared(config: RunConfig, gpu: Gpu) -> str:
-    """By how many processes the model is shared, as part of a sentence; "" if each holds all of it."""
+def describe_sharing(config: RunConfig, gpu: Gpu) -> str:
+    """Say by how many processes the model is shared, as part of a sentence; "" if each holds all of it."""
     if config.train.sharding == "none":
         return ""
     known = gpu.per_machine or config.train.num_machines > 1 or config.train.sharding != "hybrid"
@@ -46,10 +46,10 @@ def how_shared(config: RunConfig, gpu: Gpu) -> str:
 def working_set(
     config: RunConfig, shape: ModelShape, kept: float, recomputed: float, logits: float, head_gradient: float
 ) -> dict[str, float]:
-    """Bytes of a sharded pass beside the shares, at its worst moment, by their parts.
+    """Bytes of a sharded pass besides the shares, at its worst moment, by their parts.
 
     `kept`, `recomputed`: activations, see `memory.activations`. `logits`: those of a chunk. `head_gradient`: the
-    float32 sum of the output layer's gradient, 0 if it is frozen. Tests hold the moments against what torch counts in
+    float32 sum of the output layer's gradient, 0 if it is frozen. Tests compare the moments with what torch counts in
     FSDP2.
     """
     w, outside, layer = width(config), shape.outside, shape.largest_layer

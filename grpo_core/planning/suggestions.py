@@ -57,11 +57,11 @@ def fixes(inputs: PlanInputs) -> list[Fix]:
 
 
 def _nearest(inputs: PlanInputs, candidates: Iterator[Changes]) -> list[Fix]:
-    """For each set of keys that some valid candidate changes, the nearest such candidate."""
+    """Return the nearest valid candidate for each set of keys that one changes."""
     nearest: dict[frozenset[str], Fix] = {}
     for changes in candidates:
-        for whole in _repaired(inputs, {key: value for key, value in changes.items() if getattr(inputs, key) != value}):
-            fix, keys = _fix(inputs, whole), frozenset(whole)
+        for valid in _repaired(inputs, {key: value for key, value in changes.items() if getattr(inputs, key) != value}):
+            fix, keys = _fix(inputs, valid), frozenset(valid)
             if keys not in nearest or fix.cost < nearest[keys].cost:
                 nearest[keys] = fix
     return list(nearest.values())
@@ -113,7 +113,7 @@ def _values(inputs: PlanInputs, key: str) -> Iterator[int]:
 
 
 def _other(inputs: PlanInputs, key: str) -> int:
-    """The one of b and W that `key` is not."""
+    """The value of W if `key` is b, else that of b."""
     return inputs.num_processes if key == "per_device_train_batch_size" else inputs.per_device_train_batch_size
 
 

@@ -24,7 +24,7 @@ FLOPS_REPEATED = 2  # gradient_checkpointing repeats the forward pass; lora_drop
 FORWARD = 1 / 3  # of the time of a forward and backward pass
 WEIGHT_BYTES = 4  # per parameter of a saved model, or trained one of a checkpoint; there AdamW's moments come on top
 TURNS = 2  # of a conversation, assumed until a run tells: one that calls a tool, and one after its answer
-PROBE = "probe"  # the part that is no training
+PROBE = "probe"  # the part that is not training
 VLLM_START_SECONDS = 60.0  # assumed: nothing short of starting vLLM measures it
 
 
@@ -83,8 +83,8 @@ def scorings(config: RunConfig, plan: Plan) -> int:
 
 @dataclass(frozen=True)
 class _Conversation:
-    """A conversation beside the completion that was measured: how many times as long it is sampled and trained on, and
-    the seconds that it waits for its environment."""
+    """A conversation compared with the completion that was measured: how many times as long it is sampled and trained
+    on, and the seconds that it waits for its environment."""
 
     sampled: float = 1.0
     trained: float = 1.0
@@ -95,7 +95,7 @@ class _Conversation:
 def _conversation(
     config: RunConfig, lengths: PromptLengths, pace: Pace, environment: EnvironmentPace | None
 ) -> _Conversation:
-    """Each turn is taken for as long as a completion measured, as far as max_completion_length goes."""
+    """Assume that each turn is as long as a completion measured, within max_completion_length."""
     if not config.environment.is_used:
         return _Conversation()
     turns, one = min(TURNS, config.environment.max_turns), pace.completion_tokens
@@ -122,7 +122,7 @@ def _probed(config: RunConfig, plan: Plan) -> int:
 def _probed_as_earlier(
     config: RunConfig, plan: Plan, prompt_tokens: float, length: float, source: Throughput
 ) -> tuple[dict[str, float], Sequence[str]]:
-    """Seconds of the probe, if there is one, and what has to be said about it. `length`: of a completion."""
+    """Seconds of the probe, if there is one, and notes on it. `length`: of a completion."""
     if not (own := _probed(config, plan)):
         return {}, []
     if source.sample_seconds is None:
@@ -178,12 +178,14 @@ def _measured(
 
 
 def _rounds(config: RunConfig, plan: Plan, silent_share: float | None) -> tuple[float, Sequence[str]]:
-    """How often a generation batch is sampled on average, and what has to be said about it."""
+    """Mean number of times that a generation batch is sampled, and notes on it."""
     if not config.rollout.dynamic_sample:
         return 1.0, []
-    most = plan.max_completions / plan.completions
+    max_rounds = plan.max_completions / plan.completions
     if silent_share is None:
-        return 1.0, [f"without groups that dynamic sampling replaces (sampling takes up to {most:g} times as long)"]
+        return 1.0, [
+            f"without groups that dynamic sampling replaces (sampling takes up to {max_rounds:g} times as long)"
+        ]
     rounds = sum(silent_share**k for k in range(config.rollout.max_resample_times + 1))
     return rounds, [f"dynamic sampling draws {rounds:.2f} times as many completions at these pass rates"]
 

@@ -1,1 +1,1 @@
-"""Reward functions: the contract, running them on a batch, what of their values counts."""
+"""Reward functions: their contract, running them on a batch, combining their values."""

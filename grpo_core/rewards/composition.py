@@ -1,4 +1,4 @@
-"""From the values of the rewards to the one that the policy is trained on: clip, normalise, gate, weigh, sum.
+"""Combine the values of the rewards into the one that the policy is trained on: clip, normalise, gate, weigh, sum.
 
 Every step looks at one completion alone, so that training, evaluation and a recorded row agree on its value.
 """
@@ -41,15 +41,15 @@ def counted(given: np.ndarray, rewards: Sequence[RewardConfig]) -> np.ndarray:
 
 
 def weighted_sum(given: np.ndarray, rewards: Sequence[RewardConfig]) -> np.ndarray:
-    """r_i = Σ_k weight_k · counted_ik over what is not NaN; NaN where all is. given: (N, K); the sums: (N,)."""
+    """r_i = Σ_k weight_k · counted_ik over the values that are not NaN; NaN if all are. given: (N, K); sums: (N,)."""
     terms = counted(given, rewards) * np.array([reward.weight for reward in rewards])
     return np.where(np.isnan(terms).all(axis=1), np.nan, np.nansum(terms, axis=1))
 
 
 def passed(given: np.ndarray, config: RunConfig, sources: Sequence[str | None]) -> np.ndarray:
-    """How far each completion passes, from 0 to 1: the value of its source's accuracy reward, scaled by its range.
-    given: as `counted` takes it (N, K); sources: of each completion (N,). NaN if it is not scored, or the range not
-    known. (N,)"""
+    """Degree to which each completion passes, from 0 to 1: the value of its source's accuracy reward, scaled by its
+    range; NaN if it is not scored, or the range not known. (N,) given: as `counted` takes it (N, K); sources: of each
+    completion (N,)."""
     judges, names = config.accuracy_reward, [reward.name for reward in config.rewards]
     judge = np.array([judges if isinstance(judges, str) else judges[source or ""] for source in sources], object)
     found = np.full(len(given), np.nan)
@@ -61,12 +61,12 @@ def passed(given: np.ndarray, config: RunConfig, sources: Sequence[str | None]) 
 
 
 def has_pass_rates(config: RunConfig) -> bool:
-    """Whether `passed` can tell of any source."""
+    """True if `passed` is known for any source."""
     return any(math.isfinite(high - low) for low, high in _ranges(config).values())
 
 
 def check_curriculum(config: RunConfig) -> None:
-    """Raises ConfigError if `data.curriculum` needs pass rates and none can be had."""
+    """Raises ConfigError if `data.curriculum` needs pass rates and there can be none."""
     keys = config.data.curriculum
     unknown = [repr(name) for name, (low, high) in _ranges(config).items() if not math.isfinite(high - low)]
     if not unknown or (keys.kind == "none" and not keys.probe):
@@ -79,7 +79,7 @@ def check_curriculum(config: RunConfig) -> None:
 
 
 def _ranges(config: RunConfig) -> dict[str, Range]:
-    """Lowest and highest value of each reward that says what is right; infinite if not known."""
+    """Lowest and highest value of each accuracy reward; infinite if not known."""
     of_name = {reward.name: reward for reward in config.rewards}
     return {name: range_of(of_name[name]) or (-math.inf, math.inf) for name in config.accuracy_rewards}
 

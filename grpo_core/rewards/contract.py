@@ -40,8 +40,9 @@ ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids", "environments")
 class Reward:
     """A resolved reward function.
 
-    `columns`: what it needs of the data, with the type of a value; `value_problems`: see `BuiltinReward`; `accepts`:
-    what it may be given; `range`: the lowest and highest value it may give; `process`: where it runs if it is isolated.
+    `columns`: columns of the data that it needs, with the type of a value; `value_problems`: see `BuiltinReward`;
+    `accepts`: arguments that it takes; `range`: the lowest and highest value it may give; `process`: where it runs if
+    it is isolated.
     """
 
     name: str
@@ -51,14 +52,14 @@ class Reward:
     range: Range | None
     columns: Mapping[str, Any]
     accepts: frozenset[str] | None  # None: takes **kwargs
-    is_async: bool  # a call gives a coroutine for certain
+    is_async: bool  # a call certainly returns a coroutine
     value_problems: Mapping[str, Callable[[str], str]]
     process: RewardProcess | None = None
-    needs_environments: bool = False  # it cannot be called without
+    needs_environments: bool = False  # it cannot be called without them
     sources: frozenset[str] | None = None  # of the rows that it scores; None: of all
 
     def scores(self, row: Mapping[str, Any]) -> bool:
-        """Whether the reward is one of the row's source."""
+        """True if the reward is one of the row's source."""
         return self.sources is None or row["source"] in self.sources
 
     @property
@@ -181,7 +182,7 @@ def files_here(config: RewardConfig) -> list[str]:
 
 
 def check(config: RewardConfig) -> None:
-    """Raises RewardError if there is no such reward, as far as that can be told without running its module, if its
+    """Raises RewardError if there is no such reward, as far as that is known without running its module, if its
     libraries are not installed, or if it cannot take its args."""
     if is_builtin(config.function):
         _check_extra(config)
@@ -197,7 +198,7 @@ def _check_args(config: RewardConfig) -> None:
 
 
 def _check_extra(config: RewardConfig) -> None:
-    """Raises RewardError if libraries that a built-in reward stands on are not installed."""
+    """Raises RewardError if libraries that a built-in reward needs are not installed."""
     record = BUILTIN.get(config.function)
     if record and (absent := [module for module in record.modules if importlib.util.find_spec(module) is None]):
         raise RewardError(
@@ -207,7 +208,7 @@ def _check_extra(config: RewardConfig) -> None:
 
 
 def is_builtin(function: str) -> bool:
-    """Whether the reward is a built-in one, not a `module:function`. Raises RewardError if it is neither."""
+    """True if the reward is a built-in one, not a `module:function`. Raises RewardError if it is neither."""
     if function not in BUILTIN and ":" not in function:
         raise RewardError(
             f"no built-in reward is called {function!r}; there are {', '.join(BUILTIN)}; "
@@ -217,7 +218,7 @@ def is_builtin(function: str) -> bool:
 
 
 def _is_async(function: Any) -> bool:
-    """Whether a call certainly returns a coroutine; the function under a decorator (`__wrapped__`) does not tell."""
+    """True if a call certainly returns a coroutine; the function under a decorator (`__wrapped__`) does not show it."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
@@ -240,7 +241,7 @@ def _value_type(parameter: inspect.Parameter, function: RewardFunction) -> Any:
 
 
 def find(function: str) -> RewardFunction:
-    """The function of this name. Raises RewardError if there is none, or it cannot be imported or called."""
+    """Find the function of this name. Raises RewardError if there is none, or it cannot be imported or called."""
     if is_builtin(function):
         return BUILTIN[function].function
     found = own_code.load(function, f"reward {function!r}", RewardError)

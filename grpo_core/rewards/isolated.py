@@ -87,7 +87,7 @@ class RewardProcess:
         self._end()
 
     async def call(self, batch: Any) -> Any:
-        """The function's answer for the batch: its values, or the RewardError that says what is wrong with them.
+        """Return the function's values for the batch, or the RewardError that says what is wrong with them.
 
         Raises what the function raises, as an exception of the same name and text, and ProcessDiedError. Cancelling a
         call ends the process.
@@ -123,7 +123,7 @@ class RewardProcess:
             ) from None
 
     async def _ask(self, request: Any) -> Any:
-        """The answer to one request, over a connection of its own."""
+        """Return the answer to one request, sent over a connection of its own."""
         assert self._running
         guard, control = self._running
         mine, theirs = socket.socketpair()
@@ -138,7 +138,7 @@ class RewardProcess:
                     return json.loads(await reader.read())
                 finally:
                     writer.transport.abort()
-            except (OSError, ValueError):  # the connection broke, or what came before its end is no answer
+            except (OSError, ValueError):  # the connection broke, or ended before the answer did
                 raise self._died(guard) from None
         except BaseException:
             self.end()
@@ -158,7 +158,7 @@ class RewardProcess:
         return ProcessDiedError(
             f"was ended by {signal.Signals(-code).name}",
             f"look for a fault in compiled code, or for memory running out: its own limit is memory_gib = "
-            f"{self.config.memory_gib:g}, and the machine ends what is too large by SIGKILL",
+            f"{self.config.memory_gib:g}, and the machine ends a process that is too large by SIGKILL",
         )
 
 

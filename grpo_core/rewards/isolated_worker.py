@@ -101,7 +101,7 @@ async def _serve_concurrently(reward: Reward, control: socket.socket, me: int) -
 
 
 def describe(config: RewardConfig, reward: Reward) -> dict[str, Any]:
-    """What the training needs to know about the function, which it does not import."""
+    """Facts that the training needs about the function, which it does not import."""
     return {
         "columns": {column: kind_names(kind) for column, kind in reward.columns.items()},
         "accepts": None if reward.accepts is None else sorted(reward.accepts),

@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def run(name: str, description: str, rehearsal: Callable[[RunConfig, Path], dict[str, Any]]) -> None:
-    """Entry point of a rehearsal, which gets the configuration and the data's file and returns the report."""
+    """Run a rehearsal as an entry point: it gets the configuration and the data's file, and returns the report."""
     parser = argparse.ArgumentParser(prog=name, description=description)
     parser.add_argument("config", type=Path)
     parser.add_argument("data", type=Path, help="validated training prompts (Parquet)")
@@ -62,7 +62,7 @@ def _on_first_rows(config: RunConfig, data: Path) -> dict[str, Any]:
 
 
 def first_rows(config: RunConfig, data: Path, count: int) -> list[dict[str, Any]]:
-    """The first rows of the data, of each source as many."""
+    """First rows of the data, equally many of each source."""
     import pyarrow.dataset as ds
 
     names, rows = config.evaluated_sources, ds.dataset(data)
@@ -86,8 +86,8 @@ def rehearse(
     """Values of each reward per kind of completion, its pace, the rewards that gave only 0 and 1, and warnings.
 
     The tokenizer is loaded if a reward reads `completion_ids`. `begin`: starts a conversation for each row and returns
-    its environment; a reward that reads these judges acts, of which there are none here, and no answer. Raises
-    RewardError that names all rewards that fail.
+    its environment; a reward that reads environments judges acts, of which there are none here, rather than answers.
+    Raises RewardError that names all rewards that fail.
     """
     answered = [row for row in rows if isinstance(row.get(ANSWER), (str, int, float))]
     groups = {
@@ -104,7 +104,7 @@ def rehearse(
     ids: list[list[int]] = [[] for _ in texts]
     if any(reward.accepts is None or "completion_ids" in reward.accepts for reward in resolved):
         ids = load_tokenizer()([*texts], add_special_tokens=False)["input_ids"]
-    whole = Batch(batch, completions, ids, begin(batch) if begin else ())
+    whole_batch = Batch(batch, completions, ids, begin(batch) if begin else ())
     rewards: dict[str, Any] = {}
     zero_or_one: list[str] = []
     errors, warnings = _gates(config.rewards, {reward.name: reward.range for reward in resolved})
@@ -117,9 +117,9 @@ def rehearse(
         print(f"{TRYING}reward {reward.name!r}", flush=True)
         try:
             first, then = (replace(reward, timeout=seconds) for seconds in _limits(declared))
-            score([first], whole.scored_by(first).only(0))  # its pace does not include what is loaded once
+            score([first], whole_batch.scored_by(first).only(0))  # its pace does not include what is loaded once
             start = time.perf_counter()
-            (values,) = score([then], whole)
+            (values,) = score([then], whole_batch)
         except RewardError as error:
             errors.append(str(error))
             continue
@@ -155,7 +155,7 @@ def rehearse(
     return {"rows": len(rows), "rewards": rewards, "zero_or_one": zero_or_one, "warnings": warnings}
 
 
-def longest(config: RunConfig) -> float:
+def longest_seconds(config: RunConfig) -> float:
     """Seconds after which the rehearsal must have ended if the rewards keep to their time limits: each call may take
     its limit, and as long again in the search for the completion that causes a failure."""
     calls = sum(2 * (seconds + GRACE) for reward in config.rewards for seconds in _limits(reward))
@@ -198,7 +198,7 @@ def _gates(
 
 
 def _suspicions(reward: Reward, values: Mapping[str, Sequence[float]], config: RunConfig) -> list[str]:
-    """Warnings about what a reward gave."""
+    """Warnings about the values that a reward gave."""
     found = []
     scored = {value for given in values.values() for value in given if not math.isnan(value)}
     if len(scored) == 1 and ("right" in values or not reward.columns):

@@ -23,7 +23,7 @@ from grpo_core.rewards.isolated import ProcessDiedError
 from grpo_core.system.progress import REWARDS, moved, phase
 
 SHOWN = 200  # characters of a prompt or completion in a message
-GRACE = 1.0  # seconds after which a coroutine that blocks or cleans up for long is ended like any function
+GRACE = 1.0  # seconds after which a coroutine that blocks, or cleans up for long, is ended like any function
 TURNS = 20  # of an event loop: enough for an answer that has arrived to reach its coroutine through a client
 
 Item = TypeVar("Item")
@@ -99,7 +99,7 @@ def score_arriving(
     arriving: Generator[Sequence[Item], None, None],
     batch_of: Callable[[list[Item]], Batch],
 ) -> tuple[list[Item], Batch, list[list[float]]]:
-    """Score what `arriving` gives. Returns all items, as one batch too, and the values per reward.
+    """Score the items that `arriving` gives. Returns all items, as one batch too, and the values per reward.
 
     Functions that are `async def` are called with the items that have just arrived, and progress whenever `arriving`
     yields, even an empty list. The others run one after the other at the end, in this thread, with all items; a
@@ -122,19 +122,20 @@ def score_arriving(
                         if (own := batch.scored_by(reward)).rows:
                             loop.start(reward, own, found)
                 loop.turn()
-        whole = _joined([batch for batch, _ in parts])
-        own = {it.name: whole.scored_by(it) for it in rewards if not it.is_async}
+        whole_batch = _joined([batch for batch, _ in parts])
+        own = {it.name: whole_batch.scored_by(it) for it in rewards if not it.is_async}
         at_the_end = {it.name: _run(it, own[it.name]) for it in rewards if it.name in own and own[it.name].rows}
         loop.finish()
-    called = {reward.name: parts if reward.is_async else [(whole, at_the_end)] for reward in rewards}
+    called = {reward.name: parts if reward.is_async else [(whole_batch, at_the_end)] for reward in rewards}
     columns = [
-        [value for part, found in called[reward.name] for value in _of_all(reward, found, part)] for reward in rewards
+        [value for part, found in called[reward.name] for value in _values_of_rows(reward, found, part)]
+        for reward in rewards
     ]
-    return items, whole, columns
+    return items, whole_batch, columns
 
 
-def _of_all(reward: Reward, found: Mapping[str, Any], batch: Batch) -> list[float]:
-    """The reward's values for all rows of a batch, given those that it `found`: NaN for rows of other sources."""
+def _values_of_rows(reward: Reward, found: Mapping[str, Any], batch: Batch) -> list[float]:
+    """The reward's values for all rows of a batch, from those that are `found`: NaN for rows of other sources."""
     own = batch.scored_by(reward)
     values = iter(checked(reward, found[reward.name], own) if own.rows else ())
     return [next(values) if reward.scores(row) else math.nan for row in batch.rows]
@@ -142,7 +143,7 @@ def _of_all(reward: Reward, found: Mapping[str, Any], batch: Batch) -> list[floa
 
 class _Loop:
     """The calls of asynchronous functions, on an event loop that runs only within `turn` and `finish`: the code between
-    them may run its own loops. Time for which it stands still does not count against any reward's time limit."""
+    them may run its own loops. Time in which the loop stands still does not count against any reward's time limit."""
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
@@ -186,13 +187,13 @@ class _Loop:
     def _run(self, work: Coroutine[Any, Any, Any]) -> None:
         """Let the loop run until the work is done. Raises RewardError if a call has failed."""
         with phase(REWARDS, ", ".join(sorted({reward.name for reward, _ in self.calls.values()}))):
-            self._go_on(work)
+            self._run_within_limits(work)
 
-    def _go_on(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _run_within_limits(self, work: Coroutine[Any, Any, Any]) -> None:
         stood = time.monotonic() - self.stopped
         self.deadline += stood
 
-        async def go_on() -> None:
+        async def postpone_limits_and_work() -> None:
             for scope in self.scopes:
                 if not scope.expired():
                     scope.reschedule((scope.when() or 0.0) + stood)
@@ -200,13 +201,13 @@ class _Loop:
 
         try:
             with _time_limit(max(self.deadline - time.monotonic(), 1e-3)):
-                self.runner.get_loop().run_until_complete(go_on())
+                self.runner.get_loop().run_until_complete(postpone_limits_and_work())
         except _TimeIsUpError as time_is_up:  # a call that had to be interrupted has recorded nothing
             self.failed += [(*call, time_is_up) for call in self.calls.values()]
         self.stopped = time.monotonic()
         if self.failed:
             reward, batch, error = self.failed[0]
-            if isinstance(error, ProcessDiedError):  # any of the calls that it had to answer may have ended it
+            if isinstance(error, ProcessDiedError):  # any of the calls under way in that process may have ended it
                 calls = [(other, part) for other, part, _ in self.failed] + [*self.calls.values()]
                 batch = _joined([*{id(part): part for other, part in calls if other is reward}.values()])
             raise _explained(reward, batch, error) from error

@@ -21,9 +21,9 @@ def adopt_orphans() -> None:
 
 
 def reap_orphans(own: int) -> None:
-    """Wait for each child that has ended, except `own`, for which somebody else waits.
+    """Wait for each child that has ended, except `own`, which other code waits for.
 
-    To be called at each SIGCHLD by what adopts orphans and lives long: every run of the sandbox leaves one, and no
+    Call it at each SIGCHLD in a long-lived process that adopts orphans: every run of the sandbox leaves one, and no
     process can be started once the machine's process ids, or those of a container, are spent.
     """
     with suppress(ChildProcessError):

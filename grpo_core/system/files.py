@@ -59,7 +59,7 @@ def naming(path: Path) -> Iterator[None]:
             cause = cause.__context__
         if cause is None:
             raise
-        if cause.errno is None:  # nothing but words
+        if cause.errno is None:  # it has a text only
             raise OSError(f"{cause}: {path}") from None
         raise OSError(cause.errno, cause.strerror, cause.filename or str(path)) from None
 

@@ -1,4 +1,4 @@
-"""A process that runs somebody else's code, and its guard, which ends all that it has started."""
+"""Start a process that runs unreviewed code, and its guard, which ends everything that the process has started."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def end_guarded(guard: subprocess.Popen[bytes], control: socket.socket) -> None:
 
 
 def guarded(control: socket.socket) -> None:
-    """Fork, and return in the child; this process becomes its guard. `control` is the child's alone."""
+    """Fork, and return in the child, which alone keeps `control`; this process becomes its guard."""
     adopt_orphans()
     child = os.fork()
     if child:
@@ -65,8 +65,8 @@ def die_with_parent() -> None:
 
 
 def _guard(child: int) -> typing.NoReturn:
-    """Wait until the child, the asking process or standard input ends. Then end what the child has left, and end as it
-    has ended."""
+    """Wait until the child, the asking process or standard input ends. Then end what the child has left running, and
+    end in the same way as the child."""
     signal.signal(signal.SIGCHLD, lambda *_: reap_orphans(child))
     waiting = select.poll()
     # The asking process may have forked: then standard input stays open after its end.

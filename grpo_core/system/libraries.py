@@ -29,7 +29,7 @@ BRIEF_SPIN = "2000"
 
 
 def quiet_libraries() -> None:
-    """Set what the environment has not set already."""
+    """Set the variables that the environment has not set, and quiet noisy loggers."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", BRIEF_SPIN)
     for name, value in DEFAULTS.items():

@@ -12,17 +12,17 @@ MOUNTED = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int:
-    """Bytes that can be taken before the machine, or a control group of this process, runs out. What the system keeps
-    of files that were not used lately counts as free."""
-    return min([psutil.virtual_memory().available, *(max(limit - used, 0) for limit, used in _groups())])
+    """Bytes that can be taken before the machine, or a control group of this process, runs out. Cached files that were
+    not used lately count as free."""
+    return min([psutil.virtual_memory().available, *(max(limit - used, 0) for limit, used in _control_groups())])
 
 
 def memory_limit() -> int:
-    """Bytes that this process and what runs beside it may take."""
-    return min([psutil.virtual_memory().total, *(limit for limit, _ in _groups())])
+    """Bytes that this process and all others of its machine or control group may take together."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _control_groups())])
 
 
-def _groups() -> Iterator[tuple[int, int]]:
+def _control_groups() -> Iterator[tuple[int, int]]:
     """Limit and bytes in use of this process's control groups, of versions 1 and 2, and of those around them."""
     for line in GROUPS.read_text().splitlines() if GROUPS.exists() else []:
         _, controllers, path = line.split(":", 2)
@@ -35,14 +35,14 @@ def _groups() -> Iterator[tuple[int, int]]:
         group = root / path.strip("/")
         # In a container, the path may be that on its host, and only the root is there.
         around = [folder for folder in [group, *group.parents] if folder.is_relative_to(root)]
-        yield from (found for folder in around if (found := _group(folder, *names)) is not None)
+        yield from (found for folder in around if (found := _group_limit(folder, *names)) is not None)
 
 
-def _group(group: Path, limit: str, used: str, unused_files: str) -> tuple[int, int] | None:
+def _group_limit(group: Path, limit: str, used: str, unused_files: str) -> tuple[int, int] | None:
     """Limit of one group, and bytes in use without unused files; None if it has no limit."""
     try:
-        most, taken = (group / limit).read_text().strip(), int((group / used).read_text())
+        maximum, taken = (group / limit).read_text().strip(), int((group / used).read_text())
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except OSError:
         return None
-    return None if most == "max" else (int(most), taken - int(statistics.get(unused_files, 0)))
+    return None if maximum == "max" else (int(maximum), taken - int(statistics.get(unused_files, 0)))

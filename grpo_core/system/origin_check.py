@@ -34,13 +34,13 @@ class OwnPagesOnly:
 
 
 def _objection(scope: Scope) -> str:
-    """Why a request is refused; "" if it is not."""
+    """Reason why a request is refused; "" if it is not."""
     headers = Headers(scope=scope)
     for name in ("host", "origin"):
         if len(given := headers.getlist(name)) > 1:
             return f"The request has {len(given)} headers {name.title()}; send one"
     host, origin = headers.get("host", ""), headers.get("origin")
-    here = _split(f"//{host}")
+    here = _parse_url(f"//{host}")
     asked_at, _ = scope["server"]  # the address at which the connection was accepted
     if here is None or not _is_own_name(here.hostname or "", asked_at):
         return (
@@ -48,7 +48,7 @@ def _objection(scope: Scope) -> str:
             "server with a password in front (docs/how-to/servers.md)"
         )
     if origin is not None:
-        there = _split(origin)
+        there = _parse_url(origin)
         return "" if there and _is_same(there, here) else f"Origin {origin!r} is a page of another server"
     # Browsers send no Origin with a GET for an image, a script or a frame, nor when a person follows a link.
     follows_link = scope.get("method") == "GET" and headers.get("sec-fetch-dest") == "document"
@@ -58,8 +58,8 @@ def _objection(scope: Scope) -> str:
 
 
 def _is_own_name(name: str, asked_at: str) -> bool:
-    """Whether `name` is an address, has no dot (no domain that anybody can register), or is the machine's own; where
-    `asked_at` is a loopback address, whether `name` is one too, or localhost."""
+    """True if `name` is an address, has no dot (no domain that anybody can register), or is the machine's own; if
+    `asked_at` is a loopback address, only if `name` is one too, or localhost."""
     address, own = _address(name), _address(asked_at)
     if own is not None and own.is_loopback:
         return name == "localhost" or (address is not None and address.is_loopback)
@@ -67,7 +67,7 @@ def _is_own_name(name: str, asked_at: str) -> bool:
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP address that `name` is, if it is one; of ::ffff:127.0.0.1, 127.0.0.1."""
+    """The IP address in `name`, None if it is not one; 127.0.0.1 for ::ffff:127.0.0.1."""
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
@@ -85,8 +85,8 @@ def _is_same(there: SplitResult, here: SplitResult) -> bool:
     return there.scheme == "http" and same_machine and there.port == here.port
 
 
-def _split(url: str) -> SplitResult | None:
-    """The parts of a URL; None if it is none."""
+def _parse_url(url: str) -> SplitResult | None:
+    """The parts of a URL; None if the text is not a URL."""
     try:
         parts = urlsplit(url)
         _ = parts.port  # read here for the ValueError that a wrong one raises

@@ -1,4 +1,4 @@
-"""Finds your own functions (rewards, columns of data): in installed modules, the working folder, or beside the
+"""Find your own functions (rewards, columns of data): in installed modules, the working folder, or beside the
 configuration.
 
 A run keeps copies of their modules in the folder KEPT beside its configuration; its stages read these copies.
@@ -43,7 +43,7 @@ def place_of(file: Path, function: str) -> str:
 
 
 def load(name: str, what: str, fault: Fault) -> Any:
-    """What `module:function` names. Raises `fault` if there is no such thing, or its module cannot be imported."""
+    """Import what `module:function` names. Raises `fault` if it does not exist, or its module cannot be imported."""
     module, _, function = name.partition(":")
     try:
         loaded = importlib.import_module(module)

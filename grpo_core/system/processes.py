@@ -14,7 +14,7 @@ from contextlib import contextmanager
 def importing() -> Iterator[None]:
     """Switch Python's collector off around imports: what they make lives as long as the process. A third of the time of
     importing torch and transformers goes into searching it for garbage."""
-    if not gc.isenabled():  # within another one
+    if not gc.isenabled():  # switched off already
         yield
         return
     gc.disable()

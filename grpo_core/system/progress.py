@@ -1,8 +1,8 @@
-"""Which phase of its work this process is in, and when it last moved, in a file for those who watch the training.
+"""Record of this process's phase and of its last progress, in a file for those who watch the training.
 
 The main thread says what it does: `phase`, `moved` within a long one, `waiting` for other processes. The record of
 process N, RANKS/N.json in the training's output, is written in place, so that readers on other machines see it too. It
-holds how long the process may stand still: longer than it ever did so far, and than its time limits. A process that has
+holds for how long the process may stand still: longer than it ever did so far, and than its time limits. A process that
 not called `start` writes nothing.
 
 On DUMP_SIGNAL, a process appends the Python stacks of all its threads to RANKS/N.stacks. The handler is written in C:
@@ -33,12 +33,12 @@ PACE = 10.0  # times the longest time that this process has stood still in a pha
 WRITE_SECONDS = 1.0  # between two records, as long as the phase is the same
 SET_UP, LOOP, CHECKPOINT, REWARDS = "set-up", "loop", "checkpoint", "rewards"
 AROUND = (SET_UP, LOOP)  # phases that are named only outside of others
-SIZE = 1024  # bytes of a record; a write of so few is not torn
+SIZE = 1024  # bytes of a record; a write of this size is not torn
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one process says about itself."""
+    """One process's record of its progress."""
 
     rank: int
     ranks: int
@@ -54,13 +54,13 @@ class Record:
     waits: bool
     """True if it waits for other processes."""
     since: float
-    """When the phase began, in seconds since 1970."""
+    """Time at which the phase began, in seconds since 1970."""
     moves: int
     """A number that grows with each sign of progress."""
     moved: float
-    """When it last did, in seconds since 1970."""
+    """Time at which that number last grew, in seconds since 1970."""
     limit: float
-    """How many seconds without progress mean that it hangs."""
+    """Seconds without progress after which it counts as hanging."""
 
     @property
     def name(self) -> str:
@@ -69,7 +69,7 @@ class Record:
 
     @property
     def is_here(self) -> bool:
-        """Whether `pid` is a process of this machine."""
+        """True if `pid` is a process of this machine."""
         return self.host == socket.gethostname()
 
     @property
@@ -127,7 +127,8 @@ class _Progress:
 
     @property
     def is_waiting(self) -> bool:
-        """The main thread waits in a checkpoint for the thread that writes it: then that one's waiting counts."""
+        """True if this process waits for others; also if the main thread waits for the one that writes a checkpoint,
+        and that one waits for others."""
         return bool(self.waits[True] or (self.phases[-1][0] == CHECKPOINT and self.waits[False]))
 
     def move(self) -> None:
@@ -155,7 +156,7 @@ class _Progress:
             "limit": self.limit(),
         }
         self.written = self.last
-        with suppress(OSError):  # a full disk is not this file's to report
+        with suppress(OSError):  # other code reports a full disk
             os.pwrite(self.file, json.dumps(record).encode().ljust(SIZE), 0)
 
 
@@ -169,7 +170,7 @@ def start(folder: Path) -> None:
 
 
 def expect(floor: float, at_least: Mapping[str, float]) -> None:
-    """Standing still for `floor` seconds is no hang, nor for as many as a phase's name has in `at_least`."""
+    """Allow `floor` seconds without progress, or as many as `at_least` has for a phase's name if they are more."""
     if _here is not None:
         _here.floor, _here.at_least = floor, dict(at_least)
         _here.move()
@@ -178,8 +179,8 @@ def expect(floor: float, at_least: Mapping[str, float]) -> None:
 
 @contextmanager
 def phase(name: str, reward: str = "") -> Iterator[None]:
-    """The block, or the function that this decorates, is a phase of the work, within the phase around it if that is
-    another one."""
+    """Mark the block, or the function that this decorates, as a phase of the work, within the phase around it if that
+    is another one."""
     here = _here
     if here is None or not _in_main_thread() or here.phases[-1][0] == name:
         yield
@@ -198,7 +199,7 @@ def phase(name: str, reward: str = "") -> Iterator[None]:
 
 
 def moved() -> None:
-    """Say that the work goes on."""
+    """Record a sign of progress."""
     if _here is not None:
         _here.move()
         if _here.last > _here.written + WRITE_SECONDS:
@@ -207,7 +208,7 @@ def moved() -> None:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """In the block, or in the function that this decorates, other processes decide when it goes on."""
+    """Mark the block, or the function that this decorates, as waiting for other processes."""
     here, main = _here, _in_main_thread()
     if here is None or here.ranks == 1:
         yield

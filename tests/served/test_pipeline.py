@@ -187,38 +187,6 @@ def test_the_registered_version_carries_the_alias_and_loads_with_transformers(fi
     assert served == tokenizer.decode(answer, skip_special_tokens=True)
 
 
-def test_the_versions_model_has_the_evaluation_by_data_set_and_what_its_gpus_cost(finished: Path) -> None:
-    """Registered again as if the training had run on a GPU."""
-    from flows.stages import FLOWS
-    from tasks.tracking.runs import connect, dataset_digests
-
-    file, registered = finished / "training" / "mlflow.json", finished / "registration.json"
-    known, report = file.read_text(), json.loads((finished / "evaluation" / "report.json").read_text())
-    kept = registered.read_bytes()
-    file.write_text(json.dumps({**json.loads(known), "hardware": "NVIDIA L4"}))
-    FLOWS["register"]("small", force=True)
-    file.write_text(known)
-    seconds = json.loads((finished / "training" / "result.json").read_text())["seconds"] + report["seconds"]
-    version = connect().get_model_version("arithmetic", json.loads(registered.read_text())["version"])
-    model = connect().get_logged_model(version.source.removeprefix("models:/"))
-    measured = {it.key: it for it in model.metrics}
-    figure = measured["eval/held-out/trained/accuracy"]
-    assert (figure.value, figure.step) == (_accuracy(report)["mean"], 4)
-    assert figure.dataset_digest == dataset_digests(finished)["eval"]
-    costs = {"cost/gpu_hours": seconds / 3600, "cost/money": 2 * seconds / 3600}
-    run_metrics = _mlflow_run(finished).data.metrics
-    for name, value in costs.items():
-        assert measured[name].value == run_metrics[name] == pytest.approx(value)
-        assert float(version.tags[name.replace("/", ".")]) == pytest.approx(value, rel=1e-5)
-    [checkpoint] = [
-        it for it in connect().search_logged_models([model.experiment_id]) if it.name == "checkpoint-000004"
-    ]
-    assert {it.key for it in checkpoint.metrics} >= {"eval_reward"}
-    registered.write_bytes(kept)
-    connect().delete_model_version("arithmetic", version.version)
-    connect().set_registered_model_alias("arithmetic", "candidate", json.loads(kept)["version"])
-
-
 VLLM_ANSWER = """
 import sys
 from vllm import LLM, SamplingParams
@@ -421,3 +389,31 @@ def test_an_unreachable_registry_fails_register_and_a_rerun_does_only_that(
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     _run(inputs, "registry.alias=second")
     assert _task_states("small") == [*((stage, "Skipped") for stage in STAGES[:4]), ("register", "Completed")]
+
+
+def test_the_versions_model_has_the_evaluation_by_data_set_and_what_its_gpus_cost(finished: Path) -> None:
+    """Registered again as if the training had run on a GPU."""
+    from flows.stages import FLOWS
+    from tasks.tracking.runs import connect, dataset_digests
+
+    file, registered = finished / "training" / "mlflow.json", finished / "registration.json"
+    known, report = file.read_text(), json.loads((finished / "evaluation" / "report.json").read_text())
+    file.write_text(json.dumps({**json.loads(known), "hardware": "NVIDIA L4"}))
+    FLOWS["register"]("small", force=True)
+    file.write_text(known)
+    seconds = json.loads((finished / "training" / "result.json").read_text())["seconds"] + report["seconds"]
+    version = connect().get_model_version("arithmetic", json.loads(registered.read_text())["version"])
+    model = connect().get_logged_model(version.source.removeprefix("models:/"))
+    measured = {it.key: it for it in model.metrics}
+    figure = measured["eval/held-out/trained/accuracy"]
+    assert (figure.value, figure.step) == (_accuracy(report)["mean"], 4)
+    assert figure.dataset_digest == dataset_digests(finished)["eval"]
+    costs = {"cost/gpu_hours": seconds / 3600, "cost/money": 2 * seconds / 3600}
+    run_metrics = _mlflow_run(finished).data.metrics
+    for name, value in costs.items():
+        assert measured[name].value == run_metrics[name] == pytest.approx(value)
+        assert float(version.tags[name.replace("/", ".")]) == pytest.approx(value, rel=1e-5)
+    [checkpoint] = [
+        it for it in connect().search_logged_models([model.experiment_id]) if it.name == "checkpoint-000004"
+    ]
+    assert {it.key for it in checkpoint.metrics} >= {"eval_reward"}

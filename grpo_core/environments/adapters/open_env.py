@@ -16,7 +16,7 @@ except ImportError as error:
 
 SECONDS = 30.0  # for the server to accept a connection; answers have environment.tool_timeout
 CLOSE_SECONDS = 5.0
-MOST_BYTES = 1 << 24
+MAX_BYTES = 1 << 24
 
 
 class OpenEnv:
@@ -40,13 +40,13 @@ class OpenEnv:
         self.step = step  # type: ignore[method-assign]  # described with the server's own schema
 
     def reset(self, seed: int | None = None, **row: Any) -> str:
-        """The first observation, as JSON. `seed`: the row's, or else it follows from the row's number."""
+        """Return the first observation, as JSON. `seed`: the row's, or else it follows from the row's number."""
         self._close()
         address = "ws" + self.url.removeprefix("http") + "/ws"
-        self.connection = connect(address, open_timeout=SECONDS, max_size=MOST_BYTES, proxy=None)
+        self.connection = connect(address, open_timeout=SECONDS, max_size=MAX_BYTES, proxy=None)
         self.total, self.done = 0.0, False
         seed = random.randrange(2**31) if seed is None else seed
-        return "\n" + self._heard("reset", {"seed": seed})
+        return "\n" + self._exchange("reset", {"seed": seed})
 
     def step(self, action: dict) -> str:
         """Replaced by `__init__`."""
@@ -60,9 +60,9 @@ class OpenEnv:
     def _step(self, action: dict[str, Any]) -> str:
         if self.done:
             raise ValueError("the episode is over")
-        return self._heard("step", action)
+        return self._exchange("step", action)
 
-    def _heard(self, kind: str, data: dict[str, Any]) -> str:
+    def _exchange(self, kind: str, data: dict[str, Any]) -> str:
         assert self.connection
         self.connection.send(json.dumps({"type": kind, "data": data}))
         answer = json.loads(self.connection.recv())

@@ -12,8 +12,8 @@ except ImportError as error:
 
 
 class ReasoningGym:
-    """One task per conversation. `dataset`: which kind (`leg_counting`, …); `options`: of that kind. A row's columns
-    `dataset` and `seed` go first; without a seed, the task follows from the row's number."""
+    """One task per conversation. `dataset`: the kind of task (`leg_counting`, …); `options`: of that kind. A row's
+    columns `dataset` and `seed` take precedence; without a seed, the task follows from the row's number."""
 
     def __init__(self, dataset: str = "", options: dict[str, Any] | None = None) -> None:
         self.dataset, self.options = dataset, options or {}
@@ -38,5 +38,5 @@ class ReasoningGym:
         return "Handed in."
 
     def get_reward(self) -> float:
-        """What the task's verifier says: 1 for a right answer, 0 without one."""
+        """The verdict of the task's verifier: 1 for a right answer, 0 without one."""
         return 0.0 if self.answered is None else float(self.tasks.score_answer(self.answered, self.task))

@@ -53,12 +53,12 @@ class TextArena:
     def _until_my_turn(self) -> str:
         while not self.is_over and self.game.state.current_player_id != self.me:
             _, messages = self.game.get_observation()
-            self.is_over, _ = self.game.step(self._drawn(_text(messages, self.me)))
+            self.is_over, _ = self.game.step(self._draw_move(_text(messages, self.me)))
         if self.is_over:
             return _text(self.game.state.observations[self.me], 1 - self.me) + "\nThe game is over."
         return _text(self.game.get_observation()[1], self.me)
 
-    def _drawn(self, shown: str) -> str:
+    def _draw_move(self, shown: str) -> str:
         listed = shown.rpartition("Available Moves:")[2] if "Available Moves:" in shown else ""
         moves = MOVE.findall(listed)
         if not moves:
@@ -67,6 +67,6 @@ class TextArena:
 
 
 def _text(messages: Any, me: int) -> str:
-    """What the game and the other player have said."""
+    """The text that the game and the other player have written."""
     own = ObservationType.PLAYER_ACTION
     return "\n".join(text for sender, text, kind in messages if not (sender == me and kind == own))

@@ -1,1 +1,1 @@
-"""Tools that ship, one file each."""
+"""Built-in tools, one file each."""

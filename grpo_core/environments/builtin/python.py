@@ -1,4 +1,4 @@
-"""Python in the sandbox. Importing this module tries the sandbox, and raises SandboxError where there is none."""
+"""Python in the sandbox. Importing this module tries the sandbox, and raises SandboxError if there is none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Interpreter:
         self.session: Session | None = None
 
     def reset(self) -> None:
-        """A conversation begins or ends: what the last one has left is gone."""
+        """Forget what the last conversation has left."""
         if self.session:
             self.session.close()
         self.session = None

@@ -36,7 +36,7 @@ SETTINGS = ONLY_GRPO | {
 }
 TRL_CONFIGS = {"single_gpu": 1} | dict.fromkeys(("multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"), 8)
 
-MOST_CHARACTERS = 1_000_000
+MAX_CHARACTERS = 1_000_000
 
 Arguments = dict[str, Any]
 
@@ -57,12 +57,12 @@ class Launch:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a text whose aliases make it long: written out, it would fill the memory."""
+    """Loader that refuses a text whose aliases make it long: written out, it would fill the memory."""
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
-        if node and _length(node, {}) > MOST_CHARACTERS:
-            raise yaml.YAMLError(f"its aliases make it longer than {MOST_CHARACTERS:,} characters")
+        if node and _length(node, {}) > MAX_CHARACTERS:
+            raise yaml.YAMLError(f"its aliases make it longer than {MAX_CHARACTERS:,} characters")
         return node
 
 
@@ -78,7 +78,7 @@ def _length(node: yaml.Node, known: dict[yaml.Node, float]) -> float:
 
 
 def read_yaml(text: str) -> Any:
-    """What the YAML holds; ValueError if it is none, or too long with its aliases written out."""
+    """Parse a YAML text. Raises ValueError if it is not YAML, or too long with its aliases written out."""
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, LookupError, AttributeError) as error:
@@ -146,7 +146,7 @@ def beside(name: str, folder: Path) -> Path | None:
 
 
 def why_not_grpo(launch: Launch, arguments: Arguments, system: str, folder: Path) -> str | None:
-    """Why the command is not a training by GRPO (or RLOO) in this system; None if it is one."""
+    """Reason why the command is not a training by GRPO (or RLOO) in this system; None if it is one."""
     program = launch.program
     owner = {"swift": "swift", "megatron": "swift", "trl": "trl"}.get(program.partition(" ")[0])
     if program in SERVERS:
@@ -169,7 +169,8 @@ def why_not_grpo(launch: Launch, arguments: Arguments, system: str, folder: Path
 
 
 def _why_not_own_program(program: str, arguments: Arguments, folder: Path) -> str | None:
-    """Why a Python file does not take TRL's arguments for GRPO; None if it does. Judged by its code if that is here."""
+    """Reason why a Python file does not take TRL's arguments for GRPO; None if it does. Read from its code if that is
+    here."""
     if path := beside(program, folder):
         code = path.read_text(errors="replace")
         if not re.search(r"GRPOConfig|RLOOConfig", code):
@@ -190,7 +191,7 @@ def trains_by_rloo(launch: Launch, folder: Path) -> bool:
 
 
 def processes(launch: Launch, arguments: Arguments, folder: Path) -> dict[str, Any]:
-    """Numbers whose product is the number of training processes; empty if nothing says it."""
+    """Numbers whose product is the number of training processes; empty if they are not known."""
     said = {**launch.environment}
     for given in (launch.launcher, arguments):
         said |= {name.upper(): value for name, value in given.items()}

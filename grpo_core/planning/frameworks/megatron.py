@@ -105,8 +105,8 @@ class MegatronInputs:
         """
         if self.ray or self.num_train_epochs is None:
             return self.updates
-        whole = self.prompts_per_epoch * self.num_train_epochs // self.prompts_per_generation
-        return min(self.updates, whole * self.updates_per_generation + 1)
+        full_rollouts = self.prompts_per_epoch * self.num_train_epochs // self.prompts_per_generation
+        return min(self.updates, full_rollouts * self.updates_per_generation + 1)
 
     @property
     def warmup(self) -> int:

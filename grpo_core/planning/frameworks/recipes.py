@@ -52,7 +52,7 @@ DEFAULTS: dict[Rules, dict[str, Any]] = {
         "per_device_eval_batch_size": 1,
     },
 }
-WHOLE = (
+WHOLE_NUMBERS = (
     "num_generations",
     "per_device_train_batch_size",
     "max_completion_length",
@@ -69,7 +69,7 @@ NOT_MEGATRON = {
     "warmup_steps",
     "warmup_ratio",
 }
-MEGATRON_WHOLE = (
+MEGATRON_WHOLE_NUMBERS = (
     "num_generations",
     "max_completion_length",
     "micro_batch_size",
@@ -204,29 +204,31 @@ def recipe_inputs(recipe: Recipe, rows: Sequence[int | None], given: Mapping[str
     """
     arguments = {**DEFAULTS[recipe.rules], **(RLOO if recipe.algorithm == "rloo" else {})}
     arguments |= {name: value for name, value in {**recipe.arguments, **given}.items() if value is not None}
-    held_out = _whole("num_eval_prompts", arguments)
+    held_out = _whole_number("num_eval_prompts", arguments)
     evaluates = arguments.get("eval_strategy", arguments.get("evaluation_strategy", "no")) not in NO
     ratio = 0.0
     if recipe.rules == "swift-4.6":
         ratio = _swift_ratio(arguments)
         evaluates = ratio > 0 or (evaluates and bool(arguments.get("val_dataset")))
     num_prompts, split_off = _prompts(recipe, rows, given, ratio)
-    max_steps = _whole("max_steps", arguments)
+    max_steps = _whole_number("max_steps", arguments)
     dynamic = recipe.rules == "swift-4.6" and _is_true(arguments.get("dynamic_sample"))
     teacher = arguments.get("teacher_model") or arguments.get("teacher_model_server")
     return LEGACY.get(recipe.rules, PlanInputs)(
         num_prompts=num_prompts,
-        **{key: _whole(key, arguments) for key in WHOLE},
+        **{key: _whole_number(key, arguments) for key in WHOLE_NUMBERS},
         num_processes=_processes(recipe, given),
         num_train_epochs=_number("num_train_epochs", arguments),
         max_steps=None if max_steps == -1 else max_steps,
         warmup_steps=_warmup(arguments, recipe.rules),
         dynamic_sample=dynamic,
-        max_resample_times=_whole("max_resample_times", {"max_resample_times": 3, **arguments}) if dynamic else 0,
+        max_resample_times=_whole_number("max_resample_times", {"max_resample_times": 3, **arguments})
+        if dynamic
+        else 0,
         rules=recipe.rules,
         has_teacher=recipe.rules == "swift-4.6" and bool(teacher),
-        per_device_eval_batch_size=_whole("per_device_eval_batch_size", arguments) if evaluates else None,
-        num_generations_eval=_whole("num_generations_eval", arguments) if evaluates else None,
+        per_device_eval_batch_size=_whole_number("per_device_eval_batch_size", arguments) if evaluates else None,
+        num_generations_eval=_whole_number("num_generations_eval", arguments) if evaluates else None,
         num_eval_prompts=(split_off or held_out) if evaluates else None,
     )
 
@@ -241,7 +243,7 @@ def megatron_inputs(recipe: Recipe, rows: Sequence[int | None], given: Mapping[s
         )
     ray = _is_true(arguments.get("use_ray"))
     num_prompts, _ = _prompts(recipe, rows, given, 0.0 if ray else _swift_ratio(arguments))
-    known = {name: _whole(name, arguments) for name in MEGATRON_WHOLE if name in arguments}
+    known = {name: _whole_number(name, arguments) for name in MEGATRON_WHOLE_NUMBERS if name in arguments}
     return MegatronInputs(
         num_prompts=num_prompts,
         world_size=_processes(recipe, given),
@@ -254,7 +256,7 @@ def megatron_inputs(recipe: Recipe, rows: Sequence[int | None], given: Mapping[s
 
 
 def _is_true(value: Any) -> bool:
-    """A switch: given without a value, it is on."""
+    """True if a switch is on; given without a value, it is."""
     return value == [] or str(value).lower() == "true"
 
 
@@ -268,7 +270,7 @@ def _prompts(recipe: Recipe, rows: Sequence[int | None], given: Mapping[str, Any
 def _processes(recipe: Recipe, given: Mapping[str, Any]) -> int:
     if "num_processes" in given:
         return given["num_processes"]
-    return math.prod(_whole(name, recipe.processes) for name in recipe.processes)
+    return math.prod(_whole_number(name, recipe.processes) for name in recipe.processes)
 
 
 def _warmup(arguments: Mapping[str, Any], rules: Rules) -> float:
@@ -305,8 +307,8 @@ def _split(datasets: Sequence[str], rows: Sequence[int | None], ratio: float) ->
     return train, held_out
 
 
-def _whole(key: str, arguments: Mapping[str, Any]) -> Any:
-    """The argument as a whole number; None where it is not given."""
+def _whole_number(key: str, arguments: Mapping[str, Any]) -> Any:
+    """The argument as a whole number; None if it is not given."""
     if key not in arguments:
         return None
     number = _number(key, arguments)

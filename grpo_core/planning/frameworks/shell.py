@@ -29,7 +29,7 @@ OWN_FOLDER = re.compile(r"dirname.*(BASH_SOURCE|\$\{?0)")
 OPENS = {"if", "case", "for", "while", "until", "select", "{", "function"}
 CLOSES = {"fi", "esac", "done", "}"}
 READS = {"read", "mapfile", "readarray", "let", "getopts", "unset"}
-MOST_CHARACTERS, MOST_WORDS = 1_000_000, 10_000  # of one variable
+MAX_CHARACTERS, MAX_WORDS = 1_000_000, 10_000  # of one variable
 
 Values = dict[str, list[str]]
 
@@ -68,9 +68,9 @@ def commands(text: str) -> Iterator[Command]:
                 if first in ("for", "select", "case"):
                     words = []
             elif blocks and first == blocks[-1][0]:
-                _leave(known, blocks)
+                _end_block(known, blocks)
             elif first in ("else", "elif") and blocks:
-                _branch(known, *blocks[-1][1:])
+                _end_branch(known, *blocks[-1][1:])
             elif first in SETS:
                 while words and words[0].startswith("-"):
                     uncertain, words = uncertain or not set(words[0]) <= set("-xrga"), words[1:]
@@ -89,7 +89,7 @@ def commands(text: str) -> Iterator[Command]:
         else:
             known.update({name: [f"${name}"] for name in own} if uncertain else own)
         if end == ";;" and blocks:
-            _branch(known, *blocks[-1][1:])
+            _end_branch(known, *blocks[-1][1:])
         if end == ")" and blocks and blocks[-1][0] == ")":
             _, values, _ = blocks.pop()
             known.clear()
@@ -97,23 +97,23 @@ def commands(text: str) -> Iterator[Command]:
         before = end if words or own or end != "\n" else before
 
 
-def _branch(known: Values, values: Values, names: set[str]) -> None:
+def _end_branch(known: Values, values: Values, names: set[str]) -> None:
     """End one branch: the next begins with the values from before the block."""
     names |= {name for name in known.keys() | values.keys() if known.get(name) != values.get(name)}
     known.clear()
     known.update(values)
 
 
-def _leave(known: Values, blocks: list[tuple[str, Values, set[str]]]) -> None:
+def _end_block(known: Values, blocks: list[tuple[str, Values, set[str]]]) -> None:
     """End a block: variables that one of its branches sets are unknown after it."""
     _, values, names = blocks.pop()
-    _branch(known, values, names)
+    _end_branch(known, values, names)
     known.update({name: [f"${name}"] for name in names})
 
 
 def _bounded(name: str, values: list[str]) -> list[str]:
-    if len(values) > MOST_WORDS or sum(map(len, values)) > MOST_CHARACTERS:
-        raise ShellError(f"{name} grows beyond {MOST_WORDS:,} words or {MOST_CHARACTERS:,} characters")
+    if len(values) > MAX_WORDS or sum(map(len, values)) > MAX_CHARACTERS:
+        raise ShellError(f"{name} grows beyond {MAX_WORDS:,} words or {MAX_CHARACTERS:,} characters")
     return values
 
 
@@ -223,7 +223,7 @@ def _line_end(text: str, position: int) -> int:
 
 
 def _after_heredoc(text: str, position: int, delimiter: str) -> int:
-    """Where the line after a here-document begins."""
+    """Position at which the line after a here-document begins."""
     while position < len(text):
         end = _line_end(text, position)
         line, position = text[position:end], min(end + 1, len(text))

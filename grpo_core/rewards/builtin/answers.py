@@ -11,17 +11,17 @@ from typing import Any
 from grpo_core.data.chat import text_of
 from grpo_core.rewards.builtin.record import BuiltinReward, Rewards
 
-# A minus right after a digit, letter or closing bracket subtracts or ranges; it is no sign.
+# A minus right after a digit, letter or closing bracket subtracts or ranges; it is not a sign.
 NUMBER = re.compile(
     r"(?:(?<![\w)\]])[-+])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?)"
 )
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 DASHES = re.compile("[\u2010-\u2015\u2212]")
-# What tells answers apart, and the rest of the signs: -5, 3.5, 10-5, .5, 50 %, C#.
+# Signs that distinguish answers (group 1), and all other signs: -5, 3.5, 10-5, .5, 50 %, C#.
 SIGN = re.compile(r"((?<!\w)-(?=\.?\d)|(?<=\d)[-.,:/](?=\d)|(?<!\w)\.(?=\d)|(?<=\w)[%#])|[^\w\s]|_")
 ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 
-# Where a choice is stated: the strongest kind of place first.
+# Places where a choice is stated, the strongest kind first.
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 STATED = re.compile(r"(?i)\b(?:answer|choice|option)\b[^.:=\n]{0,40}?(?:\bis\b|\bbe\b|[:=])")
@@ -100,7 +100,7 @@ def _normalized(text: str) -> str:
 
 
 def _plain(character: str) -> str:
-    """Full-width and joined letters as plain ones; 10² and 1½ stay, since they are not 102 and 11/2."""
+    """Replace full-width and joined letters by plain ones; 10² and 1½ stay, since they are not 102 and 11/2."""
     if unicodedata.category(character) == "Cf":  # invisible: joiners, soft hyphens
         return ""
     raised = unicodedata.decomposition(character).startswith(("<super>", "<sub>", "<fraction>"))
@@ -118,12 +118,14 @@ def multiple_choice(completions: Sequence[Any], answer: Sequence[str]) -> list[f
     (B)", else the last line. Several letters ("A or B"), a negated one ("not B") and a word ("A dog") choose nothing.
     """
     return [
-        float(_chosen(text_of(completion)) == letter[1].upper()) if (letter := LONE.fullmatch(str(expected))) else None
+        float(_chosen_letter(text_of(completion)) == letter[1].upper())
+        if (letter := LONE.fullmatch(str(expected)))
+        else None
         for completion, expected in zip(completions, answer, strict=True)
     ]
 
 
-def _chosen(text: str) -> str | None:
+def _chosen_letter(text: str) -> str | None:
     plain = re.sub(r"[*_`]+", "", text).strip()
     stated = [plain[head.end() : head.end() + SENTENCE].lstrip().partition("\n")[0] for head in STATED.finditer(plain)]
     for places in (BOXED.findall(plain), TAGGED.findall(plain), stated):

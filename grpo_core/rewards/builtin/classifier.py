@@ -53,8 +53,8 @@ def classifier(
     context = getattr(loaded.config.get_text_config(), "max_position_embeddings", UNBOUNDED)
     longest = min(tokenizer.model_max_length, context)
     encoded = tokenizer(texts, add_special_tokens=not templated, truncation=True, max_length=longest)["input_ids"]
-    encoded = [ids or [tokenizer.eos_token_id or 0] for ids in encoded]  # of no token there is no score
-    order = sorted(range(len(encoded)), key=lambda row: len(encoded[row]))  # like lengths together: little padding
+    encoded = [ids or [tokenizer.eos_token_id or 0] for ids in encoded]  # a text without tokens would have no score
+    order = sorted(range(len(encoded)), key=lambda row: len(encoded[row]))  # similar lengths together: little padding
     scores = torch.empty(len(encoded))
     with torch.inference_mode():
         for start in range(0, len(order), batch_size):

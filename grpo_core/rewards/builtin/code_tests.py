@@ -23,7 +23,7 @@ from typing import Any
 
 from grpo_core.system.sandbox.bubblewrap import Call, Input
 
-# What an assertion may use around the program's expression: on data, none of it runs long or reaches anything.
+# Functions that an assertion may use around the program's expression: on data, none runs long or reaches anything.
 FUNCTIONS: dict[str, Any] = {
     **{kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)},
     **{function.__name__: function for function in (abs, all, any, isinstance, len, max, min, round, sorted, sum)},
@@ -34,7 +34,7 @@ NODES = (
     *(ast.Sub, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Subscript, ast.Slice, ast.Name, ast.Load),
     *(ast.Call, ast.keyword),
 )
-ANSWER = "_"  # the program's, in what is evaluated here
+ANSWER = "_"  # name of the program's answer in the expression that is evaluated here
 
 
 class UnitTestError(ValueError):
@@ -55,7 +55,7 @@ class UnitTest:
             return isinstance(answer, str) and _lines(answer) == _lines(self.expected)
         try:
             return bool(eval(self.expected, {"__builtins__": {}, **FUNCTIONS, ANSWER: answer}))
-        except Exception:  # of an answer of another kind than the assertion takes
+        except Exception:  # the answer is of another kind than the assertion takes
             return False
 
 
@@ -69,7 +69,7 @@ def read_test(test: str | Mapping[str, str]) -> UnitTest:
     return UnitTest(Input(given), wanted)
 
 
-@lru_cache(maxsize=10_000)  # the completions of a group have the same
+@lru_cache(maxsize=10_000)  # the completions of a group have the same tests
 def _assertion(test: str) -> UnitTest:
     try:
         statements = ast.parse(test.strip()).body
@@ -87,30 +87,30 @@ def _assertion(test: str) -> UnitTest:
             )
     if len(split.asked) != 1:
         raise UnitTestError(
-            f"the test {test!r} asks the program for {len(split.asked)} values; one is needed, to be held against "
+            f"the test {test!r} asks the program for {len(split.asked)} values; one is needed, to be compared with "
             "values that the program does not make"
         )
     if not any(map(_is_value, ast.walk(around))) and not _takes_literals(split.asked[0]):
         raise UnitTestError(
-            f"the test {test!r} leaves the comparison to the program, which may say what it likes; hold its value "
-            "against the right one"
+            f"the test {test!r} leaves the comparison to the program, which could claim anything; compare its value "
+            "with the right one"
         )
     return UnitTest(Call(ast.unparse(split.asked[0])), compile(ast.fix_missing_locations(around), "test", "eval"))
 
 
 class _Split(ast.NodeTransformer):
-    """Replaces what only the program can evaluate by ANSWER, and collects it in `asked`."""
+    """Replaces each part that only the program can evaluate by ANSWER, and collects these parts in `asked`."""
 
     def __init__(self) -> None:
         self.asked: list[ast.expr] = []
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        if _known(node.func) is None:
+        if _allowed_function(node.func) is None:
             return self._ask(node)
         return self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name | ast.Attribute) -> ast.AST:
-        known = _known(node)
+        known = _allowed_function(node)
         return self._ask(node) if known is None else ast.Name(known, ast.Load())
 
     visit_Attribute = visit_Name
@@ -120,14 +120,14 @@ class _Split(ast.NodeTransformer):
         return ast.Name(ANSWER, ast.Load())
 
 
-def _known(node: ast.expr) -> str | None:
+def _allowed_function(node: ast.expr) -> str | None:
     """Name of the function of FUNCTIONS that the node names; None if it names another."""
     name = ast.unparse(node).removeprefix("math.")
     return name if name in FUNCTIONS else None
 
 
 def _is_value(node: ast.AST) -> bool:
-    """Return whether the node is a value to compare the answer with: a collection, or a constant except True, False and
+    """True if the node is a value to compare the answer with: a collection, or a constant except True, False and
     None."""
     return isinstance(node, (ast.List, ast.Tuple, ast.Set, ast.Dict)) or (
         isinstance(node, ast.Constant) and not isinstance(node.value, (bool, type(None)))
@@ -135,8 +135,8 @@ def _is_value(node: ast.AST) -> bool:
 
 
 def _takes_literals(asked: ast.expr) -> bool:
-    """Return whether what is asked is a name, or a call such as `f(1)` or `Class().f(1)` whose arguments contain no
-    variable and no comparison."""
+    """True if what is asked is a name, or a call such as `f(1)` or `Class().f(1)` whose arguments contain no variable
+    and no comparison."""
     if not isinstance(asked, ast.Call):
         return True
     function = asked.func

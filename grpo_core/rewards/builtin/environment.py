@@ -10,7 +10,7 @@ from grpo_core.rewards.builtin.record import BuiltinReward, Rewards
 
 
 def environment(environments: Sequence[Any]) -> list[float | None]:
-    """What each conversation's environment gave in `get_reward`; None for one that has no such method."""
+    """The value that each conversation's environment returned from `get_reward`; None if it has no such method."""
     return [each.get_reward() for each in environments]
 
 

@@ -45,10 +45,10 @@ Score: N"""
 
 GRADE = re.compile(r"Score: (-?[0-9]{1,9})")
 LIKE_A_GRADE = re.compile(r"\W*?score\W*?(-?\d{1,9})", re.IGNORECASE)
-# What ends a turn in the chat templates of today's models; a server reads it as such wherever it stands.
+# Marks that end a turn in the chat templates of today's models; a server reads them as such wherever they stand.
 TURNS = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]>|</?s>|\[/?INST\]|<(?:start|end)_of_turn>")
 ATTEMPTS = 3  # to get a grade in the form asked for
-UNREADABLE = 20  # completions in a row without a grade, after which the model is given up as a judge
+UNREADABLE = 20  # completions in a row without a grade after which the model is given up as a judge
 SHOWN = 500  # characters of a server's error
 REFUSALS = (400, 413)  # HTTP statuses by which a server refuses one question, such as one beyond its context
 
@@ -106,7 +106,7 @@ async def judge(
         "extra_body": dict(extra_body or {}),
     }
     budget = {"requests": budget_requests, "tokens": budget_tokens}
-    shared = _shared(_folder(cache), base_url, concurrency)
+    shared = _shared_state(_folder(cache), base_url, concurrency)
     answers = answer or [""] * len(completions)
     questions = [
         _question(rubric, low, high, prompt, text_of(completion), right)
@@ -133,11 +133,11 @@ async def judge(
 
 
 class _RefusedError(Exception):
-    """The server refuses one question; the message is what it says."""
+    """The server refuses one question; the message is the server's."""
 
 
 @dataclass
-class _Shared:
+class _SharedState:
     """State that all calls of a process to one server share."""
 
     base_url: str
@@ -152,8 +152,8 @@ class _Shared:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """One call, from before its client connects until that has closed. The calls of a generation batch share one
-        event loop."""
+        """Count one call, from before its client connects until the client is closed. The calls of a generation batch
+        share one event loop."""
         if self.loop is not asyncio.get_running_loop():
             self.loop, self.calls, self.asking = asyncio.get_running_loop(), set(), set()
             self.turns = asyncio.Semaphore(self.concurrency)
@@ -177,7 +177,7 @@ class _Call:
 
     client: Any  # openai.AsyncOpenAI
     cache: Cache
-    shared: _Shared
+    shared: _SharedState
     body: Mapping[str, Any]  # of a request, without the messages
     scale: range
     budget: Mapping[str, int | None]
@@ -193,9 +193,9 @@ class _Call:
 
 
 @functools.cache
-def _shared(folder: Path, base_url: str, concurrency: int) -> _Shared:
-    """The same for all calls with that cache, server and concurrency."""
-    return _Shared(base_url, concurrency)
+def _shared_state(folder: Path, base_url: str, concurrency: int) -> _SharedState:
+    """Return the same state for all calls with that cache, server and concurrency."""
+    return _SharedState(base_url, concurrency)
 
 
 def _folder(cache: str | None) -> Path:
@@ -239,8 +239,8 @@ async def _grade_all(call: _Call, questions: Collection[str], shortest: str) -> 
             RewardError(
                 f"{call.judge} has left {len(questions) - len(grades)} of {len(questions)} questions without an answer "
                 f"until the reward's time was up; a request may take request_timeout={call.client.timeout:g} s, and "
-                f"max_retries={call.client.max_retries} more as long. No completion is scored for that; when it "
-                "answers again, run again: what was graded is kept"
+                f"each of max_retries={call.client.max_retries} more attempts as long. No completion is scored for "
+                "that; when it answers again, run again: what was graded is kept"
             )
         )
     if failures:
@@ -298,7 +298,7 @@ async def _ask(call: _Call, body: Mapping[str, Any], question: str) -> str:
     call.cache.count_request(call.budget)
     try:
         response = await call.client.chat.completions.create(messages=[{"role": "user", "content": question}], **body)
-    except (openai.OpenAIError, ValueError) as error:  # ValueError: what is no JSON
+    except (openai.OpenAIError, ValueError) as error:  # ValueError: not JSON
         status = error.status_code if isinstance(error, openai.APIStatusError) else 500
         cause = f" ({error.__cause__})" if str(error.__cause__ or "") else ""
         said = call.shown(f"{error}{cause}")
@@ -362,16 +362,16 @@ def _question(rubric: str, low: int, high: int, prompt: Any, completion: str, an
 
 
 def _check(base_url: str, rubric: str, scale: Sequence[int], answer: Sequence[Any] | None) -> None:
-    """Raises RewardError for arguments that no judge can be asked with."""
+    """Raises RewardError if no judge can be asked with these arguments."""
     address = urlsplit(base_url)
     if address.scheme not in ("http", "https") or not address.hostname:
-        raise RewardError(f"base_url={base_url!r} is no address; write it as http://127.0.0.1:8000/v1")
+        raise RewardError(f"base_url={base_url!r} is not an address; write it as http://127.0.0.1:8000/v1")
     if address.password or address.username:
         raise RewardError("base_url holds a user or password, which would be recorded; use api_key_env")
     if "{completion}" not in rubric:
         raise RewardError("the rubric has no {completion}: the judge would not see what it grades; put it in")
     if "{answer}" in rubric and answer is None:
-        raise RewardError("the rubric has {answer}, but the data has no column answer; name one so, or leave it out")
+        raise RewardError("the rubric has {answer}, but the data has no column answer; add it, or leave {answer} out")
     if len(scale) != 2 or not all(isinstance(grade, int) for grade in scale) or scale[0] >= scale[1]:
         raise RewardError(f"scale={list(scale)} must be two whole numbers, the lowest and the highest grade")
 

@@ -1,4 +1,4 @@
-"""What a judge has answered and what that has cost, kept in one SQLite file that processes of one machine share.
+"""A judge's answers and their cost, in one SQLite file that processes of one machine share.
 
 Every change is one transaction: a process that is killed leaves each request counted or not, each answer kept or not.
 """
@@ -23,7 +23,7 @@ PRAGMA journal_mode = wal;
 CREATE TABLE answers (digest TEXT PRIMARY KEY, answer TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE costs (kind TEXT PRIMARY KEY, amount INTEGER NOT NULL) WITHOUT ROWID;
 """
-# The primary codes of what is no sound database of this kind, SQLITE_ERROR where a table is missing.
+# Primary error codes of a file that is not a sound database of this kind; SQLITE_ERROR if a table is missing.
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 
@@ -41,7 +41,7 @@ class Cache:
             return None if row is None else json.loads(row[0])
 
     def keep(self, digest: str, answer: str) -> None:
-        """Keep an answer. As JSON: it may hold half a surrogate pair, which is no text to SQLite."""
+        """Keep an answer. As JSON: it may hold half a surrogate pair, which SQLite does not take for text."""
         with _named(self.folder):
             self.database.execute("REPLACE INTO answers VALUES (?, ?)", (digest, json.dumps(answer)))
 
@@ -80,7 +80,7 @@ class Cache:
 
 @contextmanager
 def open_cache(folder: Path) -> Iterator[Cache]:
-    """The cache in that folder, which is made if it is not there."""
+    """Open the cache in that folder; make it if it is not there."""
     with _named(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / FILE).exists():
@@ -106,7 +106,7 @@ def _make(folder: Path) -> None:
 
 @contextmanager
 def _named(folder: Path) -> Iterator[None]:
-    """Raises RewardError with the folder's name and what to do for errors of the file in it."""
+    """Turn errors of the file in the folder into a RewardError that names the folder and says what to do."""
     try:
         yield
     except (OSError, sqlite3.Error, ValueError) as error:

@@ -27,7 +27,7 @@ def api_key(name: str | None) -> str | None:
     if name is None:
         return None
     if not KEY_NAME.fullmatch(name):
-        raise RewardError(f"api_key_env={name!r} must name a variable like JUDGE_API_KEY: another's is not sent out")
+        raise RewardError(f"api_key_env={name!r} must name a variable like JUDGE_API_KEY: no other is sent out")
     key = os.environ.get(name, "").strip()
     if not key:
         raise RewardError(f"api_key_env={name!r}: the environment variable {name} is not set")
@@ -66,7 +66,7 @@ def _is_loopback(host: str) -> bool:
 
 
 async def _strip(key: str, request: Any) -> None:
-    """Leave no header that the client takes from the environment (OPENAI_CUSTOM_HEADERS, OPENAI_ORG_ID)."""
+    """Remove the headers that the client takes from the environment (OPENAI_CUSTOM_HEADERS, OPENAI_ORG_ID)."""
     for name in {*request.headers} - SENT:
         del request.headers[name]
     request.headers["Authorization"] = f"Bearer {key}"
@@ -74,14 +74,14 @@ async def _strip(key: str, request: Any) -> None:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Read once: it takes longer than a request."""
+    """Read the certificates, once, since that takes longer than a request."""
     import certifi
 
     return ssl.create_default_context(cafile=os.environ.get("SSL_CERT_FILE") or certifi.where())
 
 
 def hide_key(key: str | None, name: str | None, text: str) -> str:
-    """The text with the variable's name in the key's place."""
+    """Return the text with the variable's name in the key's place."""
     return text.replace(key, f"${name}") if key else text
 
 

@@ -1,6 +1,6 @@
 """The reward for mathematical answers: numbers and LaTeX, compared by math-verify.
 
-An answer may keep sympy busy for ever or take all memory (9^9^9^9), in C code that no signal interrupts, and
+An answer may keep sympy busy forever or take all memory (9^9^9^9), in C code that no signal interrupts, and
 math-verify's own time limits use the alarm that limits the reward. So answers are compared in a separate process
 (`maths_worker`): if one goes wrong, that process ends, not the training.
 """
@@ -19,7 +19,7 @@ from grpo_core.rewards.builtin.answers import TAGGED
 from grpo_core.rewards.builtin.record import BuiltinReward, Rewards
 
 SECONDS = 2.0  # of CPU time per answer
-FAIR_SECONDS = 0.1  # that every answer of a batch gets
+FAIR_SECONDS = 0.1  # of CPU time that every answer of a batch gets
 SPARE_SECONDS = 20.0  # that the answers of a batch may take together beyond FAIR_SECONDS each
 
 
@@ -46,11 +46,11 @@ def math_answer(
         None if expected is None else (_answer_in(text_of(completion)), str(expected))
         for completion, expected in zip(completions, answer, strict=True)
     ]
-    try:  # each pair once: what takes its 2 s is often what a policy says again and again
+    try:  # each pair once: slow answers are often repeated ones
         compared, spare = {}, SPARE_SECONDS
         for pair in dict.fromkeys(filter(None, pairs)):
             limit = min(SECONDS, FAIR_SECONDS + spare)
-            compared[pair], taken = _compared(worker, *pair, relative_tolerance, limit)
+            compared[pair], taken = _compare(worker, *pair, relative_tolerance, limit)
             spare = max(0.0, spare - max(0.0, min(taken, limit) - FAIR_SECONDS))
     except BaseException:  # an answer that is still under way would be read as the next one's
         _worker.cache_clear()
@@ -66,10 +66,10 @@ def _answer_in(text: str) -> str:
     return (TAGGED.findall(text) or [text])[-1]
 
 
-def _compared(
+def _compare(
     worker: subprocess.Popen[str], text: str, answer: str, tolerance: float, limit: float
 ) -> tuple[float | None, float]:
-    """The verdict and the CPU time it took at most; the verdict is 0.0 if it would take longer than `limit` seconds."""
+    """The verdict and the CPU time that it took at most; 0.0 if it would take longer than `limit` seconds."""
     assert worker.stdin and worker.stdout
     worker.stdin.write(json.dumps([limit, text, answer, tolerance]) + "\n")
     worker.stdin.flush()
@@ -83,7 +83,7 @@ def _compared(
 
 @functools.cache
 def _worker() -> subprocess.Popen[str]:
-    """A process that ends with this one, which closes its input."""
+    """Start the process that compares. It ends with this one, whose end closes its input."""
     command = [sys.executable, "-P", "-m", "grpo_core.rewards.builtin.maths_worker"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 

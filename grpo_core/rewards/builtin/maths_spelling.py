@@ -1,4 +1,4 @@
-"""Writes an answer in the one way that math-verify reads; knows words, dates, times and bases."""
+"""Write an answer in the one way that math-verify reads; recognise words, dates, times and bases."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ BASES = {"two": "2", "three": "3", "five": "5", "eight": "8", "sixteen": "16", "
 
 
 def plain(text: str) -> str:
-    """Digits of any script as 0 to 9, symbols as LaTeX, full-width letters as plain ones."""
+    """Write digits of any script as 0 to 9, symbols as LaTeX, full-width letters as plain ones."""
     if text.isascii():
         return text
     text = RAISED.sub(lambda run: "^{" + DASHES.sub("-", unicodedata.normalize("NFKC", run[0])) + "}", text)
@@ -123,15 +123,15 @@ def _ascii(character: str) -> str:
     return f"\\frac{{{numerator}}}{{{denominator}}}" if bar else normal
 
 
-def spelled(text: str) -> str:
-    """Numbers, roots and products in one spelling, wherever they stand in the text."""
+def normalize_text(text: str) -> str:
+    """Write numbers, roots and products in one spelling, wherever they stand in the text."""
     for pattern, spelling in ANYWHERE:
         text = pattern.sub(spelling, text)
     return text
 
 
-def alone(answer: str) -> str:
-    """An answer by itself in one spelling, without its unit; empty if too long or with two numbers side by side."""
+def normalize_answer(answer: str) -> str:
+    """Write an answer by itself in one spelling, without its unit; "" if too long or with two numbers side by side."""
     if len(answer) > LONGEST:
         return ""
     answer = answer.strip()
@@ -152,7 +152,7 @@ def _repeating(whole: str, once: str, again: str) -> str:
 
 
 def words(answer: str) -> str | None:
-    """An answer of words or one letter, compared as it is written: as a product, it would equal its anagrams."""
+    """Form in which words or one letter are compared, else None: as written; as a product they equal their anagrams."""
     if not PHRASE.fullmatch(answer):
         return None
     letters = [word for word in re.findall(r"[^\W\d_]+", answer) if not re.fullmatch(FUNCTIONS, word, re.I)]
@@ -162,7 +162,8 @@ def words(answer: str) -> str | None:
 
 
 def dated_or_based(text: str, whole: bool = True) -> str | None:
-    """A date, a time or a number with its base, compared as it is written; the last one in the text."""
+    """Form in which a date, a time or a number with its base is compared, else None; the last one in the text if not
+    `whole`."""
     for pattern, form in ((DATE, _date), (TIME, _time), (BASED, _based)):
         found = [pattern.fullmatch(text)] if whole else list(pattern.finditer(text))[-1:]
         if found and found[0]:

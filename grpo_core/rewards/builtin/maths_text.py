@@ -1,4 +1,4 @@
-"""Finds the statement of the answer in a text."""
+"""Find the statement of the answer in a text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import re
 from typing import NamedTuple
 
 from grpo_core.rewards.builtin.answers import NEGATION
-from grpo_core.rewards.builtin.maths_spelling import FUNCTIONS, JUXTAPOSED, LONGEST, alone, plain, spelled, words
+from grpo_core.rewards.builtin.maths_spelling import (
+    FUNCTIONS,
+    JUXTAPOSED,
+    LONGEST,
+    normalize_answer,
+    normalize_text,
+    plain,
+    words,
+)
 
 PROSE = 2000  # characters, counted from the end, among which a number is looked for
 
@@ -44,7 +52,7 @@ ROW = re.compile(r"(?<![\w.,])\d+(?:\s+\d+){2,}\W*\Z")
 
 
 class Statement(NamedTuple):
-    """What a text says last: the answer by itself, and the prose in which math-verify may look for it otherwise."""
+    """The final answer of a text: by itself, and the prose in which math-verify may look for it otherwise."""
 
     answer: str
     prose: tuple[str, ...] = ()
@@ -59,28 +67,29 @@ def final_statement(text: str) -> Statement:
     boxed, end = _last_boxes(text)
     final = list(FINAL.finditer(text, end))
     if boxed is not None and not final:
-        return Statement("" if UNREAD.search(boxed[:LONGEST]) else alone(boxed))
+        return Statement("" if UNREAD.search(boxed[:LONGEST]) else normalize_answer(boxed))
     last = text.strip().rpartition("\n")[2]
     clauses = CLAUSE_END.split(text[final[-1].start() :] if final else text)
     text = "".join("" if NEGATION.search(clause) else clause for clause in clauses).strip()
-    prose = _as_sets(spelled(text[-PROSE:]))
-    if NEGATION.search(last) and words(alone(last)) and not re.search(r"\d", last):  # "no solution" is an answer
-        return Statement(alone(last), (prose,))
+    prose = _as_sets(normalize_text(text[-PROSE:]))
+    # "no solution" is an answer.
+    if NEGATION.search(last) and words(normalize_answer(last)) and not re.search(r"\d", last):
+        return Statement(normalize_answer(last), (prose,))
     stated = list(STATED.finditer(text))
     line = text.rpartition("\n")[2][-LONGEST:]
-    if not stated and (UNREAD.search(line) or ROW.search(spelled(line))):
+    if not stated and (UNREAD.search(line) or ROW.search(normalize_text(line))):
         return Statement("")
     if not stated:
         return Statement(_unless_several(text.rpartition("\n")[2]), (prose,))
     sentence = SENTENCE_END.split(text[stated[-1].end() :].strip(), maxsplit=1)[0]
     sentence = REASON.split(sentence[:LONGEST], maxsplit=1)[0]
-    if UNREAD.search(sentence) or JUXTAPOSED.search(spelled(sentence)):
+    if UNREAD.search(sentence) or JUXTAPOSED.search(normalize_text(sentence)):
         return Statement("")
-    return Statement(_unless_several(sentence), (_as_sets(spelled(f"The answer is {sentence}")), prose))
+    return Statement(_unless_several(sentence), (_as_sets(normalize_text(f"The answer is {sentence}")), prose))
 
 
 def is_expression(answer: str) -> bool:
-    """Whether an answer is nothing but mathematics."""
+    """True if an answer is nothing but mathematics."""
     is_prose = (
         (words(answer) or "")[1:]
         or SMALL_WORD.search(answer)
@@ -90,16 +99,16 @@ def is_expression(answer: str) -> bool:
 
 
 def _unless_several(answer: str) -> str:
-    return "" if SEVERAL.search(answer) or SEVERAL_LATEX.search(answer) else alone(answer)
+    return "" if SEVERAL.search(answer) or SEVERAL_LATEX.search(answer) else normalize_answer(answer)
 
 
 def _as_sets(text: str) -> str:
-    """Writes alternatives such as "71 or 72" as a set, which no single number equals."""
+    """Write alternatives such as "71 or 72" as a set, which no single number equals."""
     return SEVERAL_LATEX.sub(r"\1 or ", SEVERAL.sub(r" $\1, \2$ ", text))
 
 
 def _last_boxes(text: str) -> tuple[str | None, int]:
-    """Contents of the last box and of those side by side with it, None where there is no box; and where they end."""
+    """Contents of the last box and of those side by side with it, None without a box; and the place where they end."""
     begun: list[tuple[bool, int, int]] = []
     boxes: list[tuple[int, int, str]] = []
     for brace in BRACE.finditer(text):

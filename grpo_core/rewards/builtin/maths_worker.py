@@ -1,9 +1,9 @@
-"""Compares mathematical answers: reads lines of JSON [seconds, completion, answer, relative tolerance].
+"""Compare mathematical answers: read lines of JSON [seconds, completion, answer, relative tolerance].
 
-Writes [1.0, 0.0 or null, seconds of CPU time] for each.
+Write [1.0, 0.0 or null, seconds of CPU time] for each.
 
 A child does the work. If an answer takes longer than its seconds, the system ends the child, the answer counts as
-wrong, and the next child goes on with the next line.
+wrong, and the next child continues with the next line.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_core.rewards.builtin.answers import NEGATION
-from grpo_core.rewards.builtin.maths_spelling import alone, dated_or_based, plain, words
+from grpo_core.rewards.builtin.maths_spelling import dated_or_based, normalize_answer, plain, words
 from grpo_core.rewards.builtin.maths_text import LATEX, final_statement, is_expression
 
 MEMORY = 2 << 30  # bytes
-DIGITS = 5e-5  # relative difference between a decimal and a number that has no last digit, as 3.1416 and pi
-NOISE = 1e-6  # and in absolute terms between two decimals
-ROUGHLY = 0.01  # relative difference that an equation such as 22/7 = 3.14 may have
+DIGITS = 5e-5  # relative difference allowed between a decimal and a number without a last digit, as 3.1416 and pi
+NOISE = 1e-6  # absolute difference allowed between two decimals
+ROUGHLY = 0.01  # relative difference allowed in an equation such as 22/7 = 3.14
 AS_WRITTEN = object()
 DEEPEST = 50  # brackets within brackets
 REPEATED = re.compile(r"([^\n]{0,20}?[|^_\\([{][^\n]{0,20}?)\1{40}")  # |x||x||x|
@@ -73,7 +73,7 @@ def _answer(verdict: float | None, seconds: float) -> None:
 
 
 def compare(text: str, answer: str, tolerance: float = 0.0) -> float | None:
-    """1 when the text's answer is equal to the right one, 0 when it is not, None when the right one cannot be read."""
+    """1 if the text's answer is equal to the right one, 0 if it is not, None if the right one cannot be read."""
     wanted, expected = _expected(answer)
     if expected is None:
         return None
@@ -88,15 +88,15 @@ def compare(text: str, answer: str, tolerance: float = 0.0) -> float | None:
     found = [
         _expression(part, prose, _has_unit(wanted)) for part in given.split(r"\approx") if part.strip() or not given
     ]
-    if None in found or not all(map(_holds, found)) or not _agree(list(map(_right_side, found))):
+    if None in found or not all(map(_equations_hold, found)) or not _numbers_agree(list(map(_right_side, found))):
         return 0.0
     return float(any(_is_equal(expected, part, tolerance) for part in found))
 
 
 @functools.lru_cache(maxsize=1024)
 def _expected(answer: str) -> tuple[str, Any]:
-    """The right answer as written and as an expression: AS_WRITTEN for dates, times and bases, None for nothing."""
-    wanted = alone(plain(answer))
+    """The right answer as text and as an expression: AS_WRITTEN for dates, times and bases, None if unreadable."""
+    wanted = normalize_answer(plain(answer))
     if dated_or_based(wanted):
         return wanted, AS_WRITTEN
     if (wanted_words := words(wanted)) and len(wanted_words) > 1:
@@ -108,7 +108,7 @@ def _expected(answer: str) -> tuple[str, Any]:
 
 
 def _has_unit(wanted: str) -> bool:
-    """Whether a last letter may be a unit: m in 5 m, but not t in 2t."""
+    """True if a last letter may be a unit: m in 5 m, but not t in 2t."""
     return not re.search(r"[\d}][A-Za-z]\Z", wanted)
 
 
@@ -132,7 +132,7 @@ def _parsed(text: str, has_unit: bool = True) -> Any:
 
 
 def _is_degenerate(text: str) -> bool:
-    """Whether a text is nested or repeats itself so much that reading it would take too long."""
+    """True if a text is nested or repeats itself so much that reading it would take too long."""
     depth = deepest = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -140,31 +140,31 @@ def _is_degenerate(text: str) -> bool:
     return deepest > DEEPEST or bool(REPEATED.search(text) or TOWER.search(text))
 
 
-def _holds(found: Any) -> bool:
-    """Whether the numbers in each chain of equations are equal: 5 = 4 and 72 = x = 73 are no answers."""
+def _equations_hold(found: Any) -> bool:
+    """True if the numbers in each chain of equations are equal: 5 = 4 and 72 = x = 73 are no answers."""
     from sympy import And, Basic, Eq
 
     chains = (found.atoms(And) or found.atoms(Eq)) if isinstance(found, Basic) else ()
-    return all(_agree([side for equation in chain.atoms(Eq) for side in equation.args]) for chain in chains)
+    return all(_numbers_agree([side for equation in chain.atoms(Eq) for side in equation.args]) for chain in chains)
 
 
-def _agree(expressions: Sequence[Any]) -> bool:
-    """Whether those of the expressions that are numbers are equal, roughly if one is a decimal."""
+def _numbers_agree(expressions: Sequence[Any]) -> bool:
+    """True if those of the expressions that are numbers are equal, roughly if one is a decimal."""
     from sympy import Float
 
-    numbers = [expression for expression in expressions if _real(expression) is not None]
+    numbers = [expression for expression in expressions if _real_value(expression) is not None]
     roughly = ROUGHLY if any(number.has(Float) for number in numbers) else 0.0
     return all(_same_number(numbers[0], number, roughly) for number in numbers)
 
 
 def _is_equal(expected: Any, found: Any, tolerance: float) -> bool:
-    """By the rule for numbers if both are real numbers, x = 5 as 5; else by math-verify's."""
+    """Compare by the rule for numbers if both are real numbers (x = 5 is 5), else by math-verify's."""
     from math_verify import verify
 
     wanted, given = (
         (expected, found) if _is_equation(expected) == _is_equation(found) else map(_right_side, (expected, found))
     )
-    if _real(wanted) is None or _real(given) is None:
+    if _real_value(wanted) is None or _real_value(given) is None:
         return verify(expected, found, allow_set_relation_comp=True, timeout_seconds=None)
     (wanted, wanted_percent), (given, given_percent) = _without_percent(wanted), _without_percent(given)
     pairs = [(wanted, given)]
@@ -174,11 +174,11 @@ def _is_equal(expected: Any, found: Any, tolerance: float) -> bool:
 
 
 def _same_number(wanted: Any, given: Any, tolerance: float) -> bool:
-    """Whether two real numbers are equal: exactly if neither is a decimal, else within DIGITS or NOISE."""
+    """True if two real numbers are equal: exactly if neither is a decimal, else within DIGITS or NOISE."""
     from math_verify import verify
     from sympy import Float
 
-    size, difference = abs(_real(wanted)), abs(_real(wanted) - _real(given))
+    size, difference = abs(_real_value(wanted)), abs(_real_value(wanted) - _real_value(given))
     if difference <= tolerance * size:
         return True
     if not wanted.has(Float) and not given.has(Float):
@@ -189,13 +189,13 @@ def _same_number(wanted: Any, given: Any, tolerance: float) -> bool:
 
 
 def _has_last_digit(number: Any) -> bool:
-    """Whether a number can be written out as a decimal: 1/8, but not 1/3 or the root of 2."""
+    """True if a number can be written out as a decimal: 1/8, but not 1/3 or the root of 2."""
     number = number.doit()
     return number.is_Float or (number.is_Rational and pow(10, int(number.q).bit_length(), int(number.q)) == 0)
 
 
-def _real(expression: Any) -> Any:
-    """The value of an expression without symbols to 30 digits; None for what is no finite real number."""
+def _real_value(expression: Any) -> Any:
+    """The value of an expression without symbols to 30 digits; None if it is not a finite real number."""
     try:
         value = expression.doit().evalf(30)
         return value if (value.is_Float and value.is_finite) or value.is_Integer else None

@@ -16,7 +16,7 @@ def _accept_all(args: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class BuiltinReward:
-    """A reward that comes with the package. Everything that treats rewards differently asks its record."""
+    """A reward that comes with the package. Code that treats rewards differently asks their records."""
 
     function: RewardFunction
     range: Range
@@ -27,11 +27,11 @@ class BuiltinReward:
     operational: frozenset[str] = frozenset()
     """Arguments that change no value: if they change, results and checkpoints stay valid."""
     value_problems: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
-    """Columns of which it cannot take every value: each with a function that returns what is wrong with one, or ""."""
+    """Columns of which it cannot take every value, each with a function that returns the problem of a value, or ""."""
     args_problem: Callable[[Mapping[str, Any]], str] = _accept_all
-    """Returns what is wrong with args that a configuration can hold but the function cannot take, or ""."""
+    """Returns the problem of args that a configuration can hold but the function cannot take, or ""."""
     asks_a_model: bool = False
-    """A first call may take minutes: it is rehearsed with its whole timeout."""
+    """True if a first call may take minutes: it is rehearsed with its whole timeout."""
     model_argument: str | None = None
     """Argument that names a model folder; the values follow from the folder's content, not from its name."""
     extra: str = ""
@@ -39,7 +39,7 @@ class BuiltinReward:
     modules: tuple[str, ...] = ()
     """Modules of those libraries that it imports."""
     if_weight_is_negative: str = ""
-    """What to warn of if its weight is below 0."""
+    """Warning to give if its weight is below 0."""
 
 
 Rewards = Mapping[str, BuiltinReward]  # by the name that a configuration uses

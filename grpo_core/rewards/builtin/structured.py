@@ -56,7 +56,7 @@ def _validator(schema: str) -> Any:
 
 
 def schema_problem(schema: str) -> str:
-    """What is wrong with a schema, given as JSON text; "" if nothing is."""
+    """The problem of a schema, given as JSON text; "" if it has none."""
     try:
         _validator(schema)
     except ValueError as error:
@@ -85,7 +85,7 @@ def _follow_references(schema: Any, kind: Any) -> None:
         for keyword in REFERENCES & part.keys():
             try:
                 target = resolver.lookup(part[keyword])
-            except (Unresolvable, TypeError, AttributeError, ValueError):  # also what is no text, or no URI
+            except (Unresolvable, TypeError, AttributeError, ValueError):  # also if it is not text, or not a URI
                 raise ValueError(f"its reference {part[keyword]!r} leads nowhere") from None
             if not isinstance(target.contents, (dict, bool)):
                 raise ValueError(f"its reference {part[keyword]!r} leads to no schema")

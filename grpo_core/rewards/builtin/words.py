@@ -17,7 +17,7 @@ def words(text: str, signs: bool = False) -> list[str]:
 
 
 def ngrams(items: Sequence[str], n: int) -> list[tuple[str, ...]]:
-    """All runs of `n` items, in order; none where there are fewer. ValueError when `n` is below 1."""
+    """All runs of `n` items, in order; [] if there are fewer items. Raises ValueError if `n` is below 1."""
     if n < 1:
         raise ValueError(f"n={n} must be at least 1")
     return [tuple(items[i : i + n]) for i in range(len(items) - n + 1)]

@@ -114,7 +114,7 @@ def _rebuilt(value: Any) -> Any:
 
 @cache
 def require(sandbox: Sandbox) -> None:
-    """Raises SandboxError if programs cannot be run in this way, which running one shows."""
+    """Raises SandboxError if programs cannot be run in this sandbox, which is tried with one."""
     if sandbox not in get_args(Sandbox):
         raise SandboxError(f"sandbox={sandbox!r} is none of {', '.join(get_args(Sandbox))}")
     if sandbox == "none":
@@ -125,11 +125,11 @@ def require(sandbox: Sandbox) -> None:
     if os.uname().machine not in MACHINES:
         raise SandboxError(f"no sandbox: no filter of system calls for {os.uname().machine}{ESCAPE}")
     if ask("", [Call("1")], Limits(), sandbox) != [1]:
-        raise SandboxError(f"no sandbox: a program that says 1 did not{ESCAPE}")
+        raise SandboxError(f"no sandbox: a program that should answer 1 did not{ESCAPE}")
 
 
-def _run(job: bytes, limits: Limits, sandbox: Sandbox, most: int) -> tuple[bytes, bytes]:
-    """The first `most` bytes of the output, and the errors of the programs that start the program."""
+def _run(job: bytes, limits: Limits, sandbox: Sandbox, max_bytes: int) -> tuple[bytes, bytes]:
+    """The first `max_bytes` of the output, and the errors of the programs that start the program."""
     with ExitStack() as stack:
         python = [str(PYTHON), "-I", "-S", "-X", "utf8", "-c", INSIDE]
         if sandbox == "none":
@@ -159,17 +159,17 @@ def _run(job: bytes, limits: Limits, sandbox: Sandbox, most: int) -> tuple[bytes
             process.stdin.write(job)
         with suppress(BrokenPipeError):
             process.stdin.close()
-        output = read(process.stdout.fileno(), most, deadline)
+        output = read(process.stdout.fileno(), max_bytes, deadline)
         kill(process)
         return output, process.stderr.read()
 
 
-def read(descriptor: int, most: int, deadline: float) -> bytes:
-    """The output until its end or the deadline: without a sandbox, a daemon may live on and hold the pipe open."""
+def read(descriptor: int, max_bytes: int, deadline: float) -> bytes:
+    """Read until the output's end or the deadline: without a sandbox, a daemon may live on and hold the pipe open."""
     output, waiting = bytearray(), select.poll()  # select.select takes no descriptor above 1023
     waiting.register(descriptor, select.POLLIN)
-    while len(output) < most and waiting.poll(1000 * max(0.0, deadline - time.monotonic())):
-        part = os.read(descriptor, most - len(output))
+    while len(output) < max_bytes and waiting.poll(1000 * max(0.0, deadline - time.monotonic())):
+        part = os.read(descriptor, max_bytes - len(output))
         if not part:
             break
         output += part
@@ -198,18 +198,18 @@ def _kernel_limits(limits: Limits, sandbox: Sandbox) -> list[tuple[str, int]]:
 
 @contextmanager
 def enclosed(scratch_mib: int) -> Iterator[tuple[list[str], int]]:
-    """The beginning of a command that runs in the sandbox, and the descriptor that it is to be passed (the filter of
-    system calls)."""
+    """The beginning of a command that runs in the sandbox, and the descriptor to pass to it (the filter of system
+    calls)."""
     reading, writing = os.pipe()
     try:
         with os.fdopen(writing, "wb") as file:
             file.write(build_filter())
-        yield _enclosed(reading, scratch_mib), reading
+        yield _sandbox_command(reading, scratch_mib), reading
     finally:
         os.close(reading)
 
 
-def _enclosed(filter_descriptor: int, scratch_mib: int) -> list[str]:
+def _sandbox_command(filter_descriptor: int, scratch_mib: int) -> list[str]:
     """Beginning of a command that sees only the interpreter, read-only, and a scratch /tmp."""
     tool = {name: shutil.which(name) or name for name in NEEDED}
     first = [tool["choom"], "-n", "1000", "--"]  # if memory runs out, this is killed, not the training

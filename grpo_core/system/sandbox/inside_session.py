@@ -40,7 +40,7 @@ def main():
     while (code := receive(requests)) is not None:
         number += 1
         problem = ""
-        # New ones, since those of the last call may be replaced, closed, or full of what there was no room for.
+        # New streams, since the last call may have replaced, closed or overfilled those.
         sys.stdout, sys.stderr = (open(file, "w", encoding="utf-8", closefd=False) for file in (1, 2))  # noqa: SIM115
         streams = sys.stdout, sys.stderr
         os.ftruncate(output, 0)
@@ -63,7 +63,7 @@ def main():
 
 
 def run(code, name, names):
-    """Run the code; what its last expression gives is printed, as in a notebook."""
+    """Run the code, and print the value of its last expression, as a notebook does."""
     lines = [line + "\n" for line in code.splitlines()]
     linecache.cache[name] = (len(code), None, lines, name)  # for tracebacks
     tree = ast.parse(code, name)
@@ -90,19 +90,19 @@ def shown(error):
         return f"{type(error).__name__} ({type(other).__name__} while showing it)\n"
 
 
-def shortened(output, most):
-    """What has been printed: of more than `most` characters the beginning and the end."""
+def shortened(output, max_characters):
+    """The text that was printed, or its beginning and end if it has more than `max_characters`."""
     size = os.fstat(output).st_size
-    room = 4 * most
+    room, half = 4 * max_characters, max_characters // 2
     if size <= room:
         text = os.pread(output, room, 0).decode("utf-8", "replace")
-        if len(text) <= most:
+        if len(text) <= max_characters:
             return text
-        head, tail, left_out = text[: most // 2], text[-(most // 2) :], f"{len(text) - most // 2 * 2:,} characters"
+        head, tail, left_out = text[:half], text[-half:], f"{len(text) - half * 2:,} characters"
     else:
-        head = os.pread(output, room // 2, 0).decode("utf-8", "replace")[: most // 2]
-        tail = os.pread(output, room // 2, size - room // 2).decode("utf-8", "replace")[-(most // 2) :]
-        left_out = f"about {size - most:,} bytes"
+        head = os.pread(output, room // 2, 0).decode("utf-8", "replace")[:half]
+        tail = os.pread(output, room // 2, size - room // 2).decode("utf-8", "replace")[-half:]
+        left_out = f"about {size - max_characters:,} bytes"
     return f"{head}\n[… {left_out} of output are left out here …]\n{tail}"
 
 

@@ -1,6 +1,6 @@
 """An unreviewed interpreter that lives on between pieces of code: its variables are kept, until it is closed or ends.
 
-The sandbox is that of `bubblewrap`. What comes out is text, at most so much, within so many seconds.
+The sandbox is that of `bubblewrap`. Its output is text, limited in length and time.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Session:
             raise SandboxError(f"no sandbox: {reason}")
 
     def run(self, code: str) -> str | None:
-        """What the code prints, its last expression's value, or the traceback it ends in; None if the interpreter has
-        ended with it, or has been ended since its time was up."""
+        """Return what the code prints, its last expression's value, or the traceback it ends in; None if the
+        interpreter has ended with it, or was ended because its time was up."""
         deadline = time.monotonic() + self.limits.wall_seconds
         self._send(code.encode(errors="surrogatepass"))
         text = self._receive(deadline)

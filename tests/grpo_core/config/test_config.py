@@ -130,7 +130,7 @@ def with_key(key: str, value: Any) -> dict[str, Any]:
                 "launch": {"launcher": "ssh", "hosts": ["a", "b"]},
                 "rollout": {"vllm_tensor_parallel_size": 4},
             },
-            "train.num_processes=4 / train.num_machines=2 is no multiple of it",
+            "train.num_processes=4 / train.num_machines=2 is not a multiple of it",
         ),
         ({"train": {"lr_scheduler_type": "constant", "warmup_steps": 5}}, "use 'constant_with_warmup'"),
         ({"train": {"learning_rate": math.inf}}, "train.learning_rate = inf: Input should be a finite number"),

@@ -39,7 +39,7 @@ def test_the_processes_that_sample_together_divide_those_that_train(engine: str,
     values = with_key("rollout", {"engine": engine, "vllm_tensor_parallel_size": 2})
     values["train"] = {"num_processes": processes}
     if engine in ("auto", "vllm") and processes % 2:
-        with pytest.raises(ConfigError, match=f"train.num_processes={processes} is no multiple of it"):
+        with pytest.raises(ConfigError, match=f"train.num_processes={processes} is not a multiple of it"):
             parse_config(values)
     else:
         parse_config(values)

@@ -57,7 +57,7 @@ def _hold(environments: Environments, scripts: list[list[str]], marks: Path, **c
     found: dict[int, Conversation] = {}
     for ended in play(Scripted(scripts, FORMAT), plays, [0] * len(plays), Sampling(9000)):
         found |= dict(ended)
-    environments.all_are_free()
+    environments.free_all()
     return [found[place] for place in range(len(scripts))]
 
 
@@ -160,7 +160,7 @@ def test_a_row_arrives_as_it_is(marks: Path) -> None:
         row = Seen(talk.environment, None, 30.0)
         with pytest.raises(EnvironmentsError, match=r"row is dict, which JSON cannot hold \(.*date"):
             _ = row.row
-        environments.all_are_free()
+        environments.free_all()
         (talk,) = _hold(environments, [[call("seen"), "well"]], marks, **{k: v for k, v in ODD.items() if k != "large"})
         assert talk.said.messages[1]["content"] == repr({k: v for k, v in ODD.items() if k != "large"})
     finally:
@@ -192,7 +192,7 @@ def test_a_descriptor_above_1023_is_read(marks: Path) -> None:
     environments = _environments()
     try:
         environment = environments.take()
-        environments.all_are_free()
+        environments.free_all()
         high = fcntl.fcntl(environment.socket, fcntl.F_DUPFD_CLOEXEC, 2000)
         environment.socket.close()
         environment.socket = socket.socket(fileno=high)

@@ -34,7 +34,7 @@ def _answers(environments: Environments, *scripts: list[str]) -> list[list[str]]
     found: dict[int, Conversation] = {}
     for ended in play(Scripted(scripts, FORMAT), plays, [0] * len(plays), Sampling(9000)):
         found |= dict(ended)
-    environments.all_are_free()
+    environments.free_all()
     return [
         [message["content"] for message in found[place].said.messages if message["role"] == "tool"]
         for place in range(len(scripts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import time
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ def book(title: str, count: int, price: float, gift: bool, tags: list[str], note
 TOOLS = {"book": chat_template_utils.get_json_schema(book)}
 WRITTEN = {"hermes": "qwen2_5", "xml": "qwen3_5_nothink", "glm": "glm4moe", "llama": "llama3_1", "mistral": "mistral"}
 SIGNS = re.compile(r"</?(tool_call|function|parameter|arg_key|arg_value)|\[(TOOL_CALLS|ARGS|CALL_ID)")
+LONG_TEXT_SECONDS = 2.0  # of CPU time: ten times what the slowest text takes
 PLAIN = st.text(st.characters(codec="utf-8"), max_size=20).filter(lambda text: not SIGNS.search(text))
 
 
@@ -95,7 +97,9 @@ def test_long_text_costs_time_in_proportion(form: str) -> None:
     for piece in PIECES.elements:  # type: ignore[attr-defined]
         text = piece * (3 * 10**5 // len(piece))
         for start in ("", "<tool_call>", "<tool_call><function=book>", "[TOOL_CALLS]", '{"name"'):
+            begun = time.process_time()
             read_calls(form, start + text + "</function></tool_call>", TOOLS)
+            assert time.process_time() - begun < LONG_TEXT_SECONDS, (piece[:20], start)
 
 
 @pytest.mark.parametrize(

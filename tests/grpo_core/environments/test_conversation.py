@@ -50,7 +50,7 @@ def _hold(
     found: dict[int, Conversation] = {}
     for ended in play(Scripted(scripts, FORMAT), plays, [0] * len(plays), Sampling(most)):
         found |= dict(ended)
-    environments.all_are_free()
+    environments.free_all()
     return [found[place] for place in range(len(scripts))]
 
 
@@ -144,7 +144,7 @@ def test_a_slow_tool_holds_up_no_other_conversation(counting: Environments, tmp_
         for place, _ in ended:
             order.append(place)
             file.touch()
-    counting.all_are_free()
+    counting.free_all()
     assert order == [1, 0]
 
 

@@ -11,7 +11,7 @@ import pytest
 from grpo_core.config.files import parse_config
 from grpo_core.environments import rehearsal
 from grpo_core.environments.registry import EnvironmentsError
-from grpo_core.environments.rehearsal import arguments_for, longest, rehearse
+from grpo_core.environments.rehearsal import arguments_for, longest_seconds, rehearse
 from tests.grpo_core.environments import scripted
 
 HERE = "tests.grpo_core.environments.faulty"
@@ -137,4 +137,4 @@ def test_the_rehearsal_may_take_as_long_as_its_calls() -> None:
     brief, long = (
         parse_config({**values, "environment": {"tools": ["calculator"], "tool_timeout": s}}) for s in (1.0, 50.0)
     )
-    assert longest(long) - longest(brief) >= 4 * 49
+    assert longest_seconds(long) - longest_seconds(brief) >= 4 * 49

@@ -12,7 +12,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.communication import communication
 from grpo_core.planning.hardware import named_gpu
-from grpo_core.planning.memory import GIB, MOST_UTILISATION, check_engine_memory, moments, peak_memory
+from grpo_core.planning.memory import GIB, MAX_UTILISATION, check_engine_memory, moments, peak_memory
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths
 from tests.conftest import config_values
@@ -43,7 +43,7 @@ def _cell(size: str, processes: int, keys: dict[str, Any]) -> str:
     plan = make_plan(plan_inputs(config, 5000))
     peak, whole = peak_memory(config, plan, qwen(size), lengths, GPU)["peak_memory_gib"], GPU.memory_gib
     assert whole
-    verdict = "fits" if peak <= MOST_UTILISATION * whole else "tight" if peak <= whole else "no"
+    verdict = "fits" if peak <= MAX_UTILISATION * whole else "tight" if peak <= whole else "no"
     return f"{peak:.0f} {verdict}" if verdict != "fits" else f"**{peak:.0f}** fits"
 
 

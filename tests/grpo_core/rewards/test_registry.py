@@ -19,7 +19,7 @@ from grpo_core.fingerprint import determining, reward_parts
 from grpo_core.rewards.builtin.record import BuiltinReward
 from grpo_core.rewards.contract import check, range_of, resolve
 from grpo_core.rewards.registry import BUILTIN
-from grpo_core.rewards.rehearsal import longest
+from grpo_core.rewards.rehearsal import longest_seconds
 from tests.conftest import config_values
 
 
@@ -99,9 +99,9 @@ def test_results_follow_from_the_content_of_a_model_folder_not_from_its_name(fol
 def test_a_reward_that_asks_a_model_is_rehearsed_with_its_whole_timeout(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patient = longest(_config(folder, timeout=1000.0))
+    patient = longest_seconds(_config(folder, timeout=1000.0))
     monkeypatch.setitem(BUILTIN, "loudness", BuiltinReward(loudness, (0.0, 0.5)))
-    assert patient > longest(_config(folder, timeout=1000.0)) + 2 * 900
+    assert patient > longest_seconds(_config(folder, timeout=1000.0)) + 2 * 900
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_core.config.files import parse_config
 from grpo_core.errors import RewardError
-from grpo_core.rewards.rehearsal import TRYING, longest, rehearse
+from grpo_core.rewards.rehearsal import TRYING, longest_seconds, rehearse
 from tests.conftest import config_values, make_tokenizer
 from tests.grpo_core.rewards.judging import judging
 
@@ -189,4 +189,4 @@ def test_the_longest_rehearsal_allows_each_reward_its_time_limits(tmp_path: Path
     ]
     config = parse_config({**config_values(tmp_path, tmp_path), "rewards": rewards})
     calls = 2 * (5 + 1 + 5 + 1) + 2 * (500 + 1 + 500 + 1) + 2 * (60 + 1 + 20 + 1)
-    assert longest(config) == 600 + calls + 3 * 300
+    assert longest_seconds(config) == 600 + calls + 3 * 300

@@ -129,5 +129,5 @@ def test_options_that_the_launcher_sets_are_refused_by_name(option: str) -> None
 
 @pytest.mark.parametrize("option", ["-p", "gpu", "--partition gpu", "--comment=a\nb", "--", "script.sh", "--=x"])
 def test_what_is_no_option_with_its_value_is_refused(option: str) -> None:
-    with pytest.raises(ConfigError, match="is no option of sbatch as --NAME or --NAME=VALUE"):
+    with pytest.raises(ConfigError, match="is not an option of sbatch as --NAME or --NAME=VALUE"):
         _config(option)
