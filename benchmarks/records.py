@@ -48,7 +48,7 @@ def main() -> None:
     if arguments.follow:
         follow(arguments.follow)
         return
-    cases = []
+    cases, load = [], os.getloadavg()[0]
     for name, workload in CASES.items():
         found = measure(workload, arguments.seconds)
         cases.append({"case": name, "workload": asdict(workload), **found})
@@ -56,9 +56,10 @@ def main() -> None:
             f"{name}: a step takes {1e3 * found['step_seconds']:.0f} ms, of which the trainer writes for "
             f"{1e3 * found['writing_seconds']:.2f} ms ({found['writing_share']:.2%}), in CPU time "
             f"{1e3 * found['writing_cpu_seconds']:.2f} of {1e3 * found['step_cpu_seconds']:.0f} ms; the flow's process "
-            f"takes {1e3 * found['flow_cpu_seconds']:.1f} ms of CPU per step ({found['flow_share']:.2%} of the machine)"
+            f"takes {1e3 * found['flow_cpu_seconds']:.1f} ms of CPU per step ({found['flow_share']:.2%} of one core), "
+            f"of which traces {1e3 * found['traces_cpu_seconds']:.2f} ms ({found['traces_share']:.2%} of one core)"
         )
-    about = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "hardware": hardware(), "load": os.getloadavg()[0]}
+    about = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "hardware": hardware(), "load_before": load}
     RESULT.write_text(json.dumps({**about, "cases": cases}, indent=1) + "\n")
 
 
@@ -108,6 +109,7 @@ def measure(workload: Workload, seconds: float) -> dict[str, float]:
         with mock.patch.multiple(TrainingLog, **patched):
             train(run, run / "training")
         follower.stdin.close()
+        traces = json.loads(follower.stdout.read())
         follower.wait()
     length = median(after - before for before, after in pairwise(steps[WARM_UP - 1 :]))
     written = median(writing[WARM_UP : len(steps)])
@@ -122,7 +124,9 @@ def measure(workload: Workload, seconds: float) -> dict[str, float]:
         "writing_cpu_seconds": median(computing[WARM_UP : len(steps)]),
         "step_cpu_seconds": median(after - before for before, after in pairwise(used[WARM_UP - 1 :])),
         "flow_cpu_seconds": of_flow,
-        "flow_share": of_flow / wall / (os.cpu_count() or 1),
+        "flow_share": of_flow / wall,
+        "traces_cpu_seconds": traces / len(steps),
+        "traces_share": traces / (steps[-1] - steps[0]),
     }
 
 
@@ -149,8 +153,8 @@ def follow(run: Path) -> None:
     import mlflow
 
     from grpo_core.config.files import load_config
+    from tasks.tracking import traces
     from tasks.tracking.sending import sending
-    from tasks.tracking.traces import tracing
 
     os.environ["MLFLOW_TRACKING_URI"] = uri = f"sqlite:///{run / 'mlflow.db'}"
     mlflow.set_tracking_uri(uri)
@@ -158,9 +162,22 @@ def follow(run: Path) -> None:
     info = mlflow.MlflowClient().create_run("0").info
     tracked = {"run_id": info.run_id, "experiment_id": "0", "start_time": info.start_time}
     log, config = logging.getLogger("records"), load_config(run / "config.toml")
-    with sending(run / "training", tracked, log), tracing(run / "training", tracked, config, log):
+    seconds, send = [0.0], traces._send_batch
+
+    def timed(*arguments: Any) -> None:
+        begun = time.thread_time()
+        send(*arguments)
+        seconds.append(time.thread_time() - begun)
+
+    with (
+        mock.patch.object(traces, "_send_batch", timed),
+        sending(run / "training", tracked, log),
+        traces.tracing(run / "training", tracked, config, log),
+    ):
         print("connected", flush=True)
         sys.stdin.read()
+        while_it_ran = sum(seconds)  # without what is sent at the end
+    print(json.dumps(while_it_ran), flush=True)
 
 
 if __name__ == "__main__":

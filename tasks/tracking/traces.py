@@ -38,7 +38,7 @@ from mlflow.tracing.constant import SpanAttributeKey, TraceMetadataKey, TraceTag
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import turns
 from tasks.data.completions import read_figures, read_rows, recorded_batches
-from tasks.rendering.visible import shortened
+from tasks.rendering.visible import shortened, visible
 from tasks.stages.files import write_text
 from tasks.stages.mlflow_address import first_cause, tracking_uri
 from tasks.tracking.sending import CANCELLED_SECONDS, LAST_SECONDS
@@ -264,7 +264,10 @@ def _info(it: Told, experiment_id: str) -> TraceInfo:
         request_preview=preview(asked),
         response_preview=preview(turns(it.messages)[-1][1] if it.messages else ""),
         trace_metadata={name: value for name, value in metadata.items() if value},
-        tags={TraceTagKey.TRACE_NAME: it.name, **{name: str(value)[:LONGEST_TAG] for name, value in it.tags.items()}},
+        tags={
+            TraceTagKey.TRACE_NAME: it.name,
+            **{name: visible(str(value))[:LONGEST_TAG] for name, value in it.tags.items()},
+        },
         assessments=[*_assessments(it)],
     )
 
@@ -311,7 +314,7 @@ def _spans(it: Told) -> Iterator[Span]:
     if len(said) > 1:
         for message, whole in zip(said, it.messages, strict=True):
             is_policy = message["role"] == "assistant"
-            name = "policy" if is_policy else str(whole.get("name", message["role"]))
+            name = "policy" if is_policy else visible(str(whole.get("name", message["role"])))
             below.append((name, SpanType.LLM if is_policy else SpanType.TOOL, message["content"]))
     for other, messages in it.others.items():
         answer = [{"role": role, "content": _text(text)} for role, text in turns(messages)]

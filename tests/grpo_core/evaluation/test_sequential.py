@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
 from grpo_core.evaluation.sequential import STAKES, has_fallen_behind, log_evidence
@@ -45,6 +47,29 @@ def test_the_capital_is_that_of_bets_against_the_hypothesis() -> None:
     capitals = [(1 + stake / 2) * (1 - stake / 4) for stake in STAKES]
     assert log_evidence(differences, 2.0) == pytest.approx(math.log(np.mean(capitals)))
     assert log_evidence(np.full(5, math.nan), 1.0) == 0, "nothing compared, nothing won"
+
+
+LOOKS_OF_ARM = st.lists(
+    st.lists(st.lists(st.sampled_from([-1.0, -0.5, 0.0, 0.5, math.nan]), min_size=4, max_size=4), max_size=2),
+    min_size=1,
+    max_size=4,
+).filter(lambda looks: any(looks))
+
+
+@given(looks=LOOKS_OF_ARM, earlier=st.integers(2, 3), stoppable=st.integers(3, 5))
+def test_an_arm_is_stopped_from_the_capital_on_that_looks_rivals_and_arms_leave(
+    looks: list[list[list[float]]], earlier: int, stoppable: int
+) -> None:
+    """Each look k has 1 / k(k + 1) of the capital, each earlier arm an equal share of that, each arm of the level."""
+    capital = 0.0
+    for k, of_look in enumerate(looks, start=1):
+        for differences in of_look:
+            bets = [math.prod(1 - stake / 20 * it for it in differences if it == it) for stake in range(1, 20)]
+            capital += sum(bets) / 19 / (k * (k + 1)) / earlier
+    arrays = [[np.array(differences) for differences in of_look] for of_look in looks]
+    level = stoppable / capital
+    assert has_fallen_behind(arrays, earlier, stoppable, 1.0, level * (1 + 1e-9))
+    assert not has_fallen_behind(arrays, earlier, stoppable, 1.0, level * (1 - 1e-9))
 
 
 @pytest.mark.slow

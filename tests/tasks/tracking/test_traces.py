@@ -7,10 +7,13 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import mlflow
 import pytest
@@ -219,6 +222,40 @@ def test_traces_are_sent_while_a_training_runs_and_of_a_batch_sampled_again_the_
         write_sampled(tmp_path, [[*_batch(1), *_batch(3)]], G)
     steps = [trace.info.tags["step"] for trace in _traces(tracked)]
     assert sorted(steps) == ["1"] * 4 + ["3"] * 4
+
+
+@pytest.mark.parametrize("text", EVIL)
+def test_tags_and_names_have_no_character_that_a_database_refuses(text: str) -> None:
+    turns = [{"role": "tool", "name": text, "content": "2"}, {"role": "assistant", "content": "two"}]
+    told = module.Told("it", [1], "1+1=", turns, (1, 1), {}, {"category": text}, 1, "run")
+    names = [span.name for span in module._spans(told)]
+    for shown in (module._info(told, "0").tags["category"], *names):
+        assert not UNSHOWN.search(shown)
+
+
+@given(st.lists(st.floats(0.001, 30.0), min_size=1, max_size=8))
+def test_while_a_training_runs_traces_take_at_most_their_share_of_the_time(seconds: list[float]) -> None:
+    """The clock moves while the thread waits, and by `seconds` while it sends each batch."""
+    now, pauses, left = [0.0], list[float](), [*seconds]
+
+    def wait(pause: float) -> None:
+        pauses.append(pause)
+        now[0] += pause
+
+    def send_batch(*_: object) -> None:
+        now[0] += left.pop(0)
+
+    ended: Any = SimpleNamespace(wait=wait, is_set=lambda: not left)
+    with (
+        mock.patch.object(module, "time", SimpleNamespace(monotonic=lambda: now[0])),
+        mock.patch.object(module, "_unsent", lambda _: [(None, None)]),
+        mock.patch.object(module, "_spread", lambda _: []),
+        mock.patch.object(module, "_send_batch", send_batch),
+    ):
+        module._follow(Path(), {}, _config(), LOG, ended, threading.Event())
+    assert len(pauses) == len(seconds) + 1
+    for worked, pause in zip(seconds, pauses[1:], strict=True):
+        assert worked <= 0.01 * pause * (1 + 1e-9)
 
 
 @pytest.mark.slow
