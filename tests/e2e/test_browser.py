@@ -13,11 +13,14 @@ from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
+from mlflow import MlflowClient
 from playwright.sync_api import Page, expect
 
 from tasks.rendering.markdown import escape, table
+from tasks.tracking.traces import LONGEST_TEXT, Told, send, trace_id
 from tests.conftest import EXAMPLE
 from tests.e2e.browsing import (
     FINAL,
@@ -32,7 +35,7 @@ from tests.e2e.browsing import (
     wait_until,
 )
 from tests.e2e.picturing import SHOWN, TIMELINE, Picture, assert_fits
-from tests.hostile import HOSTILE, read
+from tests.hostile import EVIL, HOSTILE, read
 from tests.serving import Served, serving
 
 pytestmark = pytest.mark.e2e
@@ -143,6 +146,43 @@ def test_text_of_prompts_makes_no_element_in_prefects_page(served: Served, page:
         for cell, text in zip(cells.all(), HOSTILE, strict=True):
             assert cell.locator("a, img, script, code, strong, em, del, h1, li").count() == 0
             assert "".join(cell.inner_text().split()) == read(text)
+
+
+def test_traces_load_and_run_nothing_in_mlflows_page_and_links_show_where_they_lead(
+    served: Served, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow renders what was said as Markdown, and makes links of addresses that stand in it."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", served.mlflow_url)
+    run = MlflowClient(served.mlflow_url).create_run("0").info.run_id
+    texts = [text for text in EVIL if len(text) < LONGEST_TEXT]
+    told = [
+        Told(
+            name="evil",
+            identity=[text],
+            prompt=text,
+            messages=[{"role": "assistant", "content": text}],
+            tokens=(1, 1),
+            rewards={},
+            tags={"category": text},
+            time=1,
+            run_id=run,
+            others={"base": [{"role": "assistant", "content": text}]},
+            expected=text,
+        )
+        for text in texts
+    ]
+    send(told, "0")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("dialog", lambda dialog: pytest.fail(f"a dialog: {dialog.message}"))
+    for it in told:
+        page.goto("about:blank")
+        page.goto(f"{served.mlflow_url}/#/experiments/0/traces?selectedEvaluationId={trace_id(it)}")
+        page.get_by_text("Assistant", exact=True).first.wait_for()
+        for link in page.locator("a[href*=evil], a[href^='javascript:']").all():
+            shown, leads = link.inner_text(), unquote(str(link.get_attribute("href")))
+            assert leads.removeprefix("http://").removeprefix("mailto:").rstrip("/") == shown.removeprefix("http://")
+    assert not [url for url in asked if "evil" in url]
 
 
 def test_a_wrong_value_in_the_form_is_refused_by_the_name_of_its_key(

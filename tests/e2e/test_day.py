@@ -17,6 +17,7 @@ from urllib.parse import urljoin
 
 import polars as pl
 import pytest
+from mlflow import MlflowClient
 from playwright.sync_api import Page, expect
 
 from tasks.stages.table import STAGES as TABLE
@@ -218,6 +219,8 @@ def test_the_chosen_arm_is_approved_and_its_version_leads_to_what_it_lost(
     version = page.get_by_role("link", name=re.compile(r"arithmetic version \d in MLflow"))
     version.wait_for()
     picture("promotion")
+    tags = MlflowClient(served.mlflow_url).get_model_version_by_alias("arithmetic", "champion").tags
+    assert (tags["promotion.by"], tags["promotion.words"]) == ("Ada", "right far more often, and no longer")
     page.goto(str(version.get_attribute("href")))
     page.get_by_text("champion").first.wait_for()
     lost = page.get_by_role("link", name="read them")
@@ -227,8 +230,10 @@ def test_the_chosen_arm_is_approved_and_its_version_leads_to_what_it_lost(
         lost.click()
     traces = opened.value
     traces.get_by_role("button", name="Got it").click()  # MLflow advertises a feature
-    first = traces.get_by_role("row").filter(has_text="tr-").first
-    assert "0" in first.get_by_role("cell").all_inner_texts(), "what it lost is first"
+    first = traces.get_by_role("row").filter(has_text="tr-").first.inner_text()
+    [number] = re.findall(r"tr-[0-9a-f]{32}", first)
+    standing = MlflowClient(served.mlflow_url).get_trace(number).info.tags["vs_base"]
+    assert standing == "worse", "what it lost is first"
     page.goto(traces.url)
     traces.close()
     picture("lost")
