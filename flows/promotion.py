@@ -19,19 +19,19 @@ from tasks.stages.endings import plain
 
 Changes = Annotated[dict[str, Any], WithJsonSchema(form_schema("promotion"))]
 
-# Prefect shows it on the page of the deployment, as Markdown with every line a paragraph.
+# Prefect shows this on the deployment's page, as Markdown with every line a paragraph.
 PROMOTE = """
-Make a version of a registered model the champion, if it is better than the present one and breaks no guard.
+Make a version of a registered model the champion, if it is better than the present champion and breaks no guard.
 
-Run → Custom run, `model`: its name in MLflow. The run ends as Promoted, Refused, Rejected, Forced or Unchanged; \
-its message, the artifact `promotion` and the version's tags in MLflow say why. If the rules ask for approval, the run \
-is suspended first: Resume shows the verdict and asks for it. The rules are those of the configuration that the \
-version was trained with; `changes` replaces some of them.
+Run → Custom run, `model`: the model's name in MLflow. The run ends as Promoted, Refused, Rejected, Forced or \
+Unchanged; its message, the artifact `promotion` and the version's tags in MLflow say why. If the rules ask for \
+approval, the run is suspended first: Resume shows the verdict and asks for the answer. The rules are those of the \
+configuration that the version was trained with; `changes` replaces some of them.
 """
 ROLLBACK = """
 Return to the champion before the present one.
 
-Run → Custom run, `model`: its name in MLflow.
+Run → Custom run, `model`: the model's name in MLflow.
 """
 
 
@@ -56,7 +56,7 @@ def promote(
         version: Number of the version, or an alias of it.
         force: Promote it whatever the gate decides. The version's tags keep the gate's decision.
         changes: Rules that differ from those recorded with the version.
-        approval: A person's answer, if the version's rules ask for one. Without it, this run waits for it.
+        approval: A person's answer, if the version's rules ask for one. If it is missing then, this run waits for it.
     """
     outcome = promotion.promote(model, version, force, changes, approval).result()
     if outcome.decision == WAITING and deployment.id:

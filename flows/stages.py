@@ -13,7 +13,7 @@ from tasks.stages.locks import locked
 from tasks.stages.run_directory import find_run, read_config
 from tasks.stages.table import ALL_STAGES, Stage
 
-# Prefect shows it on the page of the deployment, as Markdown with every line a paragraph, after the stage's meaning.
+# Prefect shows this on the deployment's page after the stage's meaning, as Markdown with every line a paragraph.
 HOW = """
 
 Run → Custom run, `run`: the name of an earlier run. A stage that is up to date is skipped unless `force` is on. A \

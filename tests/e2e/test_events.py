@@ -32,9 +32,9 @@ FLOW, DEPLOYMENT = "serve-champion", "local"
 RUN = """
 import sys
 from pathlib import Path
-from flows.parameters.form import changes_of
+from flows.parameters.form import changes_from_overrides
 from flows.pipeline import pipeline
-pipeline("quickstart", changes_of(Path("configs/quickstart.toml"), sys.argv[1:]), return_state=True)
+pipeline("quickstart", changes_from_overrides(Path("configs/quickstart.toml"), sys.argv[1:]), return_state=True)
 """
 REFUSED = "from flows.pipeline import pipeline; pipeline('none', return_state=True)"
 PROMOTED = """

@@ -304,7 +304,7 @@ def test_ctrl_c_ends_a_plan_that_waits_after_it_has_read_data(config: Path) -> N
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--set", "train.max_steps=3"], "--set overrides keys of a configuration, and none is given: name its file"),
+        (["--set", "train.max_steps=3"], "--set overrides keys of a configuration, but no file is given: name one"),
         (["--rules", "trl-0.17", "--gpu", "H200", "--history"], "--gpu, --history: for this project's configurations"),
     ],
 )

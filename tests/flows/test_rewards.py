@@ -91,7 +91,7 @@ def test_a_conversation_is_answered_by_a_message(config: Path, tmp_path: Path) -
     ("arguments", "status", "said"),
     [
         (["--row", "24"], 2, "--row 24: data.train has 24 rows, counted from 0"),
-        (["--set", "rewards.0.args={}"], 2, "reward 'form' wants ['pattern']: neither in its args nor a column"),
+        (["--set", "rewards.0.args={}"], 2, "reward 'form' needs ['pattern']: neither in its args nor a column"),
         (["--set", "rewards.0.function=format_regx"], 2, "no built-in reward is called 'format_regx'"),
         (["--set", "data.train=none.parquet"], 2, "no such file"),
         (

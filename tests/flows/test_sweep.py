@@ -20,7 +20,7 @@ from prefect.states import Cancelled, Completed, Failed
 from flows import sweep as flow
 from flows.cli import sweep as command
 from flows.parameters.arms import Load, Sweep, make_sweep, read_grid
-from flows.parameters.form import more_changes, resolve
+from flows.parameters.form import add_changes, resolve
 from grpo_core.config.files import load_config, parse_config, read_values, with_keys
 from grpo_core.errors import GrpoError
 from tasks.stages.arms import sweep_folder
@@ -124,7 +124,7 @@ def test_values_are_toml_or_plain_words(text: str, values: list[Any]) -> None:
         (("train.beta",), 1, (), ["is not of the form section.key=value,value"]),
         (("seed=1,2", "seed=3,4"), 1, (), ["--grid seed: given twice"]),
         (("seed=1,2",), 2, (), ["--grid seed and --seeds: both set the seeds"]),
-        (("train.learning_rate=1e-3",), 1, (), ["1 arms: a sweep has from 2 to 256"]),
+        (("train.learning_rate=1e-3",), 1, (), ["1 arm: a sweep has from 2 to 256"]),
         (("train.max_steps=3,3",), 1, (), ["arms train.max_steps=3 and train.max_steps=3 are the same"]),
         (("train.learing_rate=1,2",), 1, (), ["train.learing_rate: unknown key; did you mean 'learning_rate'?"]),
         (("train.learning_rate=1e-3,fast",), 1, (), ["arm train.learning_rate=fast: train.learning_rate = 'fast': "]),
@@ -162,7 +162,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a sweep does without Prefect, in its order; pipelines do nothing but fail as `fates` says."""
     done: list[str] = []
 
-    def pipeline_of(config: Any) -> Any:
+    def make_pipeline(config: Any) -> Any:
         def run(preset: str, changes: dict[str, Any]) -> None:
             done.append(f"{config.name} {json.dumps(changes['train'])}")
             if error := fates.get(config.train.learning_rate):
@@ -177,7 +177,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    monkeypatch.setattr(flow, "pipeline_of", pipeline_of)
+    monkeypatch.setattr(flow, "make_pipeline", make_pipeline)
     monkeypatch.setattr(flow, "get_run_logger", lambda: logging.getLogger("sweep"))
     monkeypatch.setattr(flow, "tags", lambda *_: nullcontext())
     monkeypatch.setattr(flow, "ending", lambda *_: nullcontext())
@@ -266,7 +266,7 @@ def test_a_table_of_keys_that_go_together_is_one_value_of_an_arm(config: Path) -
     sweep = make(config, grid, "train.learning_rate=0.1,0.2")
     kinds = [arm.config.data.curriculum.kind for arm in sweep.arms]
     assert kinds == ["none", "none", "band", "band"]
-    changes = more_changes(str(config), {"seed": 7}, sweep.arms[2].keys)
+    changes = add_changes(str(config), {"seed": 7}, sweep.arms[2].keys)
     assert resolve(str(config), changes) == sweep.arms[2].config.model_copy(update={"seed": 7})
 
 
