@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -40,13 +40,15 @@ from benchmarks.vs_trl import OutOfMemoryError, run
 from benchmarks.workload import Workload, training_flops, write
 from grpo_core.config.files import dump_config, load_config, parse_config
 from grpo_core.config.inputs import ModelConfig
+from grpo_core.config.training import TrainConfig
 from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.logprobs import chosen_logprobs
 from grpo_core.model.policy import Policy
 from grpo_core.planning.hardware import find_gpu
 from grpo_core.planning.memory import peak_memory
 from grpo_core.planning.plan import load_plan
-from tasks.processes.launch import on_this_machine, process_environment
+from tasks.processes.launch import process_environment, torchrun
+from tasks.processes.machine import free_port
 
 PRECISION = "bf16" if ON_GPU else "no"
 PACKED = {"no": "flex", "bf16": "varlen"} if ON_GPU else {"no": "padded", "bf16": "padded"}  # kinds of attention
@@ -310,12 +312,19 @@ def _compare_stopped(scratch: Path, report: Report, settings: dict[str, Any]) ->
         report(Row(what, f"{away:.1e}", f"at most {2 * noise:.1e}", away <= 2 * noise))
 
 
+def _in_processes(train: TrainConfig, command: Sequence[str]) -> list[str]:
+    """Arguments of `python` that run a command in the configured number of processes here, without supervision."""
+    if train.num_processes == 1:
+        return [*command]
+    return ["-m", "tasks.processes.ranks", *torchrun(train, "127.0.0.1", free_port()), *command]
+
+
 def _trained(scratch: Path, name: str, settings: dict[str, Any], *, stopped: bool = False) -> list[Tensor]:
     """The weights after a training; `stopped`: by SIGTERM after half of its updates, and continued."""
     run = scratch / name
     run_directory(SMALL, scratch / "workload", run, {"precision": PRECISION, **settings})
     config = load_config(run / "config.toml")
-    command = [sys.executable, *on_this_machine(config.train, ["-m", "grpo_core.train", str(run)])]
+    command = [sys.executable, *_in_processes(config.train, ["-m", "grpo_core.train", str(run)])]
     environment, steps = os.environ | process_environment(config), run / "training" / "metrics.jsonl"
     if stopped:
         process = subprocess.Popen(command, env=environment)

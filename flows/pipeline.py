@@ -22,13 +22,13 @@ from flows.parameters.allowed import resolve_allowed
 from flows.parameters.early import refuse_early
 from flows.parameters.form import Changes, Preset, read_name, resolve
 from grpo_core.config.run import RunConfig
-from tasks.promotion import ask, promote
+from tasks.promotion import ask_for_approval, promote
 from tasks.registry.approval import WAITING
 from tasks.registry.champion import is_decided
 from tasks.reports.events import announce_completed, announce_end
-from tasks.stages.attempts import keep_retry
+from tasks.stages.attempts import restore_lost_retry
 from tasks.stages.condition import conditions
-from tasks.stages.endings import plain
+from tasks.stages.endings import end_in_plain_words
 from tasks.stages.errors import Interrupted, StageError
 from tasks.stages.run import describe_interruption
 from tasks.stages.run_directory import open_run, run_folder
@@ -58,7 +58,7 @@ OPTIONS: dict[str, Any] = {
     "validate_parameters": False,  # done by `resolve`, which names the nearest key
     "on_failure": [announce_end],
     "on_cancellation": [announce_end],
-    "on_crashed": [keep_retry, announce_end],
+    "on_crashed": [restore_lost_retry, announce_end],
 }
 
 
@@ -67,7 +67,7 @@ def _run_name() -> str:
 
 
 @flow(flow_run_name=_run_name, **OPTIONS)
-@plain
+@end_in_plain_words
 def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> Path:  # noqa: B006 (read only)
     """Take the configured prompts and base model to a registered, evaluated policy; returns the run directory.
 
@@ -88,7 +88,7 @@ def make_pipeline(config: RunConfig) -> Callable[..., Path]:
     preset and changes, are only recorded."""
 
     @flow(flow_run_name=config.name, **OPTIONS)
-    @plain
+    @end_in_plain_words
     def pipeline(preset: str, changes: dict[str, Any]) -> Path:
         return _run_stages(config)
 
@@ -124,7 +124,7 @@ def _promote(config: RunConfig, run: Path) -> None:
         return
     outcome = promote(model, version, force=False, changes={}).result()
     if outcome.decision == WAITING and deployment.id:
-        promote(model, version, force=False, changes={}, approval=ask(outcome))
+        promote(model, version, force=False, changes={}, approval=ask_for_approval(outcome))
     elif outcome.decision == WAITING:
         get_run_logger().warning(
             "`grpo promote %s --approve NAME`, or --reject NAME, answers for version %s", model, version

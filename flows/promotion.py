@@ -14,8 +14,8 @@ from flows.parameters.form import form_schema
 from tasks import promotion
 from tasks.registry.approval import WAITING, Approval
 from tasks.registry.champion import CANDIDATE, Outcome
-from tasks.stages.attempts import keep_retry
-from tasks.stages.endings import plain
+from tasks.stages.attempts import restore_lost_retry
+from tasks.stages.endings import end_in_plain_words
 
 Changes = Annotated[dict[str, Any], WithJsonSchema(form_schema("promotion"))]
 
@@ -39,9 +39,9 @@ Run → Custom run, `model`: the model's name in MLflow.
     name="promote",
     description=PROMOTE,
     flow_run_name="{model}-{version}-promote",
-    on_crashed=[keep_retry],
+    on_crashed=[restore_lost_retry],
 )
-@plain
+@end_in_plain_words
 def promote(
     model: str,
     version: str = CANDIDATE,
@@ -60,17 +60,19 @@ def promote(
     """
     outcome = promotion.promote(model, version, force, changes, approval).result()
     if outcome.decision == WAITING and deployment.id:
-        outcome = promotion.promote(model, outcome.version, force, changes, promotion.ask(outcome)).result()
-    return promotion.answer(outcome)
+        outcome = promotion.promote(
+            model, outcome.version, force, changes, promotion.ask_for_approval(outcome)
+        ).result()
+    return promotion.outcome_as_state(outcome)
 
 
 @flow(
     name="rollback",
     description=ROLLBACK,
     flow_run_name="{model}-rollback",
-    on_crashed=[keep_retry],
+    on_crashed=[restore_lost_retry],
 )
-@plain
+@end_in_plain_words
 def rollback(model: str) -> str:
     """Make the previous champion champion again.
 

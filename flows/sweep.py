@@ -20,9 +20,9 @@ from grpo_core.errors import GrpoError
 from tasks.reports.events import announce_sweep, announce_sweep_end
 from tasks.reports.sweep import NoChoiceError
 from tasks.stages.arms import sweep_folder
-from tasks.stages.attempts import keep_retry
+from tasks.stages.attempts import restore_lost_retry
 from tasks.stages.condition import conditions
-from tasks.stages.endings import plain
+from tasks.stages.endings import end_in_plain_words
 from tasks.stages.errors import Interrupted, StageError
 from tasks.stages.locks import locked
 from tasks.stages.run_directory import run_folder
@@ -47,7 +47,7 @@ OPTIONS: dict[str, Any] = {
     "validate_parameters": False,  # done by `make_requested_sweep`
     "on_failure": [announce_sweep_end],
     "on_cancellation": [announce_sweep_end],
-    "on_crashed": [keep_retry, announce_sweep_end],
+    "on_crashed": [restore_lost_retry, announce_sweep_end],
 }
 
 
@@ -57,7 +57,7 @@ def _run_name() -> str:
 
 
 @flow(flow_run_name=_run_name, **OPTIONS)
-@plain
+@end_in_plain_words
 def sweep(
     preset: Preset = "quickstart",
     changes: Changes = {},  # noqa: B006 (read only)
@@ -92,7 +92,7 @@ def make_sweep_flow(sweep: Sweep) -> Callable[..., Path]:
     """Make the flow of a sweep that the caller has made. Its parameters are only recorded."""
 
     @flow(flow_run_name=sweep.name, **OPTIONS)
-    @plain
+    @end_in_plain_words
     def run_sweep(preset: str, changes: dict[str, Any], options: dict[str, Any]) -> Path:
         return _run_arms(sweep, preset, changes)
 

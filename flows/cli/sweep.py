@@ -28,7 +28,7 @@ from tasks.rendering.figures import NONE, duration, number
 from tasks.stages.arms import sweep_folder
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.locks import locked
-from tasks.stages.parts import Parts, key_of
+from tasks.stages.parts import Parts, hash_values
 from tasks.stages.run_directory import run_folder
 from tasks.stages.table import PLAN, VALIDATE
 
@@ -164,7 +164,7 @@ def _say_shared_stages(sweep: Sweep) -> None:
     made = {
         "data validated": {of_arm[VALIDATE.name] for of_arm in keys},
         "planned": {of_arm[PLAN.name] for of_arm in keys},
-        "base model evaluated": {key_of(Parts(arm.config).base_answers) for arm in sweep.arms},
+        "base model evaluated": {hash_values(Parts(arm.config).base_answers) for arm in sweep.arms},
     }
     times_made = ", ".join(f"{what} {_times(len(different))}" for what, different in made.items())
     say(f"For all {len(sweep.arms)} arms: {times_made}. Each arm is trained, evaluated and registered.")

@@ -113,7 +113,7 @@ def test_a_signal_keeps_the_state_and_says_how_to_go_on(
     os.killpg(process.pid, number)  # as a terminal does with SIGINT, systemd with SIGTERM
     said = process.communicate()[0]
     watchdog.cancel()
-    sentence = f"{name}: train was interrupted, 3 of 6 updates saved; run the same again to go on"
+    sentence = f"{name}: train was interrupted, 3 of 6 updates saved; run the same again to continue"
     assert (process.returncode, said.count(sentence)) == (status, 1), said
     assert "Crash" not in said and "Traceback" not in said
     assert not psutil.wait_procs(started, timeout=60)[1]

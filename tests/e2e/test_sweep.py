@@ -102,7 +102,7 @@ def test_a_sweep_that_was_killed_and_interrupted_goes_on_and_does_nothing_twice(
     made = _receipt(storage, first, "registration.json")["made_at"]
     interrupted, status = _until_stuck(command, 1, signal.SIGINT)
     assert status == 130, interrupted
-    assert "of 6 updates saved; run the same again to go on" in interrupted
+    assert "of 6 updates saved; run the same again to continue" in interrupted
 
     done = subprocess.run(command, capture_output=True, text=True, timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr

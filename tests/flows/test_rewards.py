@@ -75,7 +75,7 @@ def test_a_completion_is_shown_reward_by_reward_and_summed(config: Path) -> None
         ["length", "1", "1", "-2", "-2"],  # the tokenizer knows digits only
         ["reward", "", "", "", "-2"],
     ]
-    assert wordy[1][5] == "gate closed: form gives 0, 1 is asked"
+    assert wordy[1][5] == "gate closed: form gives 0, 1 is needed"
     assert wordy[2][5] == "clipped to 0.5 … 0.75; 0.5 … 0.75 becomes 0 … 1"
 
 

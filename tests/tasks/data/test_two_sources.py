@@ -165,7 +165,7 @@ def _grpo(config: Path, values: dict[str, Any], *arguments: str) -> tuple[int, s
 def test_commands_ask_about_one_source_or_count_all(model_folder: Path, tmp_path: Path) -> None:
     config, values = tmp_path / "two.toml", two_sources(model_folder, tmp_path)
     status, said = _grpo(config, values, "data", "schema", str(config))
-    assert (status, "say which, by --source and one of sums, lines" in said) == (2, True)
+    assert (status, "choose one by --source, one of sums, lines" in said) == (2, True)
     status, said = _grpo(config, values, "data", "schema", str(config), "--source", "lines")
     assert (status, "line:" in said, "answer:" in said) == (0, True, False)
     status, said = _grpo(config, values, "plan", str(config), "--num-prompts", "100")
