@@ -98,7 +98,7 @@ def test_a_conversation_is_answered_by_a_message(config: Path, tmp_path: Path) -
             ["--set", "data.columns.prompt=promt"],
             2,
             "data.train has no column 'promt' (for data.columns.prompt = 'promt'); its columns are answer: "
-            "data.columns.prompt says what it is made of",
+            "set data.columns.prompt to what it should be made from",
         ),
         (["--set", "rewards.1.gate=shape"], 2, "rewards.1.gate='shape' is not among the rewards"),
         (["--set", "rewards.0.args={pattern='('}"], 1, "reward 'form' raised error"),

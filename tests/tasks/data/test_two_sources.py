@@ -48,7 +48,7 @@ def test_a_source_needs_the_columns_of_its_own_rewards_only(model_folder: Path, 
     shape = _screened(model_folder, tmp_path, {}, rewards=["numeric_match", "length"]).shape
     assert shape == [
         f"{name}/lines has no column 'answer', which numeric_match reads; its columns are line, prompt, source: "
-        "data.sources.1.columns.answer says what it is made of"
+        "set data.sources.1.columns.answer to what it should be made from"
         for name in ("train", "eval")
     ]
 
