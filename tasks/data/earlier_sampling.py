@@ -19,8 +19,8 @@ HOW_TO = "train some updates with rollout.max_staleness = 0 on vLLM servers, und
 
 
 def earlier_sampling(run: Path) -> EarlierSampling | str:
-    """Return the generation batches of a run's last training, or why they are of no use. Batches used by the same
-    updates share their seconds evenly."""
+    """Return the generation batches of a run's last training, or why they are of no use. A batch gets the seconds of
+    all updates that use it; batches of one update share its seconds evenly."""
     training = TRAIN.path(run)
     if not (training / "metrics.jsonl").exists():
         return f"the run {run.name} has not been trained: {HOW_TO}"

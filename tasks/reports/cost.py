@@ -1,4 +1,4 @@
-"""What a run has cost: GPU hours, tokens, and money if the configuration has a price."""
+"""Costs of a run: GPU hours, tokens, and money if the configuration has a price."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Any
 from grpo_core.config.run import RunConfig
 from tasks.rendering import figures
 
-NO_GPU = "CPU"  # what the name of hardware without a GPU begins with
+NO_GPU = "CPU"  # prefix of the name of hardware without a GPU
 
 
 @dataclass(frozen=True)
 class Cost:
-    """`gpu_hours`: GPUs held by probe, training and evaluation times the hours of these stages; None without a GPU, or
-    if the hardware is not known. `at_least`: the training was interrupted, and of earlier attempts only the updates
-    count. `tokens`: completion tokens that the training sampled. `price`: of a GPU hour, None if the configuration has
-    none.
-    """
+    """Cost of a run. `gpu_hours`: GPUs held by probe, training and evaluation, times the hours of these stages; None
+    without a GPU, or if the hardware is unknown. `at_least`: True if the training was interrupted, since only the
+    updates of earlier attempts count. `tokens`: completion tokens that the training sampled. `price`: per GPU hour;
+    None if the configuration has none."""
 
     gpu_hours: float | None
     at_least: bool
@@ -31,12 +30,12 @@ class Cost:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """As metrics of MLflow."""
+        """The cost as MLflow metrics."""
         known = {"cost/gpu_hours": self.gpu_hours, "cost/money": self.money, "cost/sampled_tokens": float(self.tokens)}
         return {name: value for name, value in known.items() if value is not None}
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """(what, figure) as people read them."""
+        """Yield (name, figure) for people."""
         front = "at least " if self.at_least else ""
         yield "completion tokens sampled", f"{self.tokens:,}"
         yield "GPU hours", figures.NONE if self.gpu_hours is None else f"{front}{figures.number(self.gpu_hours)}"
@@ -45,7 +44,7 @@ class Cost:
 
 
 def sum_metrics(costs: Iterable[Cost]) -> dict[str, float]:
-    """The sums of metrics that all of these have, such as of a sweep's arms."""
+    """Sum the metrics that all of these costs have, for example a sweep's arms."""
     each = [it.metrics for it in costs]
     return {name: sum(it[name] for it in each) for name in each[0] if all(name in it for it in each)}
 
@@ -57,7 +56,7 @@ def cost_of(
     evaluation_seconds: float,
     probe_seconds: float,
 ) -> Cost:
-    """The cost of a run. hardware: where it trained, "" if unknown; result: the receipt of train."""
+    """Compute the cost of a run. hardware: where it was trained, "" if unknown; result: receipt of train."""
     train, servers = config.train, config.rollout.server_gpus
     interrupted = bool(result["resumed_at_step"])
     training_seconds = max(result.get("seconds", 0.0), result["train_seconds"])

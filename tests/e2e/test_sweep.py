@@ -174,7 +174,7 @@ def test_a_search_that_was_killed_goes_on_with_the_same_trials(command: list[str
     assert _receipt(storage, names[0], "registration.json")["made_at"] == made
     assert _receipt(storage, names[1], "training/result.json")["resumed_at_step"] == 3
     said = " ".join(done.stdout.split())
-    assert "3 arms were proposed by Optuna, from the figures of earlier arms on the same prompts" in said
+    assert "Optuna proposed 3 arms from the figures of earlier arms on the same prompts" in said
     assert "Bonferroni over 3 settings" in said
     client = mlflow.MlflowClient(f"sqlite:///{storage / 'mlflow' / 'mlflow.db'}")
     runs = client.search_runs([client.get_experiment_by_name("grpo").experiment_id])
