@@ -144,7 +144,7 @@ def test_a_curve_is_drawn_for_what_any_of_the_runs_has() -> None:
         (["first", "slowr"], "no run 'slowr'"),
         (["first", "slowr"], "the nearest there: slower"),
         (["first", "unfinished"], "grpo stage evaluate --run unfinished"),
-        (["first", "refused"], "validate, plan, train of it have not been done"),
+        (["first", "refused"], "its validate, plan, train have not been done"),
         (["first"], "from two to 6 runs"),
         (["first", "first"], "each once"),
     ],
