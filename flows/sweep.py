@@ -74,12 +74,12 @@ def sweep(
         preset: The run configuration to start from, a file in configs/.
         changes: Only what differs from the preset, in all arms.
         grid: The values of each key, such as {"train.learning_rate": [1e-5, 3e-5], "algorithm.beta": [0.0, 0.04]}.
-        seeds: Trainings per combination, each with another seed.
-        name: Name of the sweep, appended to the configuration's. The same name continues the same sweep.
-        stop_early: Stop arms that have fallen behind. Needs train.eval_steps.
-        optuna: Number of arms that Optuna proposes, each from the outcomes of those before. Needs ranges.
-        ranges: Where Optuna draws values from, such as {"train.learning_rate": "1e-6:1e-4:log", "train.warmup_steps":
-            "0:20"}; the values in grid become choices.
+        seeds: Trainings of each combination, with seeds of their own.
+        name: Name of the sweep, after that of the configuration. The same name goes on with the same sweep.
+        stop_early: Stop arms that are shown to be behind. Needs train.eval_steps.
+        optuna: How many arms Optuna proposes, one after the other, by what came of those before. Needs ranges.
+        ranges: What Optuna draws from, such as {"train.learning_rate": "1e-6:1e-4:log", "train.warmup_steps": "0:20"};
+            the values in grid are choices then.
     """
 
     def load(keys: Values) -> RunConfig:

@@ -198,7 +198,7 @@ def describe(choice: Choice) -> Verdict:
         f"{best.label}: {metric} {figures.amount(metric, best.value)}, {gained} over the base model."
         + (also if len(choice.settings) > 1 else "")
         + (f" The best of {choice.num_settings} searched settings." if choice.searched else "")
-        + " Judge its true value on prompts that were not used for the choice.",
+        + " What it is worth shows on prompts by which it was not chosen.",
     )
 
 
@@ -219,8 +219,8 @@ def choice_section(choice: Choice, arms: Records) -> Section:
             ]
         )
     text = (
-        f"By {metric} on {HELD_OUT}; the unit is {unit}. With {choice.confidence:.0%} confidence, all intervals hold "
-        f"together (Bonferroni over {choice.num_settings} settings), and the best setting is among those that may be the best."
+        f"By {metric} on {HELD_OUT}; the unit is {unit}. With {choice.confidence:.0%}, all intervals hold together "
+        f"(Bonferroni over {choice.num_settings} settings), and the best setting is among those that may be it."
     )
     if choice.searched:
         text += (
