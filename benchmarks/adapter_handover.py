@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def measure(folder: Path, rank: int, rounds: int, transfer: str) -> dict[str, tuple[int, list[float]]]:
-    """Measure bytes of the tensors and milliseconds of each hand-over, both ways in turn, to the same server."""
+    """Measure bytes of the tensors and seconds of each hand-over, both ways in turn, to the same server."""
     import torch
 
     from grpo_core.config.files import load_config
@@ -63,11 +63,8 @@ def measure(folder: Path, rank: int, rounds: int, transfer: str) -> dict[str, tu
             "merged": (_bytes(plain_weights(model)), []),
         }
         for _ in range(rounds):
-            for way in (
-                "merged",
-                "base again",
-                "adapter",
-            ):  # after full weights, the first hand-over of an adapter includes the base
+            # After full weights, the first hand-over of an adapter includes the base.
+            for way in ("merged", "base again", "adapter"):
                 for tensor in trainable_state(model).values():
                     tensor += 0.01 * torch.randn_like(tensor)
                 engine.adapter_room = 0 if way == "merged" else room

@@ -160,9 +160,8 @@ def train_here(run: Path, share_prompts: bool) -> tuple[Trained, Kept]:
         """Add noise to the log-probabilities, as an engine of low precision would."""
 
         def disturbed(number: int, completions: list[Completion]) -> list[Completion]:
-            noise = torch.Generator().manual_seed(
-                1000 * len(rollouts) + number
-            )  # independent of which completion ends first
+            # The seed does not depend on which completion ends first.
+            noise = torch.Generator().manual_seed(1000 * len(rollouts) + number)
             off = [0.1 * torch.randn(len(c.ids), generator=noise) for c in completions]
             return [
                 replace(c, logprobs=(torch.tensor(c.logprobs) + values).tolist())

@@ -60,9 +60,8 @@ def promote(
     """
     outcome = promotion.promote(model, version, force, changes, approval).result()
     if outcome.decision == WAITING and deployment.id:
-        outcome = promotion.promote(
-            model, outcome.version, force, changes, promotion.ask_for_approval(outcome)
-        ).result()
+        answer = promotion.ask_for_approval(outcome)
+        outcome = promotion.promote(model, outcome.version, force, changes, answer).result()
     return promotion.outcome_as_state(outcome)
 
 

@@ -77,9 +77,8 @@ def _work(context: Context) -> dict[str, Any]:
     send_rest_of_rollouts(tracked, training, config, log)
     metric = figures.metric_of(config, report)
     verdict, commit = describe(report, metric), trained_on_commit(client, run_id)
-    client.log_text(
-        run_id, lineage_text(config), LINEAGE
-    )  # the evaluation's keys may have been edited since the training
+    # Logged again, since the evaluation's keys may have been edited since the training.
+    client.log_text(run_id, lineage_text(config), LINEAGE)
     client.set_tag(run_id, MLFLOW_RUN_NOTE, _note(run, verdict))
     client.set_tag(run_id, RESULT, result_line(report, metric))
     for path in (run / "config.toml", PLAN.path(run), training / "result.json", training / "metrics.jsonl"):

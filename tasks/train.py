@@ -50,9 +50,8 @@ def _work(context: Context) -> dict[str, Any]:
     check_gpu_machine()
     plan, folder = load_plan(PLAN.path(context.run)), context.partial
     tracked = open_tracking_run(context.config, context.run, folder)
-    if not read_json(
-        folder / "result.json"
-    ):  # otherwise it had finished when the stage was killed before publishing it
+    # Otherwise the training had finished, and the stage was killed before publishing it.
+    if not read_json(folder / "result.json"):
         log = get_run_logger()
         with (
             hold_gpus(context.config, launched=True),

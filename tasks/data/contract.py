@@ -66,9 +66,7 @@ class Part:
     rows: Rows
     rewards: list[Reward] = field(default_factory=list)  # those that score the rows' completions
     room: int | None = None  # longest allowed prompt, in tokens
-    columns: Mapping[str, str] = field(
-        default_factory=dict
-    )  # columns that were made, with their templates or functions
+    columns: Mapping[str, str] = field(default_factory=dict)  # how each made column was made
     section: str = "data"  # section of the configuration that defines these columns
 
 
@@ -158,9 +156,8 @@ def build_schema(
 
     templated = answerable & is_conversation(frame)
     accepted = holds(templated, lambda p, given: renders(p, tokenizer, given))
-    short = holds(
-        answerable, lambda p, given: may_fit(p, tokenizer, room, given)
-    )  # a huge prompt is not even tokenized
+    # A huge prompt is not even tokenized.
+    short = holds(answerable, lambda p, given: may_fit(p, tokenizer, room, given))
     rules = {
         "blank_prompt": lambda frame: frame.select(~_is_blank(frame)).to_series(),
         "malformed_conversation": lambda frame: frame.select(_is_blank(frame) | _is_well_formed(frame)).to_series(),

@@ -336,9 +336,8 @@ def _text_lines(content: Iterator[bytes]) -> Iterator[str]:
             number = before + error.object.count(b"\n", 0, error.start) + 1
             raise NotTextFault(f"line {number}: not UTF-8: {error.object[error.start : error.start + 1]!r}") from error
         before += chunk.count(b"\n")
-        *lines, line = [*io.StringIO(line + text, newline="")] or [
-            ""
-        ]  # the last line may continue, or end with \r and \n
+        # The last line may continue, or end with \r and \n.
+        *lines, line = [*io.StringIO(line + text, newline="")] or [""]
         yield from lines
     if line:
         yield line

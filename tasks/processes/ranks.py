@@ -44,9 +44,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         os.environ["ACCELERATE_USE_CPU"] = "true"  # lets Accelerate use several processes without a GPU (gloo)
     if machines > 1 and (found := interface_to(arguments.master_addr)):
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", found
-        )  # by default gloo takes the host name's address, often 127.0.1.1
+        # By default, gloo takes the host name's address, which is often 127.0.1.1.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
     config, command, words = config_from_args(arguments)
     first = int(arguments.node_rank) * processes
     try:

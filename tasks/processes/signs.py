@@ -16,9 +16,8 @@ from tasks.stages.files import read_json
 BEAT_SECONDS = 4.0
 POLL_SECONDS = 0.5
 SILENCE_SECONDS = 60.0  # as long as NFS may show an earlier state of a folder
-ENDING_SECONDS = (
-    SILENCE_SECONDS + BEAT_SECONDS + KILL_SECONDS
-)  # after the last sign, until a machine has ended everything
+# After the last sign, until a machine has ended everything.
+ENDING_SECONDS = SILENCE_SECONDS + BEAT_SECONDS + KILL_SECONDS
 
 
 class Signs:

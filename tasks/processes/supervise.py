@@ -75,9 +75,8 @@ async def supervise(
             patience = await_sign()
 
     mode = os.fstat(0).st_mode
-    from_asker = (
-        [0] if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else []
-    )  # a terminal that closes means something else
+    # Not a terminal: when it closes, that means something else.
+    from_asker = [0] if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else []
     pipes = [from_guard, *from_asker]
     for pipe in pipes:
         loop.add_reader(pipe, stop_at_end, pipe)

@@ -150,9 +150,8 @@ def rollback(name: str) -> tuple[str | None, str]:
             _tag(client, left, {ROLLED_BACK_AT: _now()})
             return str(left.version), history[-1]["version"]
         earlier = [it["version"] for it in reversed(reigns(history)) if it["version"] != present]
-        previous = next(
-            (it for it in earlier if _find_version(client, name, it)), None
-        )  # a version may have been deleted
+        # A version may have been deleted.
+        previous = next((it for it in earlier if _find_version(client, name, it)), None)
         if previous is None:
             before = f"version {present}" if present else "now"
             raise PromotionError(

@@ -12,14 +12,8 @@ from grpo_core.config.run import RunConfig
 from tasks.stages.run_directory import find_runs, storage_root
 from tasks.stages.table import Stage
 
-OF_ONE_RUN = {
-    "lineage_key",
-    "made_from",
-    "inputs",
-    "made",
-    "made_at",
-    "seconds",
-}  # a receipt's fields that are not copied
+# Fields of a receipt that are not copied.
+OF_ONE_RUN = {"lineage_key", "made_from", "inputs", "made", "made_at", "seconds"}
 
 
 def sweep_folder(sweep: str) -> Path:

@@ -55,9 +55,8 @@ def schedule_again(what: str) -> bool:
         stops = [known.message for known in states if known.name == "AwaitingRetry"][-MOST_STOPS:]
         if states[-1].is_cancelling() or states[-1].is_final() or stops == [what] * MOST_STOPS:
             return False
-        if not states[
-            -1
-        ].is_scheduled():  # Prefect's own response to SIGTERM in a container may have scheduled it already
+        # Prefect's own response to SIGTERM in a container may have scheduled it already.
+        if not states[-1].is_scheduled():
             later = datetime.now(UTC) + timedelta(seconds=RETURN_SECONDS)
             client.set_flow_run_state(flow_run.id, AwaitingRetry(scheduled_time=later, message=what))
     return True

@@ -59,9 +59,7 @@ FOREIGN_TABLES = [
 HARDWARE = "hardware"  # tag of a run
 LINEAGE = "lineage.txt"  # among its artifacts
 TRAINING_MODE = "?workflowType=machine_learning"  # of MLflow's pages; by default they are for LLM applications
-SERVED_AT = (
-    "GRPO_MLFLOW_URL"  # variable with the address at which `grpo up` serves the SQLite file, set for its children
-)
+SERVED_AT = "GRPO_MLFLOW_URL"  # variable: address at which `grpo up` serves the SQLite file, set for its children
 
 # These log every attempt to reach a server that is down, a new database and a missing GPU: no action is needed.
 for library in ("urllib3.connectionpool", "mlflow.store.db.utils", "mlflow.system_metrics.system_metrics_monitor"):
