@@ -1,9 +1,9 @@
-"""What each optimisation of the update gains by itself: the loop as it is beside the loop without it.
+"""Measures what each optimisation of the update gains by itself: compares the loop with the loop without it.
 
     python -m benchmarks.ablation [--rounds 5]
 
-One process, one rollout; the variants take turns, in this order and back. Figures are medians, and the ratio to the
-loop as it is.
+One process, one rollout; the variants take turns, in this order and back. Prints medians, and their ratio to the
+unchanged loop.
 """
 
 from __future__ import annotations

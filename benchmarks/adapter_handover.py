@@ -1,4 +1,5 @@
-"""A LoRA handed over to a vLLM server on this machine's CPU: the adapter alone, beside the weights with it merged."""
+"""Compares two ways to hand a LoRA over to a vLLM server on this machine's CPU: the adapter alone, or merged
+weights."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def main() -> None:
 
 
 def measure(folder: Path, rank: int, rounds: int, transfer: str) -> dict[str, tuple[int, list[float]]]:
-    """Bytes of the tensors and seconds of each hand-over, both ways; to the same server, taking turns."""
+    """Measure bytes of the tensors and seconds of each hand-over, both ways in turn, to the same server."""
     import torch
 
     from grpo_core.config.files import load_config
@@ -62,7 +63,8 @@ def measure(folder: Path, rank: int, rounds: int, transfer: str) -> dict[str, tu
             "merged": (_bytes(copy_of_whole_weights(model)), []),
         }
         for _ in range(rounds):
-            for way in ("merged", "base again", "adapter"):  # after whole weights, an adapter brings its base first
+            # After full weights, the first hand-over of an adapter includes the base.
+            for way in ("merged", "base again", "adapter"):
                 for tensor in trainable_state(model).values():
                     tensor += 0.01 * torch.randn_like(tensor)
                 engine.adapter_rank = 0 if way == "merged" else rank
@@ -75,7 +77,7 @@ def measure(folder: Path, rank: int, rounds: int, transfer: str) -> dict[str, tu
 
 
 def _bytes(tensors: dict[str, Any]) -> int:
-    """Bytes of the tensors that have memory of their own: a tied head is sent once."""
+    """Bytes of the tensors with memory of their own: a tied head is sent once."""
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}.values())
 
 

@@ -1,4 +1,5 @@
-"""CPU time that completions of a vLLM server cost its API process and the trainer, as bytes and as vLLM's JSON."""
+"""Measures the CPU time that a vLLM server's answers cost its API process and the trainer, as bytes and as vLLM's
+JSON."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def main() -> None:
 
 
 def measure(folder: Path, completions: int, tokens: int, rounds: int) -> dict[str, tuple[float, float, float]]:
-    """By form of the answer: CPU milliseconds per 1,000 tokens in the server's API process, the same for reading here,
-    and bytes per token."""
+    """Measure, for each form of the answer, CPU milliseconds per 1,000 tokens in the server's API process and for
+    reading here, and bytes per token."""
     ways: dict[str, tuple[str, Callable[[bytes], Any]]] = {
         "JSON": ("/inference/v1/generate", _read_json),
         "bytes": (binary.PATH, binary.decode),

@@ -1,4 +1,5 @@
-"""What is compared, what counts as met, and what would be better still."""
+"""The cases of the comparison with TRL, with the ratio that each has to reach (gate), and a better one to aim at
+(goal)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 from benchmarks.workload import Workload
 
-THRESHOLD = 0.4  # mean reward of WINDOW steps in a row; it is 0.24 at first
+THRESHOLD = 0.4  # mean reward of WINDOW consecutive steps; 0.24 at the start
 WINDOW = 5
 
 
@@ -20,12 +21,12 @@ def seconds(run: dict[str, Any]) -> float:
 
 
 def memory(run: dict[str, Any]) -> float:
-    """What the training phase adds to the loaded model and libraries, in MiB."""
+    """Memory that the training phase adds to the loaded model and libraries, in MiB."""
     return run["peak_mib"] - run["before_mib"]
 
 
 def seconds_to_threshold(run: dict[str, Any]) -> float:
-    """Wall time, from the first step on, after which the mean reward of WINDOW steps is at the threshold."""
+    """Wall time from the first step until the mean reward of WINDOW steps reaches the threshold."""
     rewards = [step["reward"] for step in run["metrics"] if "reward" in step]
     for step, total in enumerate(itertools.accumulate(run["seconds"]), start=1):
         if step >= WINDOW and mean(rewards[step - WINDOW : step]) >= THRESHOLD:
@@ -35,7 +36,7 @@ def seconds_to_threshold(run: dict[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """`gates` and `goals`: how many times ours TRL's figure has to be, by TRL's side."""
+    """A case of the comparison. `gates`, `goals`: ratio of TRL's figure to ours to be reached, by TRL's side."""
 
     name: str
     about: str
@@ -44,8 +45,8 @@ class Case:
     goals: dict[str, float] = field(default_factory=dict)
     measure: Callable[[dict[str, Any]], float] = seconds
     unit: str = "s a step"
-    turns: int = 2  # there and back; each is a seed of its own
-    engine: Literal["transformers", "vllm"] = "transformers"  # that samples on both sides
+    turns: int = 2  # there and back, each with another seed
+    engine: Literal["transformers", "vllm"] = "transformers"  # samples on both sides
 
 
 def _sides(default: float, tuned: float) -> dict[str, float]:
@@ -148,7 +149,7 @@ GPU = [
 
 
 def cut_down(case: Case) -> Case:
-    """A case so small that a CPU runs it in seconds. It shows only that the case runs."""
+    """Make a case so small that a CPU runs it in seconds. It shows only that the case runs."""
     shape: dict[str, Any] = {"hidden": 64, "intermediate": 128, "layers": 2, "heads": 4, "kv_heads": 2}
     low, high = (max(length // 16, 5) for length in case.workload.prompt_lengths)
     sizes: dict[str, Any] = {"prompts": 2, "prompt_lengths": (low, high), "completion": 16, "steps": 2, "warm_up": 1}

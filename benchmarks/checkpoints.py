@@ -1,10 +1,10 @@
-"""How long a training stands still for a checkpoint, and how much slower updates are while one is being written.
+"""Measures how long a training stands still for a checkpoint, and how much slower updates are while one is written.
 
     python -m benchmarks.checkpoints FOLDER
     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 -m benchmarks.checkpoints FOLDER
 
-FOLDER is on the disk that is measured. A model of 120 million parameters and its moments in float32, 1.4 GB, are
-written twice per round: while the training waits, and while it goes on. Several processes share the model.
+FOLDER is on the disk to measure. A model of 120 million parameters and its moments in float32, 1.4 GB, are written
+twice per round: while the training waits, and while it continues. Several processes share the model.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def measured(checkpoints: Checkpoints, *, goes_on: bool) -> dict[str, float]:
-    """Seconds around one checkpoint."""
+    """Measure the seconds around one checkpoint."""
     one = partial(update, checkpoints.model, checkpoints.optimizer)
     alone = [timed(one) for _ in range(UPDATES)]
     with mock.patch.object(checkpoint_write, "MOST_OF_MEMORY", checkpoint_write.MOST_OF_MEMORY if goes_on else 0.0):

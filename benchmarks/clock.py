@@ -1,4 +1,4 @@
-"""When each step of a training ended, and the most memory that the counted steps held."""
+"""Records when each step of a training ended, and the peak memory of the counted steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 
 class Clock:
-    """Tell it when the training begins and when each step has ended; the first `warm_up` steps do not count."""
+    """A clock for steps: call `begin` when the training begins and `step` after each step; the first `warm_up` steps do
+    not count."""
 
     def __init__(self, warm_up: int):
         self.warm_up = warm_up
@@ -32,7 +33,7 @@ class Clock:
 
 
 def _memory(kind: str) -> int:
-    """Memory of this process in MiB: "VmRSS" now, "VmHWM" at its highest."""
+    """Memory of this process in MiB: "VmRSS" now, "VmHWM" at the peak."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(kind):
             return int(line.split()[1]) // 1024

@@ -1,4 +1,4 @@
-"""Conversations that go on as soon as their tool has answered, beside turn-by-turn batching.
+"""Compares conversations that continue as soon as their tool has answered with turn-by-turn batching.
 
     python -m benchmarks.conversations [--engine transformers] [--conversations 64] [--rounds 3] [--hidden 64]
 
@@ -7,7 +7,8 @@ tokens. Lengths and waits are drawn once; tokens are sampled by the real engine 
 tools wait in real processes. Turn by turn, all conversations sample a turn together, then their tools are called: one
 after another, as TRL 1.16 does, or concurrently. The ways take turns. The tokens have to be the same.
 
-What is gained is waiting: the longer sampling takes beside the tools, as with a larger model on a CPU, the less it is.
+The gain is saved waiting time: the longer sampling takes compared with the tools, as with a larger model on a CPU, the
+smaller the gain.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Talk = Generator[Turn | Question, Any, list[list[int]]]
 
 
 class Waiting:
-    """An environment with a tool that takes its time."""
+    """An environment with a slow tool."""
 
     def reset(self, **row: object) -> None:
         pass
@@ -76,7 +77,7 @@ def main() -> None:
         for environment in held:
             environment.ask({"do": "reset", "environment": "", "seed": 0, "row": {}}, SECONDS)
             _value(environment.answer(SECONDS))
-        for way in ways.values():  # what only a first time takes
+        for way in ways.values():  # warm-up
             way(engine, [talk(which, held[which]) for which in range(min(8, count))])
         begun = time.process_time()
         for _ in range(options.rounds):
@@ -107,7 +108,7 @@ def main() -> None:
 
 
 def talk(which: int, environment: Environment) -> Talk:
-    """A conversation as `play` takes it, returning the tokens of each of its turns."""
+    """Conversation for `play`; returns the tokens of each of its turns."""
     draw = random.Random(which)
     ids = _tokens(draw, PROMPTS)
     turns: list[list[int]] = []
@@ -124,7 +125,7 @@ def talk(which: int, environment: Environment) -> Talk:
 
 
 def together(engine: Engine, talks: Sequence[Talk]) -> list[list[list[int]]]:
-    """The conversations as a training holds them."""
+    """Hold the conversations as a training does."""
     plays: Any = talks
     ended = [each for step in play(engine, plays, seeds_of(talks), sampling()) for each in step]
     found: Any = dict(ended)
@@ -132,7 +133,7 @@ def together(engine: Engine, talks: Sequence[Talk]) -> list[list[list[int]]]:
 
 
 def turn_by_turn(engine: Engine, talks: Sequence[Talk], at_once: int) -> list[list[list[int]]]:
-    """The conversations with two barriers per turn: all sample, then tools answer, so many of them at a time."""
+    """Hold the conversations with two barriers per turn: all sample, then tools answer, `at_once` of them at a time."""
     seeds, found = seeds_of(talks), dict[int, list[list[int]]]()
     waiting: dict[int, Turn | Question] = {which: next(each) for which, each in enumerate(talks)}
 
@@ -169,7 +170,7 @@ def sampling() -> Sampling:
 
 
 def load_engine(name: str, hidden: int, folder: Path) -> Engine:
-    """The engine of a training, with a random model."""
+    """Load a training's engine with a random model."""
     from grpo_core.data.prompts import load_tokenizer
     from grpo_core.model.loading import load_model
     from grpo_core.rollout.factory import make_engine
@@ -192,7 +193,7 @@ def load_engine(name: str, hidden: int, folder: Path) -> Engine:
 
 
 def _value(answer: Mapping[str, Any] | None) -> Any:
-    """What an environment answered; KeyError if it did not do what it was asked."""
+    """Return an environment's answer. Raises KeyError if the environment failed."""
     return (answer or {})["value"]
 
 

@@ -1,12 +1,13 @@
-"""Which sampling correction keeps the gradient, by the length of completions and how stale they are.
+"""Measures which sampling correction preserves the gradient, by length and staleness of the completions.
 
     python -m benchmarks.correction [--samples 512] [--rounds 4]
 
 A small recurrent policy samples completions of a fixed length and then moves: along the signs of its gradient, as
-AdamW's first steps do, until the KL divergence per token is as wanted. The gradient of the moved policy is estimated
-from the old completions under each correction, and compared with that from many completions of its own: the cosine,
-and the length along it (1 is right, near 0 has faded out). The reward is the share of some tokens; its advantage is
-standardized. A second estimate from completions of its own, as many as the old ones, shows what sampling noise costs.
+AdamW's first steps do, until the KL divergence per token has the wanted value. The gradient of the moved policy is
+estimated from the old completions under each correction, and compared with the gradient from many completions of its
+own: by the cosine, and by the length along it (1 is right, near 0 has vanished). The reward is the share of some
+tokens; its advantage is standardized. A second estimate, from as many completions of its own as there are old ones,
+shows the sampling noise.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from grpo_core.config.algorithm import AlgorithmConfig
 VOCABULARY, HIDDEN = 32, 32
 LENGTHS = (32, 256, 1024)
 KLS = (1e-4, 1e-3, 1e-2)  # nats per token
-TRUTH = 8  # times as many completions
+TRUTH = 8  # times as many completions for the true gradient
 MODES = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 RESULTS = Path(__file__).parent / "results" / "correction.json"
 
@@ -65,7 +66,7 @@ def gradient(policy: Policy, ids: Tensor, weights: Tensor | float = 1.0) -> Tens
 
 @torch.no_grad()
 def moved(policy: Policy, along: Tensor, kl: float, length: int) -> Policy:
-    """The policy after a step that changes it by so much KL divergence per token of its own completions."""
+    """Policy after a step that changes it by `kl` nats per token of its own completions."""
     ids = policy.sample(256, length)
     old, low, high = policy(ids), 0.0, 1.0
     for _ in range(14):
@@ -83,7 +84,7 @@ def compare(length: int, kl: float, samples: int) -> dict[str, tuple[float, floa
     """Cosine and length of the gradient under each correction."""
     old = Policy()
     with torch.no_grad():
-        old.head.weight *= 4  # less than uniform
+        old.head.weight *= 4  # makes the policy less uniform
     new = moved(old, gradient(old, old.sample(samples, length)), kl, length)
     truth = torch.stack([gradient(new, new.sample(samples, length)) for _ in range(TRUTH)]).mean(0)
     ids = old.sample(samples, length)

@@ -1,12 +1,13 @@
-"""Whether a curriculum learns from fewer samples: a recipe trained with each kind and with none, paired by seed.
+"""Measures whether a curriculum learns from fewer samples: trains a recipe with each kind and with none, paired by
+seed.
 
     python -m benchmarks.curriculum [half | most] [--seeds 3] [--output benchmarks/results/curriculum]
 
-The quickstart's base and held-out sums. In the case `half`, half of the prompts are the quickstart's own, of two
-digits, half have one or three, which this base never gets right; in the case `most`, four of five have three. What a
-probe samples counts: the curve of an arm with a probe begins that much later. As many trainings run side by side as
-there are cores, with one thread each. Writes OUTPUT.json after each training, and OUTPUT.png; OUTPUT ends in -most for
-that case unless it is given.
+Uses the quickstart's base and held-out sums. In the case `half`, half of the prompts are the quickstart's own, of two
+digits, and half have one or three, which this base never gets right; in the case `most`, four of five have three. A
+probe's samples count: the curve of an arm with a probe begins that much later. One training per core runs at a time,
+with one thread each. Writes OUTPUT.json after each training, and OUTPUT.png; by default, OUTPUT ends in -most for that
+case.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ from grpo_core.planning.plan import make_plan, plan_inputs
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path("benchmarks/results")
-REACHED = 0.9  # of the gain without a curriculum, whose samples are counted
+REACHED = 0.9  # share of the gain without a curriculum; samples until then are counted
 HALVED = "the band, probe, batches of half the size"  # about as many groups with a signal per update as with none
 BAND = {"kind": "band", "band": [0.1, 0.9]}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A data set of which a part is out of reach, and what trains on it."""
+    """A data set with a part that is out of reach, and the trainings on it."""
 
     title: str
     prompts: int
-    out_of_reach: int  # of the prompts
-    digits: tuple[int, ...]  # of the numbers in these
+    out_of_reach: int  # number of such prompts
+    digits: tuple[int, ...]  # of the numbers in these prompts
     held_out: int
     completions: int  # per update
     updates: int
@@ -121,7 +122,7 @@ def main() -> None:
 
 
 def learn(case: Case, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """After each training all that there are, and the differences to the one without a curriculum."""
+    """Yield, after each training, all trainings so far and their differences to the one without a curriculum."""
     subprocess.run([sys.executable, "-m", "examples.arithmetic.make"], check=True, cwd=ROOT)
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -156,9 +157,12 @@ def _train(run: Path, case: Case, arm: str, seed: int) -> dict[str, Any]:
 
 
 def paired(trainings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each arm beside none, by seed: how much more held-out reward at the end, on the mean over the training, and after
-    as many samples as none has in all, the probe's included; and how many samples, so counted, until REACHED of what
-    training with none gains, as a multiple of those that this takes (null: not reached)."""
+    """Compare each arm with the arm without a curriculum, by seed. Samples include the probe's.
+
+    Differences in held-out reward: at the end, on the mean over the training, and after as many samples as the arm
+    without a curriculum takes in all. Samples until REACHED of the gain without a curriculum, as a multiple of those
+    that the arm without one needs for it (null: not reached).
+    """
     by_arm = {(each["arm"], each["seed"]): each for each in trainings}
     found = []
     for arm in dict.fromkeys(each["arm"] for each in trainings):
@@ -189,14 +193,14 @@ def _mean(training: Mapping[str, Any]) -> float:
 
 
 def _after(samples: float, training: Mapping[str, Any]) -> float:
-    """Held-out reward after so many samples, the probe's included, in a straight line between two evaluations."""
+    """Held-out reward after `samples` samples, the probe's included, interpolated between two evaluations."""
     at, rewards = zip(*training["curve"], strict=True)
     return float(np.interp(samples - training["probed"], at, rewards))
 
 
 def _samples_to(goal: float, training: Mapping[str, Any]) -> float | None:
-    """Samples until the held-out reward is first there, in a straight line between two evaluations; those of the first
-    evaluation if it is there by then."""
+    """Samples until the held-out reward first reaches the goal, interpolated between two evaluations; those of the
+    first evaluation if that has reached it already."""
     curve = training["curve"]
     if curve[0][1] >= goal:
         return training["probed"] + curve[0][0]
@@ -211,7 +215,7 @@ def _standard_error(values: Sequence[float]) -> float | None:
 
 
 def _make_run(run: Path, case: Case, curriculum: dict[str, Any], seed: int, batch: int) -> None:
-    """A run directory as the stages validate and plan leave it."""
+    """Make a run directory as the stages validate and plan leave it."""
     recipe = tomllib.loads((ROOT / "configs" / "quickstart.toml").read_text())
     values = copy.deepcopy({key: value for key, value in recipe.items() if key not in ("promotion", "registry")})
     values["seed"] = seed
@@ -232,7 +236,7 @@ def _make_run(run: Path, case: Case, curriculum: dict[str, Any], seed: int, batc
 
 
 def _other_sums(count: int, digits: Sequence[int]) -> pl.DataFrame:
-    """Sums of two numbers of so many digits, as many of each."""
+    """Sums of two numbers with one of these numbers of digits, equally many of each."""
     draw = random.Random(0)
     limits = [(10 ** (it - 1), 10**it - 1) for it in digits] * (count // len(digits))
     pairs = [(draw.randint(*limit), draw.randint(*limit)) for limit in limits]
@@ -259,7 +263,8 @@ def _outcome(run: Path, batch: int) -> dict[str, Any]:
 
 
 def draw(case: Case, document: Mapping[str, Any], path: Path) -> None:
-    """Held-out reward over the samples, mean over the seeds; one standard error around none is shaded."""
+    """Draw held-out reward over samples, mean over seeds; one standard error around the arm without a curriculum is
+    shaded."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -1,4 +1,4 @@
-"""How often the intervals and tests that decide over promotions err, simulated.
+"""Simulates how often the intervals and tests that decide on promotions err.
 
     python -m benchmarks.decisions [--trials 2000] [--output benchmarks/results/decisions.md]
 
@@ -22,13 +22,14 @@ SIZES = (10, 20, 50, 100, 200, 500, 1000)
 CONFIDENCE = 0.95
 LEVEL = 1 - CONFIDENCE
 OUTSIDE = LEVEL / 2
-Draw = Callable[[np.random.Generator, int], tuple[np.ndarray, np.ndarray]]  # outcomes before and after of n prompts
+Draw = Callable[[np.random.Generator, int], tuple[np.ndarray, np.ndarray]]  # outcomes on n prompts, before and after
 
 RATES = [(0.05, 0.0), (0.1, 0.0), (0.1, 0.05), (0.03, 0.05), (0.02, 0.0), (0.01, 0.01), (0.1, 0.1), (0.2, 0.2)]
 
 
 def rare_loss(share: float) -> Draw:
-    """All is lost on a share of the prompts, and won back in small gains on the others: a mean difference of 0."""
+    """Draw outcomes that lose everything on a share of the prompts and win it back in small gains on the others: mean
+    difference 0."""
 
     def draw(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
         rest = 1 - share
@@ -43,7 +44,7 @@ def samples(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ties(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Four prompts in five are always right."""
+    """Draw outcomes of which four prompts in five are always right."""
     rates = np.where(rng.random(n) < 0.8, 1.0, 0.6)
     return rng.binomial(4, rates) / 4, rng.binomial(4, rates) / 4
 
@@ -69,8 +70,8 @@ UNKNOWN: dict[str, Draw] = {
 
 
 def rates_table(trials: int) -> Iterator[list[str]]:
-    """Paired differences of right and wrong: coverage, how often a guard with max_drop = the true loss is kept, and
-    how often a candidate is found better."""
+    """Rows for paired differences of right and wrong: coverage, how often a guard with max_drop = the true loss is
+    kept, and how often a candidate is found better."""
     for losses, wins in RATES:
         rng, mean = np.random.default_rng(1), wins - losses
         covered, kept, better = [], [], []
@@ -97,8 +98,8 @@ def _of_table(wins: int, losses: int, same: int) -> tuple[float, float, float]:
 
 
 def means_table(trials: int) -> Iterator[list[str]]:
-    """Coverage of the interval of a mean: of zeros and ones (added up over the binomial distribution), and of four
-    samples per prompt."""
+    """Rows with the coverage of a mean's interval: for zeros and ones (summed over the binomial distribution), and for
+    four samples per prompt."""
     for rate in (0.5, 0.9, 0.97):
         covered = []
         for n in SIZES:
@@ -116,8 +117,8 @@ def means_table(trials: int) -> Iterator[list[str]]:
 
 
 def graded_table(shapes: dict[str, Draw], known: bool, trials: int) -> Iterator[list[str]]:
-    """Paired differences that are not 0 or 1 with a true mean of 0: how often a candidate is found better, and how
-    often the interval covers."""
+    """Rows for graded paired differences with a true mean of 0: how often a candidate is found better, and how often
+    the interval covers."""
     for name, draw in shapes.items():
         rng = np.random.default_rng(2)
         better, covered = [], []
@@ -130,14 +131,14 @@ def graded_table(shapes: dict[str, Draw], known: bool, trials: int) -> Iterator[
 
 
 def _graded(before: np.ndarray, after: np.ndarray, known: bool) -> tuple[float, float]:
-    """p-values of "not better" and "not worse"; the interval covers 0 where both exceed half the level."""
+    """p-values of "not better" and "not worse"; the interval covers 0 if both exceed half the level."""
     low, high = BINARY if known else seen_bounds((-math.inf, math.inf), np.concatenate([before, after]))
     differences = after - before
     return tail(np.append(differences, low - high)), tail(np.append(-differences, low - high))
 
 
 def nights_table(series: int, nights: int = 100) -> Iterator[list[str]]:
-    """A candidate per night that is no better than the champion, all judged on the same prompts."""
+    """Rows for nightly candidates that are no better than the champion, all judged on the same prompts."""
     for n in (200, 500):
         for title, spend in (("level 0.05 each night", False), ("0.05 spent over the attempts", True)):
             rng = np.random.default_rng(3)
@@ -162,7 +163,8 @@ def nights_table(series: int, nights: int = 100) -> Iterator[list[str]]:
 
 
 def power_table(trials: int) -> Iterator[list[str]]:
-    """How often a truly better candidate is promoted at an attempt; 20 % of the prompts tell the two apart."""
+    """Rows with the rate at which a truly better candidate is promoted, by attempt; 20 % of the prompts differ in
+    outcome."""
     for n in (200, 500, 1000):
         for gain in (0.05, 0.1):
             found = []

@@ -1,4 +1,4 @@
-"""How far vLLM's log-probabilities are from the trainer's after each update, in float32.
+"""Measures the distance of vLLM's log-probabilities from the trainer's after each update, in float32.
 
     python -m benchmarks.engine_gap
 

@@ -1,5 +1,5 @@
-"""What a base of 4 bits changes: a LoRA trained over it on the quickstart's sums, before and after it is merged into
-the base as it was."""
+"""Measures the effect of a 4-bit base: trains a LoRA over it on the quickstart's sums, and compares the policy before
+and after merging into the original base."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def main() -> None:
 
 
 def measure(folder: Path, sums: Path, updates: int) -> dict[str, tuple[float, float]]:
-    """Share of the held-out sums that each policy answers rightly, and the mean distance between its log-probabilities
-    and those of its 4-bit twin, on the twin's greedy answers."""
+    """Measure the share of held-out sums that each policy answers correctly, and the mean distance of its
+    log-probabilities from those of its 4-bit twin, on the twin's greedy answers."""
     import pyarrow.parquet as pq
 
     from grpo_core.config.files import dump_config, parse_config

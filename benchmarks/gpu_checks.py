@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -40,17 +40,19 @@ from benchmarks.vs_trl import OutOfMemoryError, run
 from benchmarks.workload import Workload, training_flops, write
 from grpo_core.config.files import dump_config, load_config, parse_config
 from grpo_core.config.inputs import ModelConfig
+from grpo_core.config.training import TrainConfig
 from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.logprobs import chosen_logprobs
 from grpo_core.model.policy import Policy
 from grpo_core.planning.hardware import find_gpu
 from grpo_core.planning.memory import peak_memory
 from grpo_core.planning.plan import load_plan
-from tasks.processes.launch import on_this_machine, process_environment
+from tasks.processes.launch import process_environment, torchrun
+from tasks.processes.machine import free_port
 
 PRECISION = "bf16" if ON_GPU else "no"
 PACKED = {"no": "flex", "bf16": "varlen"} if ON_GPU else {"no": "padded", "bf16": "padded"}  # kinds of attention
-SMALL = (  # a model that every check but memory and speed trains: 40 million parameters, or 100 thousand on a CPU
+SMALL = (  # the model of every check except memory and speed: 40 million parameters, or 100 thousand on a CPU
     Workload(hidden=512, intermediate=1536, layers=8, heads=8, vocabulary=16_384, completion=64, mode="generate")
     if ON_GPU
     else Workload(hidden=64, intermediate=128, layers=2, vocabulary=512, prompts=2, prompt_lengths=(8, 24), group=4,
@@ -59,16 +61,16 @@ SMALL = (  # a model that every check but memory and speed trains: 40 million pa
 REAL = Workload(**QWEN["0.5B"], prompts=16, prompt_lengths=(60, 220), completion=512, steps=4)
 LARGE = REAL if ON_GPU else replace(SMALL, mode="replay")
 PROMPTS = {"train": "workload", "eval": "held-out"}  # folders
-MOST_WAITS = 4  # of the host for the device in an update
-EXACT = 1e-4  # relative distance of float32 gradients that are the same except for rounding
-ROUNDING = 2.0  # times the distance that plain bfloat16 rows have from float32
+MOST_WAITS = 4  # of the host for the device per update
+EXACT = 1e-4  # relative distance of float32 gradients that differ only by rounding
+ROUNDING = 2.0  # times the distance of plain bfloat16 rows from float32
 MISSING = "needs a GPU"
 
 Report = Callable[[Row], None]
 
 
 def hardware(scratch: Path, report: Report) -> None:
-    """What is there: driver, GPUs, a C compiler for Triton."""
+    """List the machine's parts: driver, GPUs, a C compiler for Triton."""
     report(Row("processor cores", str(os.cpu_count())))
     compiler = shutil.which("gcc") or shutil.which("cc")
     report(Row("a C compiler, which Triton needs", compiler or "none", "there", bool(compiler) or not ON_GPU))
@@ -90,7 +92,7 @@ def hardware(scratch: Path, report: Report) -> None:
 
 
 def attention(scratch: Path, report: Report) -> None:
-    """Log-probabilities and gradients of every kind of policy beside plain rows in float32."""
+    """Compare log-probabilities and gradients of every kind of policy with plain rows in float32."""
     write(SMALL, scratch / "workload")
     sequences = draw_sequences(SMALL)
     for precision in ("no", "bf16"):
@@ -112,7 +114,8 @@ def attention(scratch: Path, report: Report) -> None:
 
 
 def head(scratch: Path, report: Report) -> None:
-    """The output layer at a real vocabulary: exact, quick, and without the logits of all tokens in memory."""
+    """Check that the output layer at a real vocabulary is exact and fast, and does not keep the logits of all
+    tokens."""
     tokens, width, vocabulary = (8192, 896, 151_936) if ON_GPU else (256, 64, 8192)
     torch.manual_seed(0)
     dtype = torch.bfloat16 if ON_GPU else torch.float32
@@ -146,7 +149,7 @@ def head(scratch: Path, report: Report) -> None:
 
 
 def engines(scratch: Path, report: Report) -> None:
-    """The whole pipeline by `grpo run`, with every engine; with the adapter alone handed over, too."""
+    """Run the whole pipeline by `grpo run` with every engine, also with hand-over of the adapter alone."""
     write(SMALL, scratch / PROMPTS["train"])
     write(replace(SMALL, seed=1), scratch / PROMPTS["eval"])
     kinds = [("transformers", False), ("vllm", False), ("vllm", True), ("vllm-server", False)]
@@ -169,7 +172,7 @@ def engines(scratch: Path, report: Report) -> None:
 
 
 def waits(scratch: Path, report: Report) -> None:
-    """How often the host waits for the GPU in an update, told by torch."""
+    """Count how often the host waits for the GPU per update, as torch reports it."""
     if not ON_GPU:
         report(Row("waits per update", MISSING, f"at most {MOST_WAITS}"))
         return
@@ -198,7 +201,7 @@ def waits(scratch: Path, report: Report) -> None:
 
 
 def memory(scratch: Path, report: Report) -> None:
-    """Peak memory of a training beside what `grpo plan` forecasts for it."""
+    """Compare a training's peak memory with the forecast of `grpo plan`."""
     gpu = find_gpu()
     if gpu is None:
         report(Row("peak memory, as share of the forecast", MISSING, "0.6 to 1.1"))
@@ -221,13 +224,14 @@ def memory(scratch: Path, report: Report) -> None:
 
 
 def resume(scratch: Path, report: Report) -> None:
-    """A training that is stopped and continued, or whose moments are offloaded too, ends with the same weights."""
+    """Check that a training that is stopped and continued, with moments offloaded or not, ends with the same
+    weights."""
     write(SMALL, scratch / "workload")
     _compare_stopped(scratch, report, {})
 
 
 def processes(scratch: Path, report: Report) -> None:
-    """Two training processes take the step that one takes; sharded, they can be stopped too."""
+    """Check that two training processes take the same step as one and, if sharded, can also be stopped."""
     if ON_GPU and torch.cuda.device_count() < 2:
         report(Row("two processes", "needs two GPUs"))
         return
@@ -246,7 +250,7 @@ def processes(scratch: Path, report: Report) -> None:
 
 
 def speed(scratch: Path, report: Report) -> None:
-    """The training phase in small, beside TRL where it is installed."""
+    """Measure the training phase in small, and TRL's if it is installed."""
     write(LARGE, scratch / "workload")
     ours = median(run("ours", {"precision": PRECISION}, scratch / "workload")["seconds"])
     report(Row("ours, training phase", f"{ours:.3f} s per update"))
@@ -276,19 +280,19 @@ def _model(scratch: Path, kind: str) -> Any:
     model = with_adapter(model, ModelConfig(name_or_path="model", use_peft=kind == "LoRA"))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.02)  # which starts at zero
+            torch.nn.init.normal_(parameter, std=0.02)  # it starts at zero
     return model
 
 
 def _configuration(scratch: Path, engine: str, lora: bool) -> str:
-    """A run of the workload with the real pipeline; named after its engine."""
+    """Configuration that runs the workload with the real pipeline, named after its engine."""
     values: dict[str, Any] = {
         "name": f"{engine}-{lora}",
         "model": {"name_or_path": str(scratch / "workload" / "model"), "use_peft": lora},
         "data": {part: str(scratch / name / "prompts.parquet") for part, name in PROMPTS.items()},
         "rewards": [{"function": "benchmarks.workload:spread"}],
         "rollout": {"engine": engine, "num_generations": SMALL.group, "max_completion_length": SMALL.completion}
-        # A server takes a GPU of its own or, by ipc, a part of the training's.
+        # A server takes a GPU of its own or, with ipc, a part of the training's.
         | ({"vllm_weight_transfer": "ipc"} if engine == "vllm-server" and torch.cuda.device_count() == 1 else {}),
         "train": {
             "mixed_precision": PRECISION,
@@ -301,7 +305,7 @@ def _configuration(scratch: Path, engine: str, lora: bool) -> str:
 
 
 def _compare_stopped(scratch: Path, report: Report, settings: dict[str, Any]) -> None:
-    """Weights of trainings that were stopped after half of their updates against those of undisturbed ones."""
+    """Compare the weights of trainings that were stopped after half of their updates with those of undisturbed ones."""
     one, two, cut = (_trained(scratch, name, settings, stopped=name == "cut") for name in ("one", "two", "cut"))
     offloaded = _trained(scratch, "offloaded", settings | {"offload": "optimizer"}, stopped=True)
     noise, kinds = distance(two, one), {"stopped after half, and continued": cut, "and offloaded": offloaded}
@@ -310,12 +314,20 @@ def _compare_stopped(scratch: Path, report: Report, settings: dict[str, Any]) ->
         report(Row(what, f"{away:.1e}", f"at most {2 * noise:.1e}", away <= 2 * noise))
 
 
+def _in_processes(train: TrainConfig, command: Sequence[str]) -> list[str]:
+    """Arguments of `python` that run a command in the configured number of processes here, without supervision."""
+    if train.num_processes == 1:
+        return [*command]
+    return ["-m", "tasks.processes.ranks", *torchrun(train, "127.0.0.1", free_port()), *command]
+
+
 def _trained(scratch: Path, name: str, settings: dict[str, Any], *, stopped: bool = False) -> list[Tensor]:
-    """The weights after a training; `stopped`: by SIGTERM after half of its updates, and continued."""
+    """Train and return the weights. `stopped`: stop the training by SIGTERM after half of its updates, and continue
+    it."""
     run = scratch / name
     run_directory(SMALL, scratch / "workload", run, {"precision": PRECISION, **settings})
     config = load_config(run / "config.toml")
-    command = [sys.executable, *on_this_machine(config.train, ["-m", "grpo_core.train", str(run)])]
+    command = [sys.executable, *_in_processes(config.train, ["-m", "grpo_core.train", str(run)])]
     environment, steps = os.environ | process_environment(config), run / "training" / "metrics.jsonl"
     if stopped:
         process = subprocess.Popen(command, env=environment)

@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu_checks` compares with: transformers and torch alone, and how far ours is from them."""
+"""References for `benchmarks.gpu_checks`: transformers and torch alone, and the distance of our results from theirs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 
 def draw_sequences(workload: Workload) -> Sequences:
-    """Groups of random prompts and completions, of lengths that differ."""
+    """Draw groups of random prompts and completions of different lengths."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(low: int, high: int) -> list[int]:
@@ -40,7 +40,8 @@ def draw_sequences(workload: Workload) -> Sequences:
 
 
 def plain(model: Any, sequences: Sequences, temperature: float) -> tuple[list[Tensor], list[Tensor]]:
-    """Log-probabilities and gradient by transformers alone: padded rows, all logits. ([(B, T)], one per parameter)"""
+    """Compute log-probabilities and gradient by transformers alone: padded rows, all logits. ([(B, T)], one per
+    parameter)"""
     ids = sequences.input_ids.to(DEVICE)
     logits = model(input_ids=ids[:, :-1]).logits.float() / temperature
     chosen = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
@@ -52,7 +53,7 @@ def plain(model: Any, sequences: Sequences, temperature: float) -> tuple[list[Te
 
 
 def distance(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Norm of the difference relative to the norm of what is expected."""
+    """Norm of the difference, relative to the norm of `expected`."""
     ours, plainly = (torch.cat([part.flatten().double() for part in parts]) for parts in (found, expected))
     return ((ours - plainly).norm() / plainly.norm()).item()
 
@@ -82,7 +83,7 @@ def plain_head(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: flo
 
 
 def device_seconds(work: Callable[[], object]) -> float:
-    """Median time of a piece of work, done on the device too."""
+    """Median time in seconds of a piece of work, until the device has finished it."""
     found = []
     for _ in range(6):
         start = time.perf_counter()

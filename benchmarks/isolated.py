@@ -1,4 +1,4 @@
-"""What isolation costs per batch: a function that does next to nothing, in the training's process and in its own.
+"""Measures the cost of isolation per batch: runs a trivial function in the training's process and in its own.
 
     python -m benchmarks.isolated [--batches 200]
 
@@ -11,7 +11,7 @@ import argparse
 import statistics
 import time
 
-import torch  # noqa: F401  as a training has it: the state of its random numbers is carried, too
+import torch  # noqa: F401  as in a training: the state of its random numbers is carried over too
 
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.rewards.contract import resolve

@@ -1,4 +1,4 @@
-"""A data set of many rows, from its file to the first updates of a training: seconds, and the most memory of a process.
+"""Measures seconds and peak memory for a data set of many rows, from its file to the first updates of a training.
 
     python -m benchmarks.large_data [--rows 10_000_000] [--form parquet|jsonl] [--conversations] [--output FILE.json]
 
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def measured(command: list[str], folder: Path) -> dict[str, Any]:
-    """Seconds of a command, and the most memory that it or a process of it held."""
+    """Measure the seconds of a command, and the peak memory of it and its processes."""
     code = (
         "import resource, subprocess, sys\n"
         "done = subprocess.run(sys.argv[1:])\n"

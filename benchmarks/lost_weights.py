@@ -1,10 +1,10 @@
-"""After how many updates a training notices that its engine no longer gets weights; one that does must not be stopped.
+"""Measures after how many updates a training notices that its engine gets no more weights; others must not be stopped.
 
     python -m benchmarks.lost_weights [ENGINE PRECISION]
 
 For each engine, precision and learning rate: AdamW updates of a random Qwen2 of half a million parameters on one
-rollout with random advantages; after each the hand-over and its check. Once as it is, once with a hand-over that does
-nothing. Without arguments all of them, each pair in a process of its own.
+rollout with random advantages, each followed by the hand-over and its check; once unchanged, once with a hand-over that
+does nothing. Without arguments, measures all pairs of engine and precision, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Name = Literal["copy", "vllm-shared", "vllm", "vllm-lora", "vllm-server", "vllm-
 PRECISIONS = ("no", "bf16")
 LEARNING_RATES = (1e-7, 1e-6, 1e-5, 1e-4)
 UPDATES = 40
-# A size at which vLLM on a CPU packs its layers, whose packed copies only a reload replaces.
+# At this size, vLLM on a CPU packs its layers, and only a reload replaces the packed copies.
 MODEL: dict[str, Any] = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
 
 
 @dataclass(frozen=True)
 class Row:
-    """`movement`: mean change of the probe's log-probabilities per update, as the trainer sees it; `drift`: the largest
-    while weights arrive. `stopped`, `stopped_lost`: the update after which the training stopped, while they arrive and
-    after they no longer do; None: not at all."""
+    """Result for a learning rate. `movement`: mean change of the probe's log-probabilities per update in the trainer;
+    `drift`: largest drift while weights arrive. `stopped`, `stopped_lost`: update after which the training stopped
+    while weights arrived, and when they did not; None: never."""
 
     engine: str
     precision: str
@@ -49,7 +49,7 @@ class Row:
 
 
 def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) -> list[Row]:
-    """One row per learning rate."""
+    """Measure one row per learning rate."""
     import torch
 
     from grpo_core.errors import TrainingError
@@ -80,7 +80,7 @@ def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) 
         start = [parameter.detach().clone() for parameter in trained]
 
         def train(learning_rate: float) -> tuple[int | None, float, float]:
-            """The update after which it stops, mean movement per update, largest drift."""
+            """Train; returns the update after which it stops, mean movement per update, and largest drift."""
             optimizer = make_optimizer(session.model, session.config.train)
             at_rate = replace(session, optimizer=optimizer, learning_rate=lambda updates: learning_rate)
             movements: list[float] = []
@@ -118,7 +118,8 @@ def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) 
 
 @contextmanager
 def _engine_made_as(engine: Name, run: Path) -> Iterator[None]:
-    """Inside, `load_session` makes this engine; except for vllm-shared it has memory of its own for the weights."""
+    """Make `load_session` use this engine in the block; except for vllm-shared, the engine has its own copy of the
+    weights."""
     from grpo_core.config.files import load_config
     from grpo_core.rollout.transformers_engine import TransformersEngine
     from grpo_core.training import session

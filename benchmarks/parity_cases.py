@@ -1,4 +1,4 @@
-"""What parity_trl.py compares: settings by name, in keys that both sides have, and the inputs of a small run."""
+"""The cases of parity_trl.py: settings by name, in keys that both sides have, and the inputs of a small run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BASE: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
     "learning_rate": 1e-3,
     "weight_decay": 0.01,
-    "adam_epsilon": 1e-5,  # 1e-8 makes whole steps of rounding where a gradient is near 0
+    "adam_epsilon": 1e-5,  # with 1e-8, rounding errors become full steps where a gradient is near 0
     "max_grad_norm": 1e9,  # a clipped gradient would hide an error of scale
     "vllm_importance_sampling_correction": False,
 }
@@ -94,13 +94,13 @@ def digits(completion_ids: Sequence[Sequence[int]], silent: Sequence[bool], **_:
 
 
 def brevity(completion_ids: Sequence[Sequence[int]], silent: Sequence[bool], **_: Any) -> list[float | None]:
-    """None for completions that it does not apply to."""
+    """Reward short completions; None for those to which it does not apply."""
     rows = zip(completion_ids, silent, strict=True)
     return [0.25 if quiet else None if ids[0] % 5 == 0 else 1 / len(ids) for ids, quiet in rows]
 
 
 def write_model(folder: Path) -> None:
-    """A random Qwen2 model and the quickstart's tokenizer, a token a character."""
+    """Write a random Qwen2 model and the quickstart's tokenizer, with one token per character."""
     make = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "arithmetic" / "make.py"))
     tokenizer = make["make_tokenizer"]()
     torch.manual_seed(0)
@@ -114,7 +114,8 @@ def write_model(folder: Path) -> None:
 
 
 def write_run(folder: Path, keys: dict[str, Any], silent: bool) -> None:
-    """A run directory as the plan stage leaves it, of one epoch; prompts on both sides of where sharing them pays."""
+    """Write a run directory as the plan stage leaves it, for one epoch, with prompts for which sharing pays and others
+    for which it does not."""
     sections: dict[str, type[Section]] = {"rollout": RolloutConfig, "algorithm": AlgorithmConfig, "train": TrainConfig}
     values: dict[str, Any] = {
         name: {key: keys[key] for key in keys if key in section.model_fields} for name, section in sections.items()

@@ -1,11 +1,11 @@
-"""The same rollouts trained by TRL's GRPOTrainer and by grpo_core: gradients, losses, advantages, weights compared.
+"""Trains the same rollouts by TRL's GRPOTrainer and by grpo_core: compares gradients, losses, advantages and weights.
 
     python benchmarks/parity_trl.py [--only WORD] [--output parity.json]      (needs requirements/bench.txt)
 
-grpo_core samples and trains an epoch of small rollouts. TRL is handed the sampled tokens and their log-probabilities in
-place of a generation of its own, and the order in which a rollout's rows are trained. All else is each side's own:
-tokenization, rewards, advantages, old and reference log-probabilities, normalisation, accumulation, clipping, AdamW,
-learning rate. CPU, float32. Exits with 1 when a case is out of bounds that is not different on purpose.
+grpo_core samples and trains an epoch of small rollouts. TRL gets the sampled tokens and their log-probabilities instead
+of generating, and the order in which a rollout's rows are trained. Everything else is each side's own: tokenization,
+rewards, advantages, old and reference log-probabilities, normalisation, accumulation, clipping, AdamW, learning rate.
+CPU, float32. Exits with 1 if a case exceeds its bounds and is not different on purpose.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ told that vLLM sampled); TRL's gradient checkpointing and bf16 are off."""
 
 @dataclass
 class Trained:
-    """What a side did: each update's gradient and loss, each rollout's advantages, and the weights that came of it."""
+    """Results of a side: each update's gradient and loss, each rollout's advantages, and the final weights."""
 
     gradients: list[Tensor] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Kept:
-    """What TRL is handed: the plan, its prompts in order, each rollout, and the order in which its rows are trained."""
+    """Inputs for TRL: the plan, its prompts in order, each rollout, and the order in which its rows are trained."""
 
     plan: Plan
     rows: list[dict[str, Any]]
@@ -114,7 +114,7 @@ def _line(figures: dict[str, Any]) -> str:
 
 
 def compare(case: str) -> dict[str, Any]:
-    """The largest errors of a case, over its updates, with prompts computed for each completion and for a group."""
+    """Compute the largest errors of a case over its updates, with prompts computed per completion and per group."""
     keys = {**BASE, **CASES[case]}
     silent = keys.pop("silent", False)
     with tempfile.TemporaryDirectory() as name:
@@ -142,7 +142,7 @@ def compared(folder: Path, keys: dict[str, Any], share_prompts: bool) -> dict[st
     return {
         "updates": len(ours.gradients),
         "gradient": largest("gradients", relative=True),
-        "loss": largest("losses", relative=False),  # near 0 whenever advantages cancel
+        "loss": largest("losses", relative=False),  # absolute, since it is near 0 whenever advantages cancel
         "advantages": largest("advantages", relative=True),
         "weights": float((ours.weights - theirs.weights).norm() / (theirs.weights - theirs.start).norm()),
     }
@@ -157,10 +157,11 @@ def train_here(run: Path, share_prompts: bool) -> tuple[Trained, Kept]:
     generate = session.engine.generate
 
     def noisy(*arguments: Any) -> Iterator[list[Finished]]:
-        """Log-probabilities that are away from the trainer's, as those of an engine of low precision."""
+        """Add noise to the log-probabilities, as an engine of low precision would."""
 
         def disturbed(number: int, completions: list[Completion]) -> list[Completion]:
-            noise = torch.Generator().manual_seed(1000 * len(rollouts) + number)  # whatever is finished first
+            # The seed does not depend on which completion ends first.
+            noise = torch.Generator().manual_seed(1000 * len(rollouts) + number)
             off = [0.1 * torch.randn(len(c.ids), generator=noise) for c in completions]
             return [
                 replace(c, logprobs=(torch.tensor(c.logprobs) + values).tolist())
@@ -235,7 +236,8 @@ def train_trl(model: Path, keys: dict[str, Any], kept: Kept) -> Trained:
 
 @contextmanager
 def recorded(model: Any, trained: Trained) -> Iterator[None]:
-    """Keep the gradient of each step of an optimizer, as it is after clipping, and the weights before and after all."""
+    """Record the gradient of each optimizer step, after clipping, and the weights before the first and after the last
+    step."""
 
     def flat(tensors: Sequence[Tensor | None]) -> Tensor:
         same = zip(tensors, model.parameters(), strict=True)

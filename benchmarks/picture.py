@@ -1,4 +1,4 @@
-"""The comparison as a picture: how many times as fast (or small) as TRL, one bar per case and side."""
+"""Draws the comparison: how many times as fast (or small) as TRL, one bar per case and side."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def draw(document: dict[str, Any], path: Path) -> None:
 
 
 def _part(case: dict[str, Any]) -> int:
-    """Which of PARTS a case belongs to. A workload that is replayed leaves sampling out."""
+    """Index in PARTS of a case's part. A replayed workload excludes sampling."""
     return 2 if case["unit"] == "MiB" else int(case["workload"]["mode"] == "replay")

@@ -1,8 +1,8 @@
-"""What a framework's own code makes of a recipe's values: batch and steps, read and computed without grpo_core.
+"""Computes batch and steps of a recipe as the framework's own code does, without grpo_core.
 
-The values are read in the plainest way, by one regular expression on the first command with `rlhf_type grpo`, `trl
+The values are read in the simplest way: by one regular expression from the first command with `rlhf_type grpo`, `trl
 grpo` or a GRPO script, or from the YAML. Megatron-SWIFT's functions are taken from the clone in the working folder and
-run as they are; TRL's and ms-swift's steps are those of TRL's RepeatSampler (trl/trainer/utils.py) under transformers'
+run unchanged; TRL's and ms-swift's steps are those of TRL's RepeatSampler (trl/trainer/utils.py) under transformers'
 Trainer (set_initial_training_values).
 """
 
@@ -23,7 +23,7 @@ Figures = tuple[int, int]
 
 
 def expected(path: Path, system: str, rows: int) -> Figures | str | None:
-    """Generation batch and steps; "refused"; None where the recipe is not read so plainly."""
+    """Generation batch and steps; "refused"; None if the recipe cannot be read in this simple way."""
     values = _values(path.read_text(errors="replace"), path.suffix)
     if not values or any(str(value).startswith(("$", "<")) for value in values.values()):
         return None
@@ -53,7 +53,8 @@ def _values(text: str, suffix: str) -> dict[str, Any]:
 
 
 def _megatron(values: dict[str, Any], rows: int) -> Figures:
-    """ms-swift's own resolve_generation_batch_size, validate_batch_dp_alignment, _init_distributed and init_iters."""
+    """Call ms-swift's own resolve_generation_batch_size, validate_batch_dp_alignment, _init_distributed and
+    init_iters."""
     code = _functions()
     whole = {key: int(value) for key, value in values.items() if re.fullmatch(r"-?\d+", str(value))}
     defaults = {"micro_batch_size": 1, "global_batch_size": 16, "num_generations": 8, **dict.fromkeys(SHARDING, 1)}

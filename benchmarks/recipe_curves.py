@@ -1,9 +1,9 @@
-"""The pictures of recipes whose trainings take minutes: recorded once, drawn again from the record.
+"""Draws the pictures of recipes whose trainings take minutes, from a record made once.
 
     python -m benchmarks.recipe_curves [--record]
 
-Draws docs/images/guess.png, mixed.png and reward-models.png from results/recipe-curves.json. With --record, it first
-records the runs guess, mixed, dialogue and gamed, as far as they are in storage/runs.
+Draws docs/images/guess.png, mixed.png and reward-models.png from results/recipe-curves.json. With --record, first
+records those of the runs guess, mixed, dialogue and gamed that are in storage/runs.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m benchmarks.recipes trl=GIT_DIR open-r1=GIT_DIR ms-swift=GIT_DIR [--output benchmarks/results/recipes.md]
 
-Each clone's HEAD is read (`git archive`), and each recipe planned by `grpo plan --recipe` in that tree: with the rows
-that it says itself (`#ROWS`), else with 8,000 prompts. Where a command can be read in the plainest way, the figures are
-compared with those that the framework's own code gives (benchmarks/recipe_arithmetic.py).
+Each clone's HEAD is read (`git archive`), and each recipe planned by `grpo plan --recipe` in that tree, with the number
+of rows that it states (`#ROWS`), else with 8,000 prompts. If a command can be read in the simplest way, the figures are
+compared with those of the framework's own code (benchmarks/recipe_arithmetic.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DOCSTRING = re.compile(r'\A(?:#[^\n]*\n|\s)*r?"""(.*?)"""', re.S)
 
 @dataclass(frozen=True)
 class Text:
-    """A recipe: the file of the clone that it stands in, which block of that file, and the block's own text."""
+    """A recipe: its file in the clone, the number of its block in that file, and the block's text."""
 
     source: str
     block: str | None
@@ -112,7 +112,7 @@ def _table(name: str, commit: str, tree: Path) -> str:
 
 
 def _texts(name: str) -> Iterator[Text]:
-    """Every recipe in the working folder, in the order of the files."""
+    """Yield every recipe in the working folder, in the order of the files."""
     paths = sorted({path for pattern in FILES for path in Path().rglob(pattern)})
     for path in paths:
         if not str(path).startswith(FOLDERS) or str(path).startswith(TRANSLATED.get(name, "//")):
@@ -129,7 +129,8 @@ def _texts(name: str) -> Iterator[Text]:
 
 
 def _blocks(path: Path, text: str) -> Iterator[Text]:
-    """Recipes among the blocks of a page, or of a Python file's docstring; without blocks, each command of it."""
+    """Yield the recipes among the blocks of a page or of a Python file's docstring; without blocks, each command in
+    it."""
     if path.suffix == ".py":
         found = DOCSTRING.search(text)
         text = found.group(1) if found and ABOUT_GRPO.search(f"{path}{found.group(1)}") else ""
@@ -139,7 +140,7 @@ def _blocks(path: Path, text: str) -> Iterator[Text]:
     for number, (language, block) in enumerate(blocks):
         about = path.suffix == ".py" or ABOUT_GRPO.search(f"{block}{path}")
         if language == "yaml" and YAML_RECIPE.search(block):
-            if (named := NAMED.match(block)) and "grpo" not in named.group(1):  # of a command that follows
+            if (named := NAMED.match(block)) and "grpo" not in named.group(1):  # it belongs to a command that follows
                 Path(named.group(1)).write_text(block)
             else:
                 yield Text(f"{path} #{number}", block, is_yaml=True)
@@ -148,7 +149,7 @@ def _blocks(path: Path, text: str) -> Iterator[Text]:
 
 
 def _planned(text: Text, system: str) -> tuple[Path, dict[str, Any]]:
-    """The recipe's file, and what `grpo plan` answers. A page's YAML has the name that its first line says."""
+    """Return the recipe's file, and the answer of `grpo plan`. A page's YAML is named by its first line."""
     path = Path(text.source)
     if text.block is not None:
         named = NAMED.match(text.block)

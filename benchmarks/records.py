@@ -1,10 +1,10 @@
-"""What rollouts, figures and traces cost a training: seconds of the trainer, and CPU time of the flow's process.
+"""Measures what rollouts, figures and traces cost a training: seconds of the trainer, CPU time of the flow's process.
 
     python -m benchmarks.records [--seconds 60]
 
 A real training writes its files, while another process follows them as a flow's does, and sends figures and traces to
-MLflow's SQLite file. The trainer's part is timed within the same steps that it is held against, so other work on the
-machine slows both; CPU time leaves out waiting for the disk and for other work. Writes benchmarks/results/records.json.
+MLflow's SQLite file. The trainer's part is timed within the steps with which it is compared, so that other work on the
+machine slows both; CPU time excludes waiting for the disk and for other work. Writes benchmarks/results/records.json.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CASES = {"tiny, 0.8M": TINY}
 PRECISION = {"precision": "no"}
 RESULT = Path(__file__).parent / "results" / "records.json"
 WARM_UP = 3  # steps that are not counted
-FEWEST = 12  # steps that are
+FEWEST = 12  # counted steps
 
 
 def main() -> None:
@@ -64,12 +64,12 @@ def main() -> None:
 
 
 def measure(workload: Workload, seconds: float) -> dict[str, float]:
-    """Medians over the counted steps of a training of about so many seconds."""
+    """Measure medians over the counted steps of a training of about `seconds` seconds."""
     from grpo_core.training.log import TrainingLog
     from grpo_core.training.loop import train
 
-    steps: list[float] = []  # when each ended
-    writing, computing = [0.0], [0.0]  # seconds and CPU seconds of writing, per step; the last is under way
+    steps: list[float] = []  # time at which each ended
+    writing, computing = [0.0], [0.0]  # seconds and CPU seconds of writing, per step; the last step is still running
     used: list[float] = []  # CPU seconds of this process, when each step ended
     follower: subprocess.Popen[bytes] | None = None
     cpu: list[float] = []  # of the follower, when each step ended
@@ -149,7 +149,7 @@ def _pace(workload: Workload, folder: Path) -> float:
 
 
 def follow(run: Path) -> None:
-    """What a flow's process does beside its training, until stdin is closed."""
+    """Do what a flow's process does beside its training, until stdin is closed."""
     import mlflow
 
     from grpo_core.config.files import load_config

@@ -1,9 +1,9 @@
-"""The dialogue recipe against two reward models: the reward rises in both, right answers in one.
+"""Trains the dialogue recipe against two reward models: the reward rises with both, correct answers only with one.
 
     python -m examples.dialogue.make
     python -m benchmarks.reward_models
 
-Trains what is not trained yet, and says how many held-out answers help. `recipe_curves` draws it.
+Skips runs that are trained already, and prints how many held-out answers help. `recipe_curves` draws the picture.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def main() -> None:
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
-    """The figures of each update of a run."""
+    """Read the figures of each update of a run."""
     return [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
 
 
 def curves() -> dict[str, dict[str, Points]]:
-    """By panel and run: the reward, and the share of answers that help, over the updates."""
+    """Curves by panel and run: the reward, and the share of answers that help, over the updates."""
     folders = {label: Path("storage", "runs", run) for run, label in RUNS.items()}
     return {
         "reward": {label: series(metrics_of(run), "reward") for label, run in folders.items()},
@@ -58,7 +58,7 @@ def draw(panels: Mapping[str, Mapping[str, Points]]) -> bytes:
 
 
 def share_helpful(training: Path) -> Points:
-    """(update, per cent) of sampled completions that say hello and the right steps."""
+    """(update, per cent of sampled completions that say hello and the right steps) for each update."""
     answers = {json.dumps(row["prompt"]): helpful(row) for row in pl.read_parquet(EXAMPLE / "train.parquet").to_dicts()}
     right: dict[int, list[bool]] = {}
     for row in pl.read_parquet(training / "completions" / "*.parquet").to_dicts():
@@ -67,7 +67,7 @@ def share_helpful(training: Path) -> Points:
 
 
 def report(run: str) -> str:
-    """The same share of the held-out answers, before and after, as a sentence."""
+    """Describe the same share of the held-out answers, before and after the training."""
     answers = [helpful(row) for row in pl.read_parquet(EXAMPLE / "eval.parquet").to_dicts()]
     samples = pl.read_parquet(Path("storage", "runs", run, "evaluation", "samples.parquet")).sort("row")
     shares = [

@@ -1,9 +1,9 @@
-"""How many small programs a second the reward `unit_tests` runs in its sandbox on this machine.
+"""Measures how many small programs per second the reward `unit_tests` runs in its sandbox on this machine.
 
     python -m benchmarks.sandbox [--programs 500]
 
-A program is a function or two with three assertions, or reads and prints with two tests, each test in a process of its
-own. All are right: a run counts only when each has got its full reward.
+A program is one or two functions with three assertions, or reads and prints with two tests, each test in a process of
+its own. All programs are correct: a run counts only if each gets its full reward.
 """
 
 from __future__ import annotations

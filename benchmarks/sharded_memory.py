@@ -1,10 +1,10 @@
-"""Memory of a sharded update, simulated beside forecast: every tensor is made, and none has memory.
+"""Compares the simulated memory of a sharded update with the forecast. Every tensor is made, but none has memory.
 
     python -m benchmarks.sharded_memory [--models 7B 14B] [--gpus 8 16]
 
 The sharding, the policy's pass and AdamW are the training's own. The tensors are torch's FakeTensors, the process group
-is its `fake` one, and its FSDPMemTracker counts what FSDP2 holds at the peak. GPU kernels of the output layer allocate
-what they allocate, and compute nothing. Beside it: what `grpo plan` forecasts for the same, without an engine.
+is torch's `fake` one, and torch's FSDPMemTracker counts what FSDP2 holds at the peak. GPU kernels of the output layer
+allocate as usual but compute nothing. The forecast is that of `grpo plan` without an engine.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from tests.qwen import QWEN
 PROMPT, COMPLETION, PER_PASS = 256, 512, 4
 MODELS = ("7B", "14B", "32B", "72B")
 GPUS = (8, 16, 32, 64)
-PASSES = 2  # the first one's gradients are held in the second
+PASSES = 2  # the gradients of the first are held during the second
 NOT_OF_THE_UPDATE = {"engine_weights", "kv_cache", "reference"}
 
 
 def run_config(processes: int, *, recomputed: bool, offload: str = "none") -> RunConfig:
-    """bf16, all weights trained, 4 completions of 512 tokens after prompts of 256 per pass."""
+    """Configuration: bf16, all weights trained, 4 completions of 512 tokens after prompts of 256 per pass."""
     values = {"sharding": "full", "num_processes": processes, "mixed_precision": "bf16", "engine": "vllm"}
     values |= {"per_device_train_batch_size": PER_PASS, "num_generations": 4, "max_completion_length": COMPLETION}
     values |= {"gradient_accumulation_steps": PASSES, "gradient_checkpointing": recomputed, "offload": offload}
@@ -63,7 +63,7 @@ def forecast(model: dict[str, Any], processes: int, *, recomputed: bool, offload
 
 
 def simulated(model: dict[str, Any], processes: int, *, recomputed: bool, offload: str = "none") -> dict[str, int]:
-    """Bytes at the peak of an update of one process, by torch's kinds; "Total" is their sum."""
+    """Simulate an update; returns one process's bytes at the peak, by torch's kinds. "Total" is their sum."""
     config = run_config(processes, recomputed=recomputed, offload=offload)
     dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
     try:
@@ -101,8 +101,8 @@ def _peak_of_update(model: dict[str, Any], config: RunConfig) -> dict[str, int]:
 
 @contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
-    """What a GPU computes with: flash attention over sequences, and kernels that overwrite logits in place. What is
-    offloaded goes to another device, which is not counted."""
+    """Compute as on a GPU: flash attention over sequences, and kernels that overwrite logits in place. Offloaded
+    tensors go to another device, which is not counted."""
 
     def packed(model: Any, kinds: Any, **_: Any) -> tuple[str, str]:
         use_attention(model.model.config)
@@ -122,7 +122,7 @@ def _as_on_a_gpu() -> Iterator[None]:
 
 
 def _in(fake: FakeTensorMode, value: Any) -> Any:
-    """The tensors of nested dataclasses without memory."""
+    """Convert the tensors in nested dataclasses to tensors without memory."""
     if isinstance(value, torch.Tensor):
         return fake.from_tensor(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -1,9 +1,9 @@
-"""A sharded training beside one that each process holds whole: memory, seconds and bytes, in one run on this machine.
+"""Compares a sharded training with one whose processes hold the whole model: memory, seconds and bytes on this machine.
 
     python -m benchmarks.sharding [--processes 2] [--turns 3] [--rounds 2]
 
-Both do the same updates of the same stored completions; the sides take turns (A B B A), each time in new processes.
-Printed are medians over all processes and turns, and the ratio of sharded to whole.
+Both do the same updates on the same stored completions; the sides take turns (A B B A), each time in new processes.
+Prints medians over all processes and turns, and the ratio of sharded to whole.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ MEASURED = Workload(
 
 
 def figures(folder: Path, run: Path, processes: int, turns: int, tokens: int | None = None) -> list[dict[str, Any]]:
-    """`side_sharding.measured` of each process of a training. Raises RuntimeError with what a process wrote if it
-    fails."""
+    """Measure each process of a training, see `side_sharding.measured`. Raises RuntimeError with the process's output
+    if one fails."""
     results = run / "measured"
     results.mkdir()
-    # An allocation has pages of its own from the beginning on, and gives them back when it is freed.
+    # Each allocation gets pages of its own, and returns them when it is freed.
     shared = {"MALLOC_MMAP_THRESHOLD_": 2**16, "OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // processes)}
     if processes > 1:
         [port] = free_ports(1)

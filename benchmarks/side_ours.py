@@ -1,9 +1,9 @@
-"""Our side of a comparison, in a process of its own: trains on a workload and writes when each step ended.
+"""Runs our side of a comparison in a process of its own: trains on a workload and records when each step ended.
 
     python -m benchmarks.side_ours FOLDER SETTINGS RESULT
 
-SETTINGS is JSON: `precision` ("no" or "bf16"); `engine`, `seed`, `processes` and `sharding` where they are not
-"transformers", 0, 1 and "none".
+SETTINGS is JSON: `precision` ("no" or "bf16"); `engine`, `seed`, `processes` and `sharding`, by default "transformers",
+0, 1 and "none".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.workload import Workload, read, reward
 
 
 def run_directory(workload: Workload, folder: Path, run: Path, settings: dict[str, Any]) -> None:
-    """What the validate and plan stages leave."""
+    """Make a run directory as the stages validate and plan leave it."""
     from grpo_core.config.files import dump_config, parse_config
     from grpo_core.planning.plan import make_plan, plan_inputs
 
@@ -44,7 +44,7 @@ def run_directory(workload: Workload, folder: Path, run: Path, settings: dict[st
                 "num_generations": workload.group,
                 "max_completion_length": workload.completion,
             },
-            # Stored completions were not drawn from the policy: there is nothing to correct for.
+            # Stored completions were not sampled from the policy, so there is nothing to correct.
             "algorithm": {"vllm_importance_sampling_correction": not replay},
             "train": {
                 "mixed_precision": settings["precision"],
@@ -66,7 +66,7 @@ def run_directory(workload: Workload, folder: Path, run: Path, settings: dict[st
 
 @contextmanager
 def replayed(workload: Workload, folder: Path) -> Iterator[None]:
-    """The stored completions, where there are any, in place of those that the engine would sample."""
+    """Make the engine return the stored completions, if there are any, instead of sampling."""
     from grpo_core.rollout.transformers_engine import TransformersEngine
 
     if workload.mode != "replay":
@@ -78,7 +78,7 @@ def replayed(workload: Workload, folder: Path) -> Iterator[None]:
 
 
 def stored(folder: Path) -> Callable[..., Any]:
-    """`Engine.generate`, answering with the workload's stored completions: one step's per call."""
+    """Make an `Engine.generate` that returns the workload's stored completions, those of one step per call."""
     from grpo_core.rollout.types import Completion, Finished, Request, Sampling
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")

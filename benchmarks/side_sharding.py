@@ -3,8 +3,8 @@
     python -m benchmarks.side_sharding FOLDER RUN RESULTS TURNS [TOKENS]
 
 `benchmarks.sharding` starts it, with the variables of a process group. FOLDER is a workload's, RUN a run directory; one
-JSON file per process is written into RESULTS. The training has no engine: its completions are stored, so that only what
-trains takes memory. Linux only.
+JSON file per process is written into RESULTS. The training has no engine but stored completions, so that only training
+takes memory. Linux only.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ EVERY = 0.0005  # seconds between two readings while weights are loaded
 
 
 def measured(folder: Path, run: Path, turns: int, tokens: int | None = None) -> dict[str, Any]:
-    """Figures of this process, in bytes of anonymous memory beyond what it had before, and seconds.
+    """Measure this process: bytes of anonymous memory in addition to those before, and seconds.
 
-    `loading`: most while the policy's weights were loaded; `held`: with weights and optimizer state, before the first
-    update; `peak`: most in any update. `updates`, `scorings`: seconds of each of the `turns` after a first update.
+    `loading`: peak while the policy's weights were loaded; `held`: with weights and optimizer state, before the first
+    update; `peak`: peak of all updates. `updates`, `scorings`: seconds of each of the `turns` after a first update.
     `sent`: bytes of an update that come from other processes, by kind. `tokens`: per pass, at most.
     """
     figures: dict[str, Any] = {"peak": 0, "updates": [], "scorings": []}
@@ -95,7 +95,7 @@ def _seconds(work: Any, *arguments: Any) -> float:
 
 
 def _anonymous() -> int:
-    """Bytes that are no pages of a file, such as a mapped checkpoint's."""
+    """Bytes of memory except pages of files, such as a mapped checkpoint."""
     _, resident, of_files = Path("/proc/self/statm").read_text().split()[:3]
     return (int(resident) - int(of_files)) * resource.getpagesize()
 
@@ -107,7 +107,7 @@ def _status(name: str) -> int:
 
 @contextmanager
 def _most_anonymous() -> Iterator[list[int]]:
-    """Readings of `_anonymous` by a thread, from the beginning of the block to its end."""
+    """Give a list into which a thread reads `_anonymous` during the block."""
     readings, ended = [_anonymous()], threading.Event()
 
     def read() -> None:
@@ -126,10 +126,10 @@ def _most_anonymous() -> Iterator[list[int]]:
 
 @contextmanager
 def _counted() -> Iterator[Counter[str]]:
-    """Bytes that this process gets from the others, or gives them, in the collectives of tensors within the block."""
+    """Count the bytes that this process exchanges with others in collectives of tensors during the block."""
     sent: Counter[str] = Counter()
     processes = dist.get_world_size() if dist.is_initialized() else 1
-    # An all-reduce sends every byte twice: to be summed, and the sum.
+    # An all-reduce sends every byte twice: for the sum, and as the sum.
     times = {
         "all_gather_single": ("gathered", 1),
         "reduce_scatter_single": ("reduced", 1),

@@ -1,9 +1,9 @@
-"""TRL's side of a comparison, in a process of its own: trains on a workload and writes when each step ended.
+"""Runs TRL's side of a comparison in a process of its own: trains on a workload and records when each step ended.
 
     python -m benchmarks.side_trl FOLDER SETTINGS RESULT
 
-SETTINGS is JSON: `precision` ("no" or "bf16"), `rows` (per_device_train_batch_size), `checkpointing`; `engine`
-and `seed` if they are not "transformers" and 0.
+SETTINGS is JSON: `precision` ("no" or "bf16"), `rows` (per_device_train_batch_size), `checkpointing`; `engine` and
+`seed`, by default "transformers" and 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from benchmarks.workload import Workload, read, reward
 
 
 def configuration(workload: Workload, settings: dict[str, Any], output: str) -> Any:
-    """What is not named is TRL's default: among that β = 0, loss_type dapo, one update per rollout, fused AdamW."""
+    """Configuration of TRL. All other settings are TRL's defaults, such as β = 0, loss_type dapo, one update per
+    rollout, fused AdamW."""
     import torch
     from trl import GRPOConfig
 
@@ -70,7 +71,7 @@ def main(folder: Path, settings: dict[str, Any], result: Path) -> None:
             clock.step()
 
     class Replaying(GRPOTrainer):
-        """The stored completions in place of those that the model would sample."""
+        """Uses the stored completions instead of sampling."""
 
         stored: Any
 

@@ -1,4 +1,4 @@
-"""Is sampling ahead faster, and does it learn as well?
+"""Measures whether sampling ahead is faster, and whether it learns as well.
 
     python -m benchmarks.staleness --simulate     # updates per hour over max_staleness; JSON and a picture in results/
     python -m benchmarks.staleness --real         # real trainings and a vLLM server on this CPU, beside the simulation
@@ -25,22 +25,22 @@ AHEAD = range(9)
 GROUP, PROMPTS, BATCHES = 8, 32, 40
 SLOTS = 256
 SERVERS = (1, 2, 4)
-# Assumed, not measured: roughly a model of 7 billion parameters on one GPU per server, a trainer that takes 30 s.
+# Assumed, not measured: roughly a model of 7 billion parameters on one GPU per server, and 30 s per update.
 SPEED = Speed(step=0.012, sequence=0.00005, prefill=0.00004, hand_over=2.0, update=30.0)
 
 
 def short(draw: random.Random) -> list[tuple[int, float]]:
-    """Log-normal, 120 tokens in the median, hardly a tail."""
+    """Draw a log-normal length: median 120 tokens, hardly any tail."""
     return [(min(1 + int(draw.lognormvariate(4.8, 0.4)), 512), 0.0)]
 
 
 def tailed(draw: random.Random) -> list[tuple[int, float]]:
-    """Log-normal, 500 tokens in the median, cut off at 8,192."""
+    """Draw a log-normal length: median 500 tokens, cut off at 8,192."""
     return [(min(1 + int(draw.lognormvariate(6.2, 1.0)), 8192), 0.0)]
 
 
 def talking(draw: random.Random) -> list[tuple[int, float]]:
-    """Conversations of 1 to 5 turns; a tool takes 2 s in the median, and sometimes a minute."""
+    """Draw a conversation of 1 to 5 turns; a tool takes 2 s in the median, and sometimes a minute."""
     return [(20 + int(draw.expovariate(1 / 100)), draw.lognormvariate(0.7, 1.2)) for _ in range(draw.randint(1, 5))]
 
 
@@ -87,7 +87,8 @@ def write(name: str, document: dict[str, Any]) -> None:
 
 
 def simulated() -> dict[str, Any]:
-    """Updates per hour, waiting and staleness for each distribution of lengths, number of servers and max_staleness."""
+    """Simulate updates per hour, waiting and staleness for each distribution of lengths, number of servers and
+    max_staleness."""
     found = []
     for name, length in LENGTHS.items():
         source = random.Random(0)
@@ -111,7 +112,8 @@ def simulated() -> dict[str, Any]:
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
-    """A panel per distribution of lengths: updates per hour over max_staleness, a line per number of servers."""
+    """Draw one panel per distribution of lengths: updates per hour over max_staleness, one line per number of
+    servers."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -134,8 +136,8 @@ def draw(document: dict[str, Any], path: Path) -> None:
 
 
 def draw_learning(document: dict[str, Any], path: Path) -> None:
-    """A panel per recipe: held-out reward over the samples trained on, a colour per max_staleness; each seed is a thin
-    line, their mean a thick one."""
+    """Draw one panel per recipe: held-out reward over the samples trained on, one colour per max_staleness; each seed
+    is a thin line, their mean a thick one."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -1,8 +1,9 @@
-"""Whether a training that samples ahead learns as well: recipes trained for several `max_staleness`, paired by seed.
+"""Measures whether a training that samples ahead learns as well: trains recipes for several `max_staleness`, paired by
+seed.
 
-The real loop, with an engine of this benchmark in its process. A virtual clock stands for servers: each group's tokens
-take a time of their own, log-normally distributed, so that some take long; new weights come when the clock says that
-an update is done, and sequences go on with these. So it does not depend on this machine's speed, and is repeated
+Runs the real loop, with an engine of this benchmark in its process. A virtual clock simulates the servers: the time per
+token differs between groups, log-normally distributed, so that some take long. New weights arrive when the clock says
+that an update is done, and sequences continue with these. So results do not depend on this machine's speed, and repeat
 exactly.
 """
 
@@ -40,14 +41,14 @@ from grpo_core.training import loop, session
 
 ROOT = Path(__file__).parents[1]
 SPREAD = 1.0  # standard deviation of the logarithm of a group's time per token
-UPDATE = 0.5  # of the time of the longest completion at the median time per token
+UPDATE = 0.5  # duration of an update, as a share of the longest completion's at the median time per token
 EVALUATIONS = 8  # per training
-REACHED = 0.9  # of the gain of the trainings in turn, whose samples are counted
+REACHED = 0.9  # share of the gain with max_staleness 0; samples until then are counted
 
 
 @dataclass
 class _Sequence:
-    """`versions`: of the weights that sampled each token."""
+    """A sequence. `versions`: of the weights that sampled each token."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -70,8 +71,8 @@ class _Begun:
 
 
 class VirtualServers:
-    """An Engine and Lookahead in the training process. What is begun is sampled to its end when it is asked for; what
-    the clock says was not yet sampled when weights came is then sampled again, by these."""
+    """An Engine and Lookahead in the training process. Sequences are sampled to their end when they are asked for. When
+    weights arrive, the tokens that by the clock were not sampled yet are sampled again, with the new weights."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, max_length: int, update_time: float):
         self.model, self.update_time = copy.deepcopy(model), update_time
@@ -135,7 +136,7 @@ class VirtualServers:
         pass
 
     def _sample(self, sampling: Sampling) -> None:
-        """Sample all that is begun to its end, by the weights of now."""
+        """Sample all begun sequences to their end, with the present weights."""
         open_ones = [
             (begun, member, sequence)
             for begun in self.begun.values()
@@ -165,7 +166,8 @@ class VirtualServers:
 
 
 def learn(recipes: Sequence[str], most: Sequence[int], seeds: int, updates: int | None) -> Iterator[dict[str, Any]]:
-    """After each training all that there are, and the differences to `max_staleness` 0 of the same seed."""
+    """Yield, after each training, all trainings so far and their differences to `max_staleness` 0 with the same
+    seed."""
     found = []
     with tempfile.TemporaryDirectory() as scratch:
         for recipe in recipes:
@@ -173,7 +175,7 @@ def learn(recipes: Sequence[str], most: Sequence[int], seeds: int, updates: int 
             inputs = Path(values["data"]["train"]).parent
             subprocess.run([sys.executable, "-m", f"examples.{inputs.name}.make"], check=True, cwd=ROOT)
             for seed in range(seeds):
-                for number in most:  # a seed's one after the other: what is cut off has whole pairs
+                for number in most:  # one seed after the other, so that an interrupted run has complete pairs
                     run = _make_run(Path(scratch, f"{recipe}-{seed}-{number}"), values, number, seed, updates)
                     found.append({"recipe": recipe, "seed": seed, "max_staleness": number, **_train(run)})
                     print(json.dumps(found[-1]), flush=True)
@@ -181,8 +183,8 @@ def learn(recipes: Sequence[str], most: Sequence[int], seeds: int, updates: int 
 
 
 def paired(trainings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each recipe and max_staleness above 0: how much more held-out reward than in turn, by seed, and how many
-    samples until REACHED of what training in turn gains, as a multiple of those that this takes."""
+    """Compare each recipe and max_staleness above 0 with max_staleness 0, by seed: difference in held-out reward, and
+    samples until REACHED of the gain with max_staleness 0, as a multiple of those needed with 0."""
     by_arm = {(each["recipe"], each["seed"], each["max_staleness"]): each for each in trainings}
     found = []
     for recipe, most in dict.fromkeys((each["recipe"], each["max_staleness"]) for each in trainings):
@@ -217,7 +219,7 @@ def _standard_error(values: Sequence[float]) -> float | None:
 
 
 def _make_run(run: Path, recipe: Mapping[str, Any], most: int, seed: int, updates: int | None) -> Path:
-    """A run directory as the stages validate and plan leave it."""
+    """Make a run directory as the stages validate and plan leave it."""
     values = copy.deepcopy({key: value for key, value in recipe.items() if key not in ("promotion", "registry")})
     values["seed"] = seed
     values["rollout"] |= {"engine": "vllm-server", "max_staleness": most}
@@ -262,8 +264,8 @@ def _train(run: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train the run directory that is given, with VirtualServers; the share of the samples that is effective under the
-    sampling correction goes to effective.json."""
+    """Train the given run directory with VirtualServers; write the effective share of the samples under the sampling
+    correction to effective.json."""
     run, shares = Path(sys.argv[1]), list[float]()
     correct = losses.sampling_correction
 

@@ -1,10 +1,10 @@
-"""Real trainings with a real vLLM server on this CPU, beside the simulation that was fed with one of them.
+"""Compares real trainings with a real vLLM server on this CPU with the simulation, which is fitted to one of them.
 
-Each training is the whole, in a process of its own, with vLLM's server in another. A random model ends each completion
-with the same probability at every token, so lengths are geometric. Two things are made slow without taking CPU time, as
-they are on GPUs, so that trainer and server do not slow each other down here: a step of the server, by a logits
-processor that sleeps, and the reward. The server's speed is fitted to the training in turn (`max_staleness` 0) and used
-for all; lengths and the trainer's seconds are those of each training. Prefilling a model this small counts as free.
+Each training is complete, in a process of its own, with vLLM's server in another. A random model ends each completion
+with the same probability at every token, so lengths are geometric. The server's steps and the reward are slowed down by
+sleeping, which takes no CPU time, so that trainer and server do not slow each other down, as on GPUs. The server's
+speed is fitted to the training with `max_staleness` 0 and used for all; lengths and the trainer's seconds are those of
+each training. Prefilling such a small model counts as free.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.serving import free_ports, policy_server
 ROOT = Path(__file__).parents[1]
 GROUP, PROMPTS = 2, 16
 VOCABULARY, LONGEST = 24, 160  # tokens: completions of 24 in the mean
-STEP_SECONDS = 0.08  # that a step of the server sleeps
+STEP_SECONDS = 0.08  # for which each step of the server sleeps
 WARM_UP = 3  # updates
 JUDGE = """
 import time
@@ -75,7 +75,7 @@ loop.train(run, run / "training")
 
 
 def measure(most: list[int], updates: int, judge_seconds: float, servers: int) -> dict[str, Any]:
-    """Seconds of each training, real and simulated, by `max_staleness`; 0 comes first."""
+    """Measure the seconds of each training, real and simulated, by `max_staleness`; 0 comes first."""
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch)
         os.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{ROOT}"  # of trainings and servers
@@ -98,7 +98,8 @@ def measure(most: list[int], updates: int, judge_seconds: float, servers: int) -
 
 
 def compare(runs: dict[int, Path], servers: int) -> dict[str, Any]:
-    """The trainings beside their simulations, and what `grpo plan` would have said after the one in turn."""
+    """Compare the trainings with their simulations, and with the forecast of `grpo plan` after the one with
+    `max_staleness` 0."""
     in_turn = earlier_sampling(runs[0])
     assert isinstance(in_turn, EarlierSampling), in_turn
     advice = advise(load_config(runs[0] / "config.toml"), load_plan(runs[0] / "plan.json"), in_turn, CPU_SLOTS)
@@ -139,9 +140,9 @@ def _train(run: Path, folder: Path) -> None:
 
 
 def _beside(run: Path, most: int, speed: Speed, servers: int) -> dict[str, Any]:
-    """A training's pace, and that of its simulation."""
+    """Pace of a training, and of its simulation."""
     groups, prompt_tokens, staleness = _lengths(run)
-    hand_over = mean(json.loads((run / "hand_overs.json").read_text())[1:])  # without that of the start
+    hand_over = mean(json.loads((run / "hand_overs.json").read_text())[1:])  # without the first, at the start
     other = mean(row["step_time"] - row["time/generate"] for row in _rows(run))
     speed = replace(speed, prefill=0.0, hand_over=hand_over, update=other - hand_over, token=0.0)
     found = simulate(groups, PROMPTS, most, servers, CPU_SLOTS, speed, prompt_tokens)
@@ -168,8 +169,8 @@ def _seconds(run: Path) -> float:
 
 
 def _lengths(run: Path) -> tuple[list[Group], float, float]:
-    """The training's groups in the order in which they began, the mean length of a prompt, and the mean over all tokens
-    of the hand-overs since each was sampled."""
+    """Return the training's groups in the order in which they began, the mean length of a prompt, and the mean number
+    of hand-overs since a token was sampled."""
     by_turn: dict[int, list[Group]] = defaultdict(list)
     prompts, ages, tokens = [], 0, 0
     for index, file in enumerate(sorted((run / "training" / "completions").glob("*.parquet"))):

@@ -1,10 +1,10 @@
-"""What sending figures to MLflow costs a training: CPU time, as a share of this machine.
+"""Measures what sending figures to MLflow costs a training: CPU time, as a share of this machine.
 
     python -m benchmarks.tracking
 
-The training process only writes metrics.jsonl; what it can lose to tracking is the CPU time that the sender, and a
-server on the same machine, take from it. That is what is measured, while rows come at a training's pace, so that other
-work on the machine does not blur it. MLflow in turn: its SQLite file, and a server on this machine.
+The training process only writes metrics.jsonl. It can lose to tracking only the CPU time of the sender and of a server
+on the same machine. This CPU time is measured while rows arrive at a training's pace, so that other work on the machine
+does not blur it; first with MLflow's SQLite file, then with a server on this machine.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import psutil
 from tasks.tracking.sending import sending
 from tests.serving import free_ports, mlflow_server
 
-FIGURES = 30  # of an update, as many as the quickstart has
-STARTING = 10.0  # seconds, not counted: the sender connects, once in a training
+FIGURES = 30  # per update, as many as in the quickstart
+STARTING = 10.0  # seconds, not counted, in which the sender connects, once per training
 
 
 def main() -> None:
@@ -51,7 +51,8 @@ def main() -> None:
 
 
 def _cpu_seconds(training: Path, uri: str, helpers: list[psutil.Process], update: float, seconds: float) -> float:
-    """CPU time of this process, and of `helpers` with their children, while a training of `seconds` is tracked."""
+    """Measure the CPU time of this process, and of `helpers` with their children, while a training of `seconds` is
+    tracked."""
     os.environ["MLFLOW_TRACKING_URI"] = uri
     mlflow.set_tracking_uri(uri)
     info = mlflow.MlflowClient().create_run("0").info

@@ -1,11 +1,11 @@
-"""Our loop and TRL's, side by side on this machine: `make bench`.
+"""Compares our loop with TRL's on this machine: `make bench`.
 
     python -m benchmarks.vs_trl [--gpu] [--only CASE ...] [--output benchmarks/results]
 
 Each run is a process of its own with the same model folder, prompts, rewards, optimizer, precision and threads; the
-sides take turns (A B C C B A), warm-up steps are dropped, medians are compared. TRL runs as it comes and tuned: without
-recomputing activations, with the micro-batch and the precision that are fastest here. Nothing is measured on a busy
-machine. Writes a JSON file and a picture, named after the hardware.
+sides take turns (A B C C B A), warm-up steps are dropped, medians are compared. TRL runs with its defaults, and tuned:
+without recomputing activations, with the micro-batch and the precision that are fastest here. Nothing is measured on a
+busy machine. Writes a JSON file and a picture, named after the hardware.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ ROOT = Path(__file__).parents[1]
 BUSY = 0.08  # share of the processors' time that others may take
 PATIENCE = 60.0  # seconds to wait for a quiet machine
 TUNING: dict[str, Any] = {"mode": "replay", "silent": 0.0, "steps": 2, "warm_up": 1}
-FIRST_TRIED = {"rows": 16, "checkpointing": False, "precision": "bf16"}  # TRL's settings that tuning begins with
-DRIFT = 0.15  # between the calibrations before and after a case, from which its figures are marked
+FIRST_TRIED = {"rows": 16, "checkpointing": False, "precision": "bf16"}  # TRL's settings at the start of tuning
+DRIFT = 0.15  # between the calibrations before and after a case; from this on, its figures are marked
 
 Settings = dict[str, Any]
 
 
 class OutOfMemoryError(RuntimeError):
-    """A side's settings do not fit on this device."""
+    """Raised if a side's settings do not fit into this device's memory."""
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def main() -> None:
     if only_runs:
         chosen = [cut_down(case) for case in chosen]
     results: list[dict[str, Any]] = []
-    tunings: dict[Workload, tuple[Settings, list[dict[str, Any]]]] = {}  # cases alike in this are tuned once
+    tunings: dict[Workload, tuple[Settings, list[dict[str, Any]]]] = {}  # cases with the same workload are tuned once
     for case in chosen:
         workload = tuning_workload(case.workload)
         if workload not in tunings:
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def compare(case: Case, tuned: Settings, tried: list[dict[str, Any]]) -> dict[str, Any]:
-    """One case: all sides take turns."""
+    """Measure one case: all sides take turns."""
     wait_until_quiet()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -100,14 +100,15 @@ def compare(case: Case, tuned: Settings, tried: list[dict[str, Any]]) -> dict[st
 
 
 def tuning_workload(workload: Workload) -> Workload:
-    """Its training phase, where there are completions to replay."""
+    """Workload for tuning: the training phase alone, if there are completions to replay."""
     if workload.task == "sums":
         return replace(workload, steps=6, warm_up=2)
     return replace(workload, **TUNING)
 
 
 def tune(workload: Workload) -> tuple[Settings, list[dict[str, Any]]]:
-    """TRL's fastest settings for the workload, and all that were tried: precision first, then the micro-batch."""
+    """Find TRL's fastest settings for the workload; returns them and all that were tried: precision first, then the
+    micro-batch."""
     wait_until_quiet()
     tried: list[tuple[float, Settings]] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -135,7 +136,7 @@ def tune(workload: Workload) -> tuple[Settings, list[dict[str, Any]]]:
 
 
 def run(side: str, settings: Settings, folder: Path) -> dict[str, Any]:
-    """One training in a process of its own."""
+    """Run one training in a process of its own."""
     result = folder / "result.json"
     command = [sys.executable, "-m", f"benchmarks.side_{side}", str(folder), json.dumps(settings), str(result)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
@@ -147,7 +148,7 @@ def run(side: str, settings: Settings, folder: Path) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """The same for every side."""
+    """Environment variables, the same for every side."""
     quiet = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
     return {**os.environ, **quiet, "OMP_NUM_THREADS": str(os.cpu_count()), "PYTHONPATH": str(ROOT)}
 
@@ -159,7 +160,7 @@ def summary(
     tried: list[dict[str, Any]],
     calibration: tuple[float, float],
 ) -> dict[str, Any]:
-    """Medians over all counted steps; the spread is that of the single runs' medians."""
+    """Compute medians over all counted steps; the spread is that of the single runs' medians."""
     figures: dict[str, dict[str, Any]] = {
         name: {
             "settings": settings,
@@ -191,14 +192,15 @@ def summary(
 
 
 def utilisation(case: Case, seconds_a_step: float, gflops: tuple[float, float]) -> float | None:
-    """What a step needs at least, as a share of what a matrix product does in our time; of training phases only."""
+    """Operations that a step needs, as a share of those that a matrix product does in our time; only for training
+    phases."""
     if case.workload.mode != "replay" or case.measure is not seconds:
         return None
     return training_flops(case.workload) / seconds_a_step / (median(gflops) * 1e9)
 
 
 def token_step_ms(case: Case, runs: list[dict[str, Any]]) -> float | None:
-    """Milliseconds in which our engine samples a token for all completions of a step, prompts included; the median."""
+    """Median milliseconds in which our engine samples one token for all completions of a step, prompts included."""
     if case.workload.mode != "generate":
         return None
     steps = [step for found in runs for step in found["metrics"][case.workload.warm_up :]]
@@ -221,7 +223,7 @@ def report(result: dict[str, Any]) -> None:
 
 
 def save(results: list[dict[str, Any]], folder: Path) -> None:
-    """Write the cases measured, beside those that were measured on this hardware before."""
+    """Write the measured cases, with those measured on this hardware before."""
     folder.mkdir(parents=True, exist_ok=True)
     name = hardware()
     stem = "".join(letter if letter.isalnum() else "-" for letter in name).strip("-").lower()
@@ -239,7 +241,7 @@ def save(results: list[dict[str, Any]], folder: Path) -> None:
 
 
 def hardware() -> str:
-    """The GPU's name, or the processor's and how many cores there are."""
+    """Name of the GPU, or of the processor with its number of cores."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -248,7 +250,7 @@ def hardware() -> str:
 
 
 def wait_until_quiet() -> None:
-    """Return once others leave the processors alone; refuse to measure if they do not."""
+    """Wait until other processes leave the processors alone; exit if they do not."""
     deadline = time.monotonic() + PATIENCE
     while (share := busy_share()) > BUSY:
         if time.monotonic() > deadline:
@@ -259,7 +261,7 @@ def wait_until_quiet() -> None:
 
 
 def busy_share(seconds: float = 2.0) -> float:
-    """The part of all processors' time that was used, over a while in which this process sleeps."""
+    """Share of all processors' time that was used while this process slept."""
 
     def times() -> tuple[int, int]:
         fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
@@ -272,7 +274,7 @@ def busy_share(seconds: float = 2.0) -> float:
 
 
 def calibrate(precision: str) -> float:
-    """GFLOP/s of a matrix product: tells a slow moment of the machine from a slow program."""
+    """Measure GFLOP/s of a matrix product, to distinguish a slow machine from a slow program."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = 8192 if device == "cuda" else 1024
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
@@ -281,7 +283,7 @@ def calibrate(precision: str) -> float:
         start = time.perf_counter()
         for _ in range(4):
             product = a @ a
-        product[0, 0].item()  # done, on a GPU too
+        product[0, 0].item()  # waits until a GPU is done too
         rates.append(4 * 2 * size**3 / (time.perf_counter() - start) / 1e9)
     return median(rates)
 

@@ -1,6 +1,6 @@
-"""What both sides of a comparison are given: a model folder, prompts, rewards and, for a replay, completions.
+"""Inputs of both sides of a comparison: a model folder, prompts, rewards and, for a replay, completions.
 
-Nothing here depends on either side; everything follows from the workload and its seed.
+They depend only on the workload and its seed, not on a side.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SIGMA = 0.6  # of the logarithm of completion lengths
 
 @dataclass(frozen=True)
 class Workload:
-    """`steps` updates, each of `prompts` prompts with `group` completions; random tasks have no more prompts."""
+    """A workload: `steps` updates, each of `prompts` prompts with `group` completions; random tasks have no more
+    prompts."""
 
     hidden: int = 256
     intermediate: int = 768
@@ -43,7 +44,7 @@ class Workload:
     mode: Literal["generate", "replay"] = "replay"  # sampled by each side, or the same stored completions for both
     silent: float = 0.0  # share of the prompts whose completions all have the same reward
     steps: int = 4
-    warm_up: int = 1  # of these, not counted
+    warm_up: int = 1  # steps that are not counted
     seed: int = 0
 
     @property
@@ -55,7 +56,7 @@ SUMS = Path(__file__).parents[1] / "storage" / "examples" / "arithmetic"  # wher
 
 
 def write(workload: Workload, folder: Path) -> None:
-    """model/, prompts.parquet, completions.json and workload.json."""
+    """Write model/, prompts.parquet, completions.json and workload.json."""
     folder.mkdir(parents=True)
     if workload.task == "sums":
         make = Path(__file__).parents[1] / "examples" / "arithmetic" / "make.py"
@@ -75,23 +76,23 @@ def read(folder: Path) -> Workload:
 
 
 def reward(workload: Workload) -> Callable[..., Sequence[float | None]]:
-    """The function that both sides call."""
+    """Reward function that both sides call."""
     return spread if workload.task == "random" else right
 
 
 def right(completions: list[str], answer: list[str], **_: Any) -> list[float | None]:
-    """Whether the sum is right. TRL hands a function all that it has."""
+    """Reward a correct sum. TRL passes all columns, which are ignored here."""
     return numeric_match(completions, answer)
 
 
 def spread(completion_ids: list[list[int]], silent: list[bool], **_: Any) -> list[float]:
-    """A reward that differs within a group, except for the prompts that are to give no signal."""
+    """Reward that differs within a group, except for prompts that should give no signal."""
     return [0.0 if quiet else sum(ids) % 11 / 10 for ids, quiet in zip(completion_ids, silent, strict=True)]
 
 
 def stored_completions(workload: Workload) -> list[list[list[list[int]]]]:
-    """Token ids by step, prompt and member of the group; lengths are log-normal, the longest cut off. The first of
-    each step has the greatest length, so that the warm-up meets it."""
+    """Token ids by step, prompt and member of the group; lengths are log-normal and cut off. The first completion of
+    each step has the greatest length, so that the warm-up includes it."""
     generator = np.random.default_rng(workload.seed)
     shape = (workload.steps, workload.prompts, workload.group)
     median = workload.completion * 0.35
@@ -109,8 +110,8 @@ def stored_completions(workload: Workload) -> list[list[list[list[int]]]]:
 def training_flops(workload: Workload) -> float:
     """Floating-point operations that a step of a replay needs, each token once: mean over the counted steps.
 
-    6 a parameter and token, the output layer's for completion tokens only; attention 12 · layers · hidden for each pair
-    of a token and one that it attends to. Rows without a signal need none.
+    6 per parameter and token, for the output layer only on completion tokens; for attention, 12 · layers · hidden per
+    pair of a token and one that it attends to. Rows without a signal need none.
     """
     head = workload.vocabulary * workload.hidden
     size = workload.hidden // workload.heads
@@ -137,7 +138,7 @@ def _completion(generator: np.random.Generator, length: int, workload: Workload)
 def _prompts(workload: Workload) -> pl.DataFrame:
     draw = random.Random(workload.seed)
     low, high = workload.prompt_lengths
-    # The first has the greatest length; each begins with its number, so that no two are alike.
+    # The first has the greatest length; each begins with its number, so that no two are equal.
     lengths = [high, *(draw.randint(low, high) for _ in range(workload.prompts - 1))]
     texts = [
         f"{number:04d}" + "".join(chr(draw.randrange(33, 127)) for _ in range(length - 4))
@@ -173,7 +174,7 @@ def _write_model(workload: Workload, folder: Path) -> None:
 
 
 def _tokenizer(workload: Workload) -> Any:
-    """One token a byte, and names for the rest of the vocabulary."""
+    """Tokenizer with one token per byte, and names for the rest of the vocabulary."""
     from transformers import Qwen2Tokenizer
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 

@@ -1,8 +1,8 @@
-"""What the recipes' examples share: a language model of half a million parameters, taught a task by half, and a folder
-that appears whole.
+"""Shared by the recipes' examples: teaches a language model of half a million parameters a task by half, and replaces
+an output folder only when the new one is complete.
 
-The base of a recipe's small form learns from demonstrations that are as mixed in quality as a run's reward is to sort
-out: what they do now and then, reinforcement learning can make a habit.
+The base of a recipe's small form learns from demonstrations of mixed quality, between which a run's reward
+distinguishes: what the base does now and then, reinforcement learning can make a habit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 Prompt = str | list[Message]  # text, or a conversation
-Demonstration = tuple[Prompt, str | list[Message]]  # and what is said to it: text, or the turns that follow
+Demonstration = tuple[Prompt, str | list[Message]]  # a prompt and the answer: text, or the turns that follow
 
 SEED = 0
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"  # as Qwen2's
@@ -37,7 +37,7 @@ BATCH, LEARNING_RATE, WARM_UP, SHOWN_EVERY = 32, 2e-3, 20, 50
 
 
 def call(tool: str, **arguments: Any) -> Message:
-    """A turn that calls a tool, as the chat template writes it."""
+    """Make a turn that calls a tool, as the chat template writes it."""
     return say(f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>")
 
 
@@ -46,14 +46,14 @@ def say(text: str) -> Message:
 
 
 def answer(text: str) -> Message:
-    """What a tool returns."""
+    """Make the message with a tool's answer."""
     return {"role": "tool", "content": text}
 
 
 def make_tokenizer(
     demonstrations: Sequence[Demonstration], vocab_size: int = 512, template: str = CHAT_TEMPLATE
 ) -> Qwen2Tokenizer:
-    """Byte-level BPE learnt from the demonstrations; writes any text, and conversations in ChatML."""
+    """Make a byte-level BPE from the demonstrations; it writes any text, and conversations in ChatML."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
 
@@ -70,7 +70,7 @@ def make_tokenizer(
 
 
 def make_model(tokenizer: Qwen2Tokenizer, context: int) -> Qwen2ForCausalLM:
-    """A random Qwen2 of some 0.6 million parameters that reads up to `context` tokens."""
+    """Make a random Qwen2 of some 0.6 million parameters that reads up to `context` tokens."""
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -97,10 +97,11 @@ def make_base(
     steps: int,
     context: int = 128,
 ) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
-    """A new model taught the demonstrations in `steps` batches of BATCH, saved with its tokenizer in `folder`."""
+    """Teach a new model the demonstrations in `steps` batches of BATCH, and save it with its tokenizer in `folder`."""
     import torch
 
-    torch.set_num_threads(1)  # the same base whatever the number of cores, and none wasted on a model this small
+    # Gives the same base on any number of cores; more threads would not speed up so small a model.
+    torch.set_num_threads(1)
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer(demonstrations)
     model = make_model(tokenizer, context)
@@ -130,7 +131,7 @@ def make_base(
 
 
 def encode(demonstrations: Sequence[Demonstration], tokenizer: Qwen2Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded token ids, and the same with -100 wherever the loss must not look (prompt, tools and padding)."""
+    """Return right-padded token ids, and labels with -100 where there is no loss (prompt, tools and padding)."""
     import torch
 
     inputs, labels = [], []
@@ -159,9 +160,9 @@ def write_rows(folder: Path, train: Sequence[dict[str, Any]], held: Sequence[dic
 
 
 def run(script: str, make: Callable[[Path], None]) -> None:
-    """The command line of an example: `make` fills an empty folder, which takes the place of --out once it is whole.
+    """Run the command line of an example: `make` fills an empty folder, which replaces --out once it is complete.
 
-    Nothing is done where what this script (or this module) makes is there already. Refused where --out holds something
+    Does nothing if --out was made by the present version of the script and this module. Exits if --out holds something
     else.
     """
     parser = argparse.ArgumentParser(description="Make a recipe's data and base model.")
@@ -191,8 +192,8 @@ def run(script: str, make: Callable[[Path], None]) -> None:
 
 
 def _pieces(prompt: Prompt, said: str | list[Message], tokenizer: Qwen2Tokenizer) -> Iterator[tuple[str, bool]]:
-    """A demonstration's text in parts, as a conversation puts them together: each with whether it is learnt, with an
-    end token behind it."""
+    """Yield a demonstration's text in parts, as a conversation joins them; the flag says whether the part is learnt,
+    with an end token behind it."""
     if isinstance(prompt, str):
         yield prompt, False
         assert isinstance(said, str)

@@ -1,4 +1,4 @@
-"""The pipeline: the stages in their order, one task each, meeting in the run directory."""
+"""The pipeline: the stages in order, one task each, which share only the run directory."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tasks.promotion import promote_or_ask
 from tasks.registry.approval import WAITING
 from tasks.registry.champion import is_decided
 from tasks.reports.events import announce_completed, announce_end
-from tasks.stages.attempts import keep_retry
+from tasks.stages.attempts import restore_lost_retry
 from tasks.stages.condition import conditions
-from tasks.stages.endings import plain
+from tasks.stages.endings import end_in_plain_words
 from tasks.stages.errors import Interrupted, StageError
 from tasks.stages.run import describe_interruption
 from tasks.stages.run_directory import open_run, run_folder
@@ -36,7 +36,7 @@ from tasks.stages.table import ALL_STAGES, GPU_DEPLOYMENT, REGISTER, STAGES, Sta
 
 POLL_SECONDS = 2.0
 TASKS = {stage: stage.load_task() for stage in ALL_STAGES}
-# Prefect shows it on the page of the deployment, as Markdown with every line a paragraph.
+# Prefect shows this on the deployment's page, as Markdown with every line a paragraph.
 DESCRIPTION = f"""
 From prompts and a base model to a registered, evaluated policy: {" → ".join(stage.name for stage in STAGES)}.
 
@@ -58,7 +58,7 @@ OPTIONS: dict[str, Any] = {
     "validate_parameters": False,  # done by `resolve`, which names the nearest key
     "on_failure": [announce_end],
     "on_cancellation": [announce_end],
-    "on_crashed": [keep_retry, announce_end],
+    "on_crashed": [restore_lost_retry, announce_end],
 }
 
 
@@ -67,7 +67,7 @@ def _run_name() -> str:
 
 
 @flow(flow_run_name=_run_name, **OPTIONS)
-@plain
+@end_in_plain_words
 def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> Path:  # noqa: B006 (read only)
     """Take the configured prompts and base model to a registered, evaluated policy; returns the run directory.
 
@@ -83,12 +83,12 @@ def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> Path:  # n
     return _run_stages(config)
 
 
-def pipeline_of(config: RunConfig) -> Callable[..., Path]:
-    """The pipeline of a configuration that the caller has parsed and `refuse_early` has passed. Preset and changes, the
-    parameters, are only recorded."""
+def make_pipeline(config: RunConfig) -> Callable[..., Path]:
+    """Make the pipeline of a configuration that the caller has parsed and `refuse_early` has passed. Its parameters,
+    preset and changes, are only recorded."""
 
     @flow(flow_run_name=config.name, **OPTIONS)
-    @plain
+    @end_in_plain_words
     def pipeline(preset: str, changes: dict[str, Any]) -> Path:
         return _run_stages(config)
 
@@ -96,7 +96,7 @@ def pipeline_of(config: RunConfig) -> Callable[..., Path]:
 
 
 def _run_stages(config: RunConfig) -> Path:
-    """Run the stages in their order, each here or handed over; returns the run directory."""
+    """Run the stages in order, each here or by its deployment; returns the run directory."""
     run, gpu = run_folder(config.name), os.environ.get(GPU_DEPLOYMENT)
     for is_elsewhere, stages in groupby(stages_of(config), lambda stage: bool(gpu) and stage.gpu):
         if is_elsewhere:  # the run directory is unlocked meanwhile: the flows of these stages lock it
@@ -114,7 +114,7 @@ def _run_stages(config: RunConfig) -> Path:
 
 
 def _promote(config: RunConfig, run: Path) -> None:
-    """Try to promote the version that the run has registered, once: a later decision by a person is left alone."""
+    """Try once to promote the version that the run has registered. A version that is decided already is left alone."""
     if not config.promotion.automatic:
         return
     registered = REGISTER.read_receipt(run)
@@ -130,8 +130,8 @@ def _promote(config: RunConfig, run: Path) -> None:
 
 
 def _hand_over(stage: Stage, run: Path, config: RunConfig, gpu_deployment: str) -> None:
-    """Have a stage done by its deployment, which may be on another work pool, unless it is up to date. A signal that
-    stops this flow cancels that one, and raises Interrupted. Raises StageError if it does not complete."""
+    """Run a stage by its deployment, which may be on another work pool, unless it is up to date. A signal that stops
+    this flow cancels the deployment's run and raises Interrupted. Raises StageError if that run does not complete."""
     log = get_run_logger()
     if conditions(run, config)[stage.name].is_up_to_date:
         log.info("%s: up to date, skipped", stage.name)
@@ -149,8 +149,8 @@ def _hand_over(stage: Stage, run: Path, config: RunConfig, gpu_deployment: str) 
 def run_elsewhere(
     of_deployment: str, parameters: dict[str, Any], name: str, interrupted: Callable[[BaseException], Interrupted]
 ) -> FlowRun:
-    """A flow run of a deployment, when it has ended. A signal that stops this flow cancels it, and raises what
-    `interrupted` makes of the signal."""
+    """Run a deployment and return its flow run once it has ended. A signal that stops this flow cancels that run, and
+    raises the error that `interrupted` makes of the signal."""
     log = get_run_logger()
     child = run_deployment(of_deployment, parameters=parameters, flow_run_name=name, timeout=0)
     assert isinstance(child, FlowRun)  # a coroutine only where an event loop runs
@@ -164,10 +164,10 @@ def run_elsewhere(
 
 
 def _wait_for(client: SyncPrefectClient, run: FlowRun, log: Logger | LoggerAdapter[Any]) -> FlowRun:
-    """The flow run when it has ended, however long Prefect's server is away meanwhile.
+    """Wait until the flow run has ended and return it, however long Prefect's server is away meanwhile.
 
-    A refusal, which has an exception of Prefect's own, is raised. Whatever else keeps an answer away is reported once
-    and waited out: which exception says so depends on the HTTP client that this release of Prefect uses.
+    Raises a refusal, which has an exception of Prefect's own. Every other error is logged once and waited out, because
+    its type depends on the HTTP client that this release of Prefect uses.
     """
     is_away = False
     while not (run.state and run.state.is_final()):

@@ -13,24 +13,24 @@ from flows.parameters.form import form_schema
 from tasks import promotion
 from tasks.registry.approval import Approval
 from tasks.registry.champion import CANDIDATE, Outcome
-from tasks.stages.attempts import keep_retry
-from tasks.stages.endings import plain
+from tasks.stages.attempts import restore_lost_retry
+from tasks.stages.endings import end_in_plain_words
 
 Changes = Annotated[dict[str, Any], WithJsonSchema(form_schema("promotion"))]
 
-# Prefect shows it on the page of the deployment, as Markdown with every line a paragraph.
+# Prefect shows this on the deployment's page, as Markdown with every line a paragraph.
 PROMOTE = """
-Make a version of a registered model the champion, if it is better than the present one and breaks no guard.
+Make a version of a registered model the champion, if it is better than the present champion and breaks no guard.
 
-Run → Custom run, `model`: its name in MLflow. The run ends as Promoted, Refused, Rejected, Forced or Unchanged; \
-its message, the artifact `promotion` and the version's tags in MLflow say why. If the rules ask for approval, the run \
-is suspended first: Resume shows the verdict and asks for it. The rules are those of the configuration that the \
-version was trained with; `changes` replaces some of them.
+Run → Custom run, `model`: the model's name in MLflow. The run ends as Promoted, Refused, Rejected, Forced or \
+Unchanged; its message, the artifact `promotion` and the version's tags in MLflow say why. If the rules ask for \
+approval, the run is suspended first: Resume shows the verdict and asks for the answer. The rules are those of the \
+configuration that the version was trained with; `changes` replaces some of them.
 """
 ROLLBACK = """
 Return to the champion before the present one.
 
-Run → Custom run, `model`: its name in MLflow.
+Run → Custom run, `model`: the model's name in MLflow.
 """
 
 
@@ -38,9 +38,9 @@ Run → Custom run, `model`: its name in MLflow.
     name="promote",
     description=PROMOTE,
     flow_run_name="{model}-{version}-promote",
-    on_crashed=[keep_retry],
+    on_crashed=[restore_lost_retry],
 )
-@plain
+@end_in_plain_words
 def promote(
     model: str,
     version: str = CANDIDATE,
@@ -55,18 +55,18 @@ def promote(
         version: Number of the version, or an alias of it.
         force: Promote it whatever the gate decides. The version's tags keep the gate's decision.
         changes: Rules that differ from those recorded with the version.
-        approval: A person's answer, if the version's rules ask for one. Without it, this run waits for it.
+        approval: A person's answer, if the version's rules ask for one. If it is missing then, this run waits for it.
     """
-    return promotion.answer(promotion.promote_or_ask(model, version, force, changes, approval))
+    return promotion.outcome_as_state(promotion.promote_or_ask(model, version, force, changes, approval))
 
 
 @flow(
     name="rollback",
     description=ROLLBACK,
     flow_run_name="{model}-rollback",
-    on_crashed=[keep_retry],
+    on_crashed=[restore_lost_retry],
 )
-@plain
+@end_in_plain_words
 def rollback(model: str) -> str:
     """Make the previous champion champion again.
 

@@ -7,13 +7,13 @@ from typing import Any
 from prefect import Flow, flow, get_run_logger
 from prefect.runtime import deployment
 
-from tasks.stages.attempts import keep_retry
-from tasks.stages.endings import plain
+from tasks.stages.attempts import restore_lost_retry
+from tasks.stages.endings import end_in_plain_words
 from tasks.stages.locks import locked
 from tasks.stages.run_directory import find_run, read_config
 from tasks.stages.table import ALL_STAGES, Stage
 
-# Prefect shows it on the page of the deployment, as Markdown with every line a paragraph, after the stage's meaning.
+# Prefect shows this on the deployment's page after the stage's meaning, as Markdown with every line a paragraph.
 HOW = """
 
 Run → Custom run, `run`: the name of an earlier run. A stage that is up to date is skipped unless `force` is on. A \
@@ -31,7 +31,7 @@ Args:
 def _stage_flow(stage: Stage) -> Flow[..., None]:
     task = stage.load_task()
 
-    @plain
+    @end_in_plain_words
     def run_stage(run: str, force: bool = False) -> None:
         with locked(find_run(run), get_run_logger().warning, wait=bool(deployment.id)) as folder:
             task(folder, read_config(folder), force).result()
@@ -39,7 +39,7 @@ def _stage_flow(stage: Stage) -> Flow[..., None]:
     run_stage.__name__ = run_stage.__qualname__ = f"{stage.name}_run"  # the name that a deployment's entrypoint gives
     run_stage.__doc__ = f"{stage.meaning}\n{ARGUMENTS}"
     options: dict[str, Any] = {"description": stage.meaning + HOW, "flow_run_name": f"{{run}}-{stage.name}"}
-    return flow(name=stage.name, on_crashed=[keep_retry], **options)(run_stage)
+    return flow(name=stage.name, on_crashed=[restore_lost_retry], **options)(run_stage)
 
 
 FLOWS = {stage.name: _stage_flow(stage) for stage in ALL_STAGES}

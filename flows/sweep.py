@@ -1,4 +1,4 @@
-"""A sweep: the pipeline of each arm in its turn, under one flow run, and the choice among the arms."""
+"""A sweep: runs the pipeline of each arm in turn, under one flow run, and chooses among the arms."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from prefect import flow, get_run_logger, tags
 from prefect.runtime import deployment, flow_run
 
 from flows.parameters.allowed import resolve_allowed
-from flows.parameters.arms import Arm, Search, Sweep, Values, arm_name
-from flows.parameters.form import Changes, Preset, more_changes, read_name
-from flows.parameters.search import make_asked
-from flows.pipeline import pipeline_of, run_elsewhere
+from flows.parameters.arm import Arm, Values
+from flows.parameters.arms import Search, Sweep, arm_name
+from flows.parameters.form import Changes, Preset, add_changes, read_name
+from flows.parameters.search import make_requested_sweep
+from flows.pipeline import make_pipeline, run_elsewhere
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from tasks.reports.events import announce_sweep, announce_sweep_end
 from tasks.reports.sweep import NoChoiceError
 from tasks.stages.arms import sweep_folder
-from tasks.stages.attempts import keep_retry
+from tasks.stages.attempts import restore_lost_retry
 from tasks.stages.condition import conditions
-from tasks.stages.endings import plain
+from tasks.stages.endings import end_in_plain_words
 from tasks.stages.errors import Interrupted, StageError
 from tasks.stages.locks import locked
 from tasks.stages.run_directory import run_folder
@@ -29,24 +30,24 @@ from tasks.stages.trials import read_trials
 from tasks.sweep import begin, choose, ending, propose
 from tasks.tracking.early_stop import trainings_of, why_stopped
 
-# Prefect shows it on the page of the deployment, as Markdown with every line a paragraph.
+# Prefect shows this on the deployment's page, as Markdown with every line a paragraph.
 DESCRIPTION = """
 Several values of some keys, or several seeds: one pipeline run per combination, one after the other, and the best of \
 them chosen on the held-out prompts.
 
-Run → Custom run, `grid`: the values of each key, as JSON: `{"train.learning_rate": [1e-5, 3e-5]}`. Or `optuna`: how \
-many arms, and `ranges`: what their values are drawn from, `{"train.learning_rate": "1e-6:1e-4:log"}`. The same \
-parameters again go on where it was. More in `docs/how-to/sweep.md`.
+Run → Custom run, `grid`: the values of each key, as JSON: `{"train.learning_rate": [1e-5, 3e-5]}`. Or `optuna`: the \
+number of arms, and `ranges`: where their values are drawn from, `{"train.learning_rate": "1e-6:1e-4:log"}`. The same \
+parameters again continue the sweep. More in `docs/how-to/sweep.md`.
 """
 
 
 OPTIONS: dict[str, Any] = {
     "name": "sweep",
     "description": DESCRIPTION,
-    "validate_parameters": False,  # done by `make_asked`
+    "validate_parameters": False,  # done by `make_requested_sweep`
     "on_failure": [announce_sweep_end],
     "on_cancellation": [announce_sweep_end],
-    "on_crashed": [keep_retry, announce_sweep_end],
+    "on_crashed": [restore_lost_retry, announce_sweep_end],
 }
 
 
@@ -56,7 +57,7 @@ def _run_name() -> str:
 
 
 @flow(flow_run_name=_run_name, **OPTIONS)
-@plain
+@end_in_plain_words
 def sweep(
     preset: Preset = "quickstart",
     changes: Changes = {},  # noqa: B006 (read only)
@@ -82,16 +83,16 @@ def sweep(
     """
 
     def load(keys: Values) -> RunConfig:
-        return resolve_allowed(preset, more_changes(preset, changes, keys))
+        return resolve_allowed(preset, add_changes(preset, changes, keys))
 
-    return _run_arms(make_asked(load, grid, seeds, name, stop_early, optuna, ranges), preset, changes)
+    return _run_arms(make_requested_sweep(load, grid, seeds, name, stop_early, optuna, ranges), preset, changes)
 
 
-def sweep_of(sweep: Sweep) -> Callable[..., Path]:
-    """The flow of a sweep that the caller has made. Its parameters are only recorded."""
+def make_sweep_flow(sweep: Sweep) -> Callable[..., Path]:
+    """Make the flow of a sweep that the caller has made. Its parameters are only recorded."""
 
     @flow(flow_run_name=sweep.name, **OPTIONS)
-    @plain
+    @end_in_plain_words
     def run_sweep(preset: str, changes: dict[str, Any], options: dict[str, Any]) -> Path:
         return _run_arms(sweep, preset, changes)
 
@@ -99,13 +100,13 @@ def sweep_of(sweep: Sweep) -> Callable[..., Path]:
 
 
 def _run_arms(sweep: Sweep, preset: str, changes: dict[str, Any]) -> Path:
-    """Run the arms, and choose among all; returns the sweep's folder. Raises StageError, which names the arms that
-    failed, once there is a choice among the others."""
+    """Run the arms, and choose the best; returns the sweep's folder. If some failed, raises StageError, which names
+    them, once the best of the others is chosen."""
     level = 1 - sweep.base.evaluation.confidence if sweep.stop_early else None
     trainings = trainings_of([arm.config for arm in sweep.arms]) if sweep.stop_early else {}
     folder = sweep_folder(sweep.name)
     folder.mkdir(parents=True, exist_ok=True)
-    # Two at once would propose the same, and take each other's arms for failed.
+    # Two concurrent flows would propose the same values, and take each other's arms for failed.
     with locked(folder, get_run_logger().warning, wait=bool(deployment.id)):
         begin(sweep.name, sweep.base.registry.experiment, trainings, level).result()
         with ending(sweep.name):
@@ -117,7 +118,7 @@ def _run_arms(sweep: Sweep, preset: str, changes: dict[str, Any]) -> Path:
             if failed:
                 reasons = "\n".join(f"{what}: {reason}" for what, reason in failed.items())
                 of_arms = f"{len(failed.keys() - {'choice'})} of {sweep.num_arms} arms"
-                raise StageError(f"{of_arms} failed; the same again tries them again\n{reasons}")
+                raise StageError(f"{of_arms} failed; start the sweep again to retry them\n{reasons}")
     announce_sweep(sweep.name, str(flow_run.id))
     return folder
 
@@ -143,7 +144,7 @@ def _run_each(sweep: Sweep, preset: str, changes: dict[str, Any]) -> dict[str, s
             continue
         log.info(place)
         try:
-            _run_arm(config, preset, more_changes(preset, changes, arm.keys))
+            _run_arm(config, preset, add_changes(preset, changes, arm.keys))
         except Interrupted:
             raise
         except GrpoError as error:
@@ -156,7 +157,7 @@ def _run_each(sweep: Sweep, preset: str, changes: dict[str, Any]) -> dict[str, s
 
 
 def _proposed_arm(sweep: Sweep, search: Search, number: int) -> Arm:
-    """The arm of a search's trial, counted from 1; one that an earlier attempt has not proposed is proposed now. Raises
+    """Return the arm of a search's trial, counted from 1; if no earlier attempt has proposed it, propose it now. Raises
     GrpoError if its values are refused."""
     trials = read_trials(sweep.name)
     if number <= len(trials):
@@ -166,11 +167,11 @@ def _proposed_arm(sweep: Sweep, search: Search, number: int) -> Arm:
 
 
 def _run_arm(config: RunConfig, preset: str, changes: dict[str, Any]) -> None:
-    """The arm's pipeline: in this process, or, if this flow run is a deployment's, as a run of the deployment of the
-    same name that the pipeline has. A signal that stops this flow ends the arm too."""
+    """Run the arm's pipeline: in this process, or, if a deployment started this flow run, by the pipeline's deployment
+    of the same name. A signal that stops this flow ends the arm too."""
     if not deployment.id:
-        with tags(*flow_run.tags):  # by which the server's watch recognises the arm's run too
-            pipeline_of(config)(preset, changes)
+        with tags(*flow_run.tags):  # so that the server's crash watch covers the arm's run too
+            make_pipeline(config)(preset, changes)
         return
     of_pipeline = f"pipeline/{deployment.name}"
     ended = run_elsewhere(

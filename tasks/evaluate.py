@@ -21,7 +21,7 @@ from grpo_core.config.metrics import DECIDING
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import turns
 from tasks.processes.launch import launch_with_restarts
-from tasks.processes.slots import gpus
+from tasks.processes.slots import hold_gpus
 from tasks.processes.vllm_servers import servers
 from tasks.registry.champion import identity, present_champion
 from tasks.rendering import figures as as_text
@@ -31,7 +31,7 @@ from tasks.reports.record import SAMPLES
 from tasks.reports.report import PAGE, write_report
 from tasks.stages.arms import other_arms
 from tasks.stages.lineage import lineage_keys
-from tasks.stages.parts import Parts, key_of
+from tasks.stages.parts import Parts, hash_values
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import EVALUATE, TRAIN
 from tasks.tracking.runs import (
@@ -55,22 +55,22 @@ def _work(context: Context) -> dict[str, Any]:
     config, log, start = context.config, get_run_logger(), time.monotonic()
     client = connect()
     command = ["-m", "grpo_core.evaluate", str(context.run), "--output", str(context.partial)]
-    with answering():  # fail now rather than after the work
+    with answering():  # fails now rather than after the work
         champion = present_champion(client, config.registry.model_name or config.name)
-    answers = key_of(Parts(config).base_answers)
+    answers = hash_values(Parts(config).base_answers)
     earlier, known = _answers_of_another_arm(context, answers, identity(champion) if champion else None)
     if earlier:
         command += ["--earlier", str(earlier), "--known", *known]
         log.info("the answers of %s are those of %s, taken over", " and ".join(known), earlier.parents[1].name)
-    with gpus(config, launched=config.train.sharding != "none"), servers(context, log) as addresses:
+    with hold_gpus(config, launched=config.train.sharding != "none"), servers(context, log) as addresses:
         if champion is None or CHAMPION in known:
-            _run(config, command, log, context.partial, addresses)
+            _run_where_trained(config, command, log, context.partial, addresses)
         else:
             log.info("the present champion is %s version %s", champion.name, champion.version)
             with tempfile.TemporaryDirectory(dir=context.partial) as folder:
                 uri = f"models:/{champion.name}/{champion.version}/model"
                 model = mlflow.artifacts.download_artifacts(uri, dst_path=folder)
-                _run(config, [*command, "--champion", model], log, context.partial, addresses)
+                _run_where_trained(config, [*command, "--champion", model], log, context.partial, addresses)
     report = json.loads((context.partial / "report.json").read_text()) | {"base_answers": answers}
     if champion is not None and CHAMPION in report["policies"]:
         report["champion"] = identity(champion)
@@ -81,7 +81,7 @@ def _work(context: Context) -> dict[str, Any]:
     )
     samples = pl.read_parquet(context.partial / SAMPLES)
     first = samples.filter((pl.col("set") == HELD_OUT) & (pl.col("sample") == 0)).head(SAMPLES_SHOWN)
-    rows = json.loads(_side_by_side(first, report["policies"]).write_json())
+    rows = json.loads(_with_policies_side_by_side(first, report["policies"]).write_json())
     create_table_artifact(
         key="evaluation-samples",
         table=[{key: _cell(key, value) for key, value in row.items()} for row in rows],
@@ -91,7 +91,7 @@ def _work(context: Context) -> dict[str, Any]:
     commit = commit_text(trained_on_commit(client, run_id))
     try:
         write_report(context.run, config, context.partial, report, time.monotonic() - start, keys, address, commit)
-    except Exception as error:  # a page must not lose an evaluation
+    except Exception as error:  # an evaluation must not be lost because its page failed
         log.warning("%s could not be made: %r", PAGE, error, exc_info=True)
     return report
 
@@ -99,8 +99,9 @@ def _work(context: Context) -> dict[str, Any]:
 def _answers_of_another_arm(
     context: Context, answers: str, champion: dict[str, Any] | None
 ) -> tuple[Path | None, list[str]]:
-    """samples.parquet of another arm of the sweep that holds the same answers of the base model, and the policies whose
-    answers can be taken from there: the champion's too, if it was the same. `answers`: key of `Parts.base_answers`."""
+    """Return samples.parquet of another arm of the sweep that holds the same answers of the base model, and the
+    policies whose answers can be reused: the champion's too, if it was the same. `answers`: hash of
+    `Parts.base_answers`."""
     found: tuple[Path | None, list[str]] = (None, [])
     for other in () if context.force else other_arms(context.run, context.config):
         report, samples = EVALUATE.read_receipt(other), EVALUATE.path(other) / SAMPLES
@@ -112,37 +113,37 @@ def _answers_of_another_arm(
     return found
 
 
-def _run(
+def _run_where_trained(
     config: RunConfig,
     command: list[str],
     log: Logger | LoggerAdapter[Any],
     folder: Path,
     environment: dict[str, str],
 ) -> None:
-    """Run `python COMMAND` where the training ran: in as many processes if the model is sharded, since it may be larger
-    than one GPU, otherwise in one."""
+    """Run `python COMMAND` where the training ran: in as many processes if the model is sharded, since it may not fit
+    on one GPU, otherwise in one."""
     if config.train.sharding == "none":
         train = config.train.model_copy(update={"num_processes": 1, "num_machines": 1})
         config = config.model_copy(update={"train": train})
     launch_with_restarts(config, command, log, folder, environment)
 
 
-def _side_by_side(samples: pl.DataFrame, policies: list[str]) -> pl.DataFrame:
-    """The samples with the same figure of each policy in neighbouring columns."""
+def _with_policies_side_by_side(samples: pl.DataFrame, policies: list[str]) -> pl.DataFrame:
+    """Reorder the columns so that the same figure of each policy is side by side."""
     figures = [column.removeprefix("trained/") for column in samples.columns if column.startswith("trained/")]
     pairs = [f"{policy}/{figure}" for figure in figures for policy in policies]
     return samples.select(pl.exclude(pairs, "set", "sample"), *(pair for pair in pairs if pair in samples.columns))
 
 
 def _cell(column: str, value: Any) -> Any:
-    """A value of samples.parquet for a table artifact; a conversation as text."""
+    """Convert a value of samples.parquet for a table artifact; a conversation becomes text."""
     if column.endswith("/conversation"):
         value = "\n".join(f"{role}: {text}" for role, text in turns(json.loads(value)))
-    return _shown(value)
+    return _escaped(value)
 
 
-def _shown(value: Any) -> Any:
-    """A value for a table artifact: Prefect's page renders its cells as Markdown."""
+def _escaped(value: Any) -> Any:
+    """Escape a value for a table artifact, whose cells Prefect's page renders as Markdown."""
     if isinstance(value, str | list | dict):
         return escape((value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).strip())
     return value
@@ -152,13 +153,13 @@ def _markdown(report: Mapping[str, Any], metric: str) -> str:
     parts = ["# Evaluation", *(f"**{escape(sentence)}.**" for sentence in verdicts(report, metric))]
     for name, figures in report["sets"].items():
         parts += [f"## {escape(name)}: {figures['num_prompts']:,} prompts", table(rows_of(figures))]
-        parts.append(table(_tests(figures)))
+        parts.append(table(_difference_rows(figures)))
         if categories := figures.get("categories"):
-            parts.append(table(_by_category(categories, metric)))
+            parts.append(table(_category_rows(categories, metric)))
     return "\n\n".join(parts) + "\n"
 
 
-def _tests(figures: Mapping[str, Any]) -> Iterator[list[str]]:
+def _difference_rows(figures: Mapping[str, Any]) -> Iterator[list[str]]:
     yield ["trained against", "metric", "p", "probability better", "minimum detectable difference"]
     for other, differences in figures["differences"].items():
         for metric in DECIDING:
@@ -167,7 +168,7 @@ def _tests(figures: Mapping[str, Any]) -> Iterator[list[str]]:
             yield [other, metric, *chance, as_text.detectable(metric, found)]
 
 
-def _by_category(categories: Mapping[str, Any], metric: str) -> Iterator[list[str]]:
+def _category_rows(categories: Mapping[str, Any], metric: str) -> Iterator[list[str]]:
     for number, (category, figures) in enumerate(categories.items()):
         head, *rows = rows_of(figures)
         if number == 0:

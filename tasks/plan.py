@@ -1,4 +1,4 @@
-"""The stage plan: what the run will do and need, or why it is refused and what would work. Seconds, no GPU."""
+"""The stage plan: what the run will do and need, or why it is refused and what would work. Takes seconds, no GPU."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _work(context: Context) -> dict[str, Any]:
 
 
 def _first_epoch(config: RunConfig, plan: Plan, run: Path) -> tuple[list[float], str]:
-    """By the base model's pass rates: those of the prompts that the first epoch takes, and what these are in words;
+    """Return the base model's pass rates on the prompts of the first epoch, and a description of these prompts; both
     empty if the run has no probe."""
     if not PROBE.is_asked(config):
         return [], ""

@@ -14,7 +14,7 @@ from prefect.client.schemas.objects import State
 from grpo_core.config.run import RunConfig
 from tasks.processes.gpu import check_gpu_machine
 from tasks.processes.launch import launch_with_restarts
-from tasks.processes.slots import gpus
+from tasks.processes.slots import hold_gpus
 from tasks.processes.vllm_servers import servers
 from tasks.rendering.markdown import table
 from tasks.stages.run import Context, run_stage
@@ -32,7 +32,7 @@ def _work(context: Context) -> dict[str, Any]:
     check_gpu_machine()
     config, log = context.config, get_run_logger()
     command = ["-m", "grpo_core.probe", str(context.run), "--output", str(context.partial)]
-    with gpus(config, launched=True), servers(context, log) as addresses:
+    with hold_gpus(config, launched=True), servers(context, log) as addresses:
         launch_with_restarts(config, command, log, context.partial, addresses)
     report = json.loads((context.partial / PROBE.receipt).read_text())
     said = [*sentences(report, config.data.curriculum.probe)]
@@ -45,7 +45,7 @@ def _work(context: Context) -> dict[str, Any]:
 
 
 def sentences(report: Mapping[str, Any], completions: int) -> Iterator[str]:
-    """What the probe found, in words."""
+    """Describe the probe's findings in sentences."""
     scored, never, always = report["scored"], report["never"], report["always"]
     if not scored:
         yield f"No completion of the {report['prompts']:,} prompts was scored, so there are no pass rates."
@@ -59,8 +59,8 @@ def sentences(report: Mapping[str, Any], completions: int) -> Iterator[str]:
         yield f"{missing:,} prompts have no rate: none of their completions was scored."
     if never + always:
         yield (
-            "A group of a prompt that is never or always solved teaches nothing: data.curriculum.kind = 'band' leaves "
-            "such prompts out, 'variance' takes them less often."
+            "Nothing is learnt from the group of a prompt that is never or always solved: data.curriculum.kind = "
+            "'band' leaves such prompts out, 'variance' takes them less often."
         )
 
 

@@ -1,4 +1,4 @@
-"""Promote and roll back as Prefect tasks; the decision becomes an artifact, a state and an event."""
+"""Promotion and rollback as Prefect tasks; the decision becomes an artifact, a state and an event."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tasks.reports.events import announce
 from tasks.tracking.runs import answering, version_address
 
 EVENTS = {"promoted": "grpo.promoted", "forced": "grpo.promoted", WAITING: "grpo.waiting-for-approval"}
-EVENTS |= {"refused": "grpo.refused", REJECTED: "grpo.rejected"}  # by what was decided; nothing of "unchanged"
+EVENTS |= {"refused": "grpo.refused", REJECTED: "grpo.rejected"}  # by decision; none for "unchanged"
 ROLLED_BACK = "grpo.rolled-back"
 QUESTION = "approve-"  # begins the key of a question; the version's number follows, since Prefect takes no other text
 
@@ -38,7 +38,7 @@ def promote(
     create_markdown_artifact(key="promotion", markdown=_markdown(headline, outcome), description=escape(headline))
     if event := EVENTS.get(outcome.decision):
         announce(event, "model", model, _payload(outcome, approval))
-    return answer(outcome)
+    return outcome_as_state(outcome)
 
 
 def promote_or_ask(
@@ -66,7 +66,8 @@ def _answer() -> tuple[str, Approval] | None:
 
 
 def _question(outcome: Outcome) -> str:
-    """What a person is asked, as Markdown. Prefect's dialog is narrow, and shrinks tables until nothing is seen."""
+    """Question to a person, as Markdown without tables, which Prefect's narrow dialog shrinks until they are
+    unreadable."""
     asked = f"# Make {escape(outcome.model)} version {outcome.version} the champion?"
     guards = outcome.verdict.comparisons[1:] if outcome.verdict else ()
     held = (f"{it.set} {it.metric} {figures.amount(it.metric, it.candidate)}: {it.rule}" for it in guards)
@@ -82,7 +83,7 @@ def _question(outcome: Outcome) -> str:
 
 
 def _link(outcome: Outcome) -> str:
-    """To the version in MLflow, from where its answers are a click away."""
+    """Link to the version in MLflow, from where its answers are a click away."""
     address = version_address(outcome.model, outcome.version)
     return f"[{escape(outcome.model)} version {outcome.version} in MLflow]({address})"
 
@@ -98,8 +99,9 @@ def rollback(model: str) -> State[str]:
     return Completed(message=text, data=text)
 
 
-def answer(outcome: Outcome) -> State[Outcome]:
-    """The outcome as a state. A refusal is a completed state, not a failure: trying again would change nothing."""
+def outcome_as_state(outcome: Outcome) -> State[Outcome]:
+    """Convert the outcome to a state. A refusal is a completed state, not a failure: trying again would change
+    nothing."""
     return Completed(name=outcome.decision.capitalize(), message=outcome.reason, data=outcome)
 
 

@@ -1,4 +1,4 @@
-"""The stage register: complete the training's MLflow run, and make a model version with an alias."""
+"""The stage register: completes the training's MLflow run, and makes a model version with an alias."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tasks.reports.record import SAMPLES
 from tasks.reports.report import PAGE, headline
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.mlflow_address import first_cause, tracking_uri
-from tasks.stages.parts import key_of
+from tasks.stages.parts import hash_values
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import EVALUATE, PLAN, REGISTER, TRAIN
 from tasks.tracking.evaluated import log_checkpoints, log_figures, send_evaluated
@@ -76,7 +76,8 @@ def _work(context: Context) -> dict[str, Any]:
     send_rest_of_rollouts(tracked, training, config, log)
     metric = figures.metric_of(config, report)
     verdict, commit = describe(report, metric), trained_on_commit(client, run_id)
-    client.log_text(run_id, lineage_text(config), LINEAGE)  # evaluation may have been edited since the training
+    # Logged again, since the evaluation's keys may have been edited since the training.
+    client.log_text(run_id, lineage_text(config), LINEAGE)
     client.set_tag(run_id, MLFLOW_RUN_NOTE, _note(run, verdict))
     client.set_tag(run_id, RESULT, result_line(report, metric))
     for path in (run / "config.toml", PLAN.path(run), training / "result.json", training / "metrics.jsonl"):
@@ -143,13 +144,13 @@ def _log_evaluation(
 def _trace_evaluation(
     context: Context, tracked: Mapping[str, Any], report: Mapping[str, Any], model_id: str, number: str
 ) -> str:
-    """Send answers of the evaluation as traces of the version's logged model; Markdown with the links to them."""
+    """Send answers of the evaluation as traces of the version's logged model; returns links to them as Markdown."""
     if not context.config.registry.evaluation_traces:
         return ""
     samples = EVALUATE.path(context.run) / SAMPLES
     try:
         counts = send_evaluated(samples, report, context.config, tracked, model_id, number)
-    except Exception as error:  # a version is worth more than its traces
+    except Exception as error:  # a version must not be lost because of its traces
         get_run_logger().warning("MLflow does not take the evaluation as traces: %s", first_cause(error))
         return ""
     traces = f"{experiment_address(tracked)}/models/{model_id}/traces{TRAINING_MODE}"
@@ -162,13 +163,13 @@ def _trace_evaluation(
 
 
 def describe(report: dict[str, Any], metric: str) -> str:
-    """The result of an evaluation as Markdown: a sentence, its figures below."""
+    """Describe the result of an evaluation as Markdown: a sentence, and the figures below it."""
     verdict = headline(report, metric)
     return f"**{verdict.headline}.**\n\n{verdict.sentence}".strip()
 
 
 def result_line(report: Mapping[str, Any], metric: str) -> str:
-    """The trained policy's figure on the held-out prompts and its gain over the base, with their intervals: `accuracy
+    """Format the trained policy's figure on the held-out prompts and its gain over the base, with intervals: `accuracy
     79.6% [75.8, 82.9], +36.0 points [30.6, 41.2]`."""
     found = report["sets"][HELD_OUT]
     own, gain = found["policies"]["trained"][metric], found["differences"]["base"][metric]
@@ -179,7 +180,7 @@ def result_line(report: Mapping[str, Any], metric: str) -> str:
 
 
 def origin(run: str, commit: Mapping[str, str], data: Mapping[str, str]) -> str:
-    """Which run, code and data made a version, as Markdown."""
+    """Describe the run, code and data that made a version, as Markdown."""
     code = f" at commit {commit_text(commit)}" if commit else ""
     digests = ", ".join(f"{name} {digest}" for name, digest in data.items())
     return f"Trained by run `{run}`{code}, on validated data {digests}."
@@ -197,9 +198,9 @@ def _note(run: Path, verdict: str) -> str:
 
 
 def keep_record(client: MlflowClient, run_id: str, run: Path, key: str) -> str:
-    """Log the files that a version is judged by to their own folder in the MLflow run, which all versions of a training
-    share; returns the folder. `key`: the lineage key of the registration."""
-    record = f"registered/{key_of(key, EVALUATE.read_receipt(run).get('made'))[:12]}"
+    """Log the files that a version is judged by to a folder of its own in the MLflow run, which all versions of a
+    training share; returns the folder. `key`: lineage key of the registration."""
+    record = f"registered/{hash_values(key, EVALUATE.read_receipt(run).get('made'))[:12]}"
     for path in RECORDED:
         client.log_artifact(run_id, str(run / path), str(Path(record, path).parent))
     return record

@@ -1,4 +1,4 @@
-"""A sweep's own work as Prefect tasks: its MLflow run, and the choice among the arms."""
+"""A sweep's own Prefect tasks: its MLflow run, and the choice among the arms."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TABLE = "arms.csv"  # in the sweep's folder
 
 @task(name="begin")
 def begin(sweep: str, experiment: str, trainings: dict[str, str], level: float | None) -> State[None]:
-    """Make the rule by which arms are stopped, see `write_rule`, and the sweep's MLflow run."""
+    """Write the rule by which arms are stopped (`write_rule`), and open the sweep's MLflow run."""
     write_rule(sweep, trainings, level)
     open_sweep_run(sweep, experiment)
     return Completed()
@@ -45,7 +45,7 @@ def begin(sweep: str, experiment: str, trainings: dict[str, str], level: float |
 
 @task(name="propose")
 def propose(sweep: str, space: Space, seed: int, arms: list[str]) -> State[dict[str, Any]]:
-    """The values of one more arm of a search, from what came of the arms before."""
+    """Propose the values of one more arm of a search, from the outcomes of the arms before."""
     outcomes = read_outcomes(sweep, arms)
     values = add_trial(sweep, space, seed, [outcomes.get(arm) for arm in arms])
     return Completed(message=f"arm {len(arms) + 1}: {values}", data=values)
@@ -53,7 +53,7 @@ def propose(sweep: str, space: Space, seed: int, arms: list[str]) -> State[dict[
 
 @contextmanager
 def ending(sweep: str) -> Iterator[None]:
-    """If the body is interrupted or fails, its MLflow run ends as KILLED or FAILED."""
+    """End the sweep's MLflow run as KILLED or FAILED if the body is interrupted or fails."""
     try:
         yield
     except BaseException as error:
@@ -108,7 +108,7 @@ def _markdown(sweep: str, choice: Choice, arms: Mapping[str, Record]) -> str:
 
 
 def _csv(choice: Choice) -> str:
-    """The settings as a table for other programs, the best first."""
+    """Settings as CSV for other programs, the best first."""
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(["setting", choice.metric, "gain_over_base", "low", "high", "may_be_best", "arms"])

@@ -1,4 +1,4 @@
-"""The stage train: `grpo_core.train` in supervised processes; its result is checked against the plan."""
+"""The stage train: runs `grpo_core.train` in supervised processes, and checks its result against the plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpo_core.training.pass_limit import read_limit
 from tasks.processes.gpu import check_gpu_machine
 from tasks.processes.launch import RETURN_SECONDS, launch
 from tasks.processes.run import ProcessError, TakenError
-from tasks.processes.slots import gpus
+from tasks.processes.slots import hold_gpus
 from tasks.processes.vllm_servers import servers
 from tasks.reports.cost import cost_of, training_so_far
 from tasks.reports.events import announce_training
@@ -51,15 +51,16 @@ def _work(context: Context) -> dict[str, Any]:
     check_gpu_machine()
     plan, folder = load_plan(PLAN.path(context.run)), context.partial
     tracked = open_tracking_run(context.config, context.run, folder)
-    if not read_json(folder / "result.json"):  # otherwise it was finished, and killed before it was published
+    # Otherwise the training had finished, and the stage was killed before publishing it.
+    if not read_json(folder / "result.json"):
         log = get_run_logger()
         with (
-            gpus(context.config, launched=True),
+            hold_gpus(context.config, launched=True),
             servers(context, log) as addresses,
             sending(folder, tracked, log),
             tracing(folder, tracked, context.config, log),
-            _costed(context.config, folder, tracked),
-            _shown(folder, plan) as on_line,
+            _logging_cost(context.config, folder, tracked),
+            _showing_progress(folder, plan) as on_line,
         ):
             race = Race(context.run, context.config, folder, plan.max_steps)
 
@@ -79,8 +80,8 @@ def run_training(
     """Run the training's processes. They are started again, from the newest checkpoint,
 
     - up to train.max_restarts times, if one was killed or its machine is gone;
-    - if one of those that share a model has run out of memory, as long as each time leaves fewer tokens per pass;
-    - if a scheduler took the machines away, as long as each time leaves a newer checkpoint.
+    - if a process that shares a model ran out of memory, as long as tokens per pass decrease each time;
+    - if a scheduler took the machines away, as long as there is a newer checkpoint each time.
     """
     folder, most, restarts, patience = context.partial, context.config.train.max_restarts, 0, 0.0
     command = ["-m", "grpo_core.train", str(context.run), "--output", str(folder)]
@@ -93,7 +94,7 @@ def run_training(
                 log.warning("memory ran out: the training starts again with %d tokens per pass", lower)
                 continue
             if error.restartable and read_json(folder / "result.json"):
-                return None  # killed when everything was written
+                return None  # it was killed after everything was written
             if isinstance(error, TakenError) and (newest := saved_updates(folder)) > saved:
                 patience = RETURN_SECONDS
                 log.warning("the machines were taken away; going on from step %d on other ones: %s", newest, error)
@@ -105,7 +106,7 @@ def run_training(
 
 
 @contextmanager
-def _costed(config: RunConfig, folder: Path, tracked: Mapping[str, Any]) -> Iterator[None]:
+def _logging_cost(config: RunConfig, folder: Path, tracked: Mapping[str, Any]) -> Iterator[None]:
     """However the training ends, log what it has cost so far to its MLflow run."""
     try:
         yield
@@ -121,7 +122,7 @@ def _costed(config: RunConfig, folder: Path, tracked: Mapping[str, Any]) -> Iter
 
 
 @contextmanager
-def _shown(folder: Path, plan: Plan) -> Iterator[Callable[[str], None]]:
+def _showing_progress(folder: Path, plan: Plan) -> Iterator[Callable[[str], None]]:
     """Give a function that takes the training's output line by line, for the log and the artifacts. However the
     training ends, the figures that it wrote are shown."""
     log = get_run_logger()
@@ -138,13 +139,13 @@ def _shown(folder: Path, plan: Plan) -> Iterator[Callable[[str], None]]:
         live.show()
         try:
             show_curves(folder)
-        except Exception as error:  # a picture must neither fail a training nor hide its failure
+        except Exception as error:  # a failed picture must neither fail a training nor hide its failure
             log.warning("the curves could not be shown: %s", error)
 
 
 def check_result(result: dict[str, Any], metrics: Path, plan: Plan) -> None:
-    """Raises StageError if the training did not do what the plan says (up to the step at which it stopped early), or if
-    a figure in its metrics is not finite."""
+    """Raises StageError if the training's counts differ from the plan's (up to the step at which it stopped early), or
+    if a figure in its metrics is not finite."""
     updates = result["stopped_early_at_step"] or plan.max_steps
     expected = plan.counts(updates)
     if result["counted"] != expected:

@@ -1,4 +1,4 @@
-"""The stage validate: check data and rewards against the data contract. Data that breaks it is not trained on."""
+"""The stage validate: checks data and rewards against the data contract, and refuses data that breaks it."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Screened:
     """The prompts that training may use, the prompts that were dropped, and the findings."""
 
     kept: dict[str, Rows]
-    dropped: dict[str, Rows]  # with the columns `source_row` and `broken_rules` before their own
+    dropped: dict[str, Rows]  # with `source_row` and `broken_rules` before their own columns
     shape: list[str]
     findings: pl.DataFrame
     lengths: dict[str, pl.Series]  # tokens of the kept prompts, or of a sample of them
-    room: dict[str, int | None]  # most tokens of a prompt
+    room: dict[str, int | None]  # longest allowed prompt, in tokens
     report: dict[str, Any]
 
     @property
@@ -92,7 +92,8 @@ def _work(context: Context) -> dict[str, Any]:
 
 
 def too_few_to_promote(config: RunConfig, num_prompts: Mapping[str, int], zero_or_one: Sequence[str]) -> list[str]:
-    """A warning if no promotion can follow: versions are compared by a reward of unknown range, on few prompts.
+    """Warn if no promotion will be possible because versions are compared by a reward of unknown range, on too few
+    prompts.
 
     zero_or_one: the rewards that gave only 0 and 1 in the rehearsal.
     """
@@ -104,7 +105,7 @@ def too_few_to_promote(config: RunConfig, num_prompts: Mapping[str, int], zero_o
         return []
     unbounded = [repr(it.name) for it in config.rewards if not all(map(math.isfinite, range_of_sum([it])))]
     return [
-        f"versions are compared by their mean reward, and no range is known of {', '.join(unbounded)}: with "
+        f"versions are compared by their mean reward, but the range of {', '.join(unbounded)} is unknown: with "
         f"{held_out:,} prompts in {config.promotion.set!r} none can be promoted. Hold out {LEAST_PROMPTS} prompts or "
         "more, or give each such reward its range = [lowest, highest], or a clip"
     ]
@@ -142,7 +143,7 @@ def screen(config: RunConfig) -> Screened:
     shape, findings = check(parts, tokenizer, dropping, config.environment, options, own)
     shape = [*broken, *shape]
     rows = {name: without_unstorable(part.rows) for name, part in parts.items()}
-    bad = {severity: _of(severity, findings, checks) for severity in ("error", "drop")}
+    bad = {severity: _with_severity(severity, findings, checks) for severity in ("error", "drop")}
     dropped = {name: _dropped(own, bad["drop"].filter(dataset=name)) for name, own in rows.items()}
     kept = {name: _without(own, pl.concat(bad.values()).filter(dataset=name)) for name, own in rows.items()}
     if not shape and bad["error"].is_empty():
@@ -157,7 +158,7 @@ def screen(config: RunConfig) -> Screened:
     }
     if not shape:
         rows, kept, dropped = pooled(rows), pooled(kept), pooled(dropped)
-        shape = [*_chosen_and_judged(config, kept)]
+        shape = [*_promotion_overlaps(config, kept)]
     countable = {} if shape else {name: own for name, own in kept.items() if own.height}
     lengths = {name: sample_lengths(own, tokenizer, options) for name, own in countable.items()}
     report = {
@@ -180,7 +181,7 @@ def screen(config: RunConfig) -> Screened:
 def _parts(
     config: RunConfig, read: Mapping[str, Rows], rewards: Sequence[Reward], room: Mapping[str, int | None]
 ) -> dict[str, Part]:
-    """The rows of each part of the data, with the rewards, the limit and the columns of their source."""
+    """Collect the rows of each part of the data, with the rewards, token limit and columns of their source."""
     sources, parts = sources_of(config), {}
     for name, rows in read.items():
         origin = config.data.origins[sources[name].origin]
@@ -191,7 +192,7 @@ def _parts(
 
 
 def _template_options(config: RunConfig, tokenizer: Any) -> OptionsByEnvironment:
-    """What the chat template is given beside the messages; the tools' schemas come from the process that imports them.
+    """Options of the chat template, by environment; the tools' schemas come from the process that imports the tools.
     Raises EnvironmentsError if environments or tools cannot be used with this model."""
     setting = make_setting(config, tokenizer)
     if setting is None:
@@ -200,8 +201,9 @@ def _template_options(config: RunConfig, tokenizer: Any) -> OptionsByEnvironment
     return {name: setting.options(name) for name in config.environment.factories or [""]}
 
 
-def _chosen_and_judged(config: RunConfig, sets: Mapping[str, Rows]) -> Iterator[str]:
-    """Problems: sets that decide on a promotion, and share prompts with the set by which training chooses its model."""
+def _promotion_overlaps(config: RunConfig, sets: Mapping[str, Rows]) -> Iterator[str]:
+    """Yield a problem if the set that decides on a promotion shares prompts with the set by which training chooses its
+    model."""
     if not (config.train.load_best_model_at_end or config.train.early_stopping_patience):
         return
     whole = bool(config.environment.factories)
@@ -214,8 +216,8 @@ def _chosen_and_judged(config: RunConfig, sets: Mapping[str, Rows]) -> Iterator[
         judging = config.evaluation_files[name]
         if shared := int(keys(sets[judging]).is_in(choosing.implode()).sum()):
             yield (
-                f"{shared:,} prompts of {judging} are in eval too: the training chooses its model by them, and "
-                f"{name!r} then judges over its promotion; leave them out of one of the two"
+                f"{shared:,} prompts of {judging} are in eval too: the training chooses its model by them, so they "
+                f"cannot also decide on its promotion ({name!r}); leave them out of one of the two"
             )
 
 
@@ -226,7 +228,7 @@ def _dropped(rows: Rows, findings: pl.DataFrame) -> Rows:
         .sort("row")
         .select(pl.col("row").alias("source_row"), "broken_rules")
     )
-    earlier = [name for name in rules.columns if name in rows.columns]  # if dropped rows are validated again
+    earlier = [name for name in rules.columns if name in rows.columns]  # present if dropped rows are validated again
 
     def read() -> Iterator[pl.DataFrame]:
         for first, frame in rows.numbered():
@@ -236,7 +238,7 @@ def _dropped(rows: Rows, findings: pl.DataFrame) -> Rows:
     return Rows(pl.concat([rules.clear(), rows.empty.drop(earlier)], how="horizontal"), rules.height, read)
 
 
-def _of(severity: str, findings: pl.DataFrame, checks: Mapping[str, str]) -> pl.DataFrame:
+def _with_severity(severity: str, findings: pl.DataFrame, checks: Mapping[str, str]) -> pl.DataFrame:
     return findings.filter(pl.col("check").is_in([name for name, given in checks.items() if given == severity]))
 
 
@@ -245,7 +247,7 @@ def _without(rows: Rows, findings: pl.DataFrame) -> Rows:
 
 
 def refusal(screened: Screened, where: str = "") -> str:
-    """The refusal: which rules are broken, the first rows that break them, `where` all of them are, and what to do."""
+    """Write the refusal: the broken rules, the first rows that break them, `where` all of them are, and what to do."""
     counts = [found for found in screened.report["findings"] if found["severity"] == "error"]
     broken = [found["check"] for found in counts]
     places = screened.findings.filter(pl.col("check").is_in(broken)).head(FINDINGS_SHOWN)
@@ -259,13 +261,13 @@ def refusal(screened: Screened, where: str = "") -> str:
     ]
     if counts:
         lines.append(
-            f"{where}Mend the data, or have such rows left out or kept: "
-            + ", ".join(f"data.checks.{name} = {_ways_out(name)}" for name in dict.fromkeys(broken))
+            f"{where}Correct the data, or choose to drop or keep such rows: "
+            + ", ".join(f"data.checks.{name} = {_severity_choices(name)}" for name in dict.fromkeys(broken))
         )
     return "the data breaks its contract:\n" + "\n".join(lines)
 
 
-def _ways_out(name: str) -> str:
+def _severity_choices(name: str) -> str:
     allowed = get_args(DataChecks.model_fields[name].annotation)
     return " or ".join(repr(severity) for severity in allowed if severity != "error")
 
@@ -287,9 +289,9 @@ def _rehearse(context: Context) -> dict[str, Any]:
         run_process(["-m", tried.__name__, *map(str, paths)], on_line, limit=limit)
     except TimeLimitError as error:
         raise StageError(
-            f"the rehearsal was ended after {limit:g} s, {last or 'loading'}, which ignores its own time limit: let it "
-            "neither catch every exception nor wait in compiled code, or set isolated = true, under which it is killed "
-            f"in time.\n{error}"
+            f"the rehearsal was ended after {limit:g} s, {last or 'loading'}, which ignores its own time limit: it "
+            "must neither catch every exception nor wait in compiled code; or set isolated = true, so that it is "
+            f"killed in time.\n{error}"
         ) from error
     report = json.loads(output.read_text())
     output.unlink()

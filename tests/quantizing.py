@@ -130,7 +130,7 @@ def main(file: str) -> None:
     handed_over: list[str] = []
     pipeline._hand_over = lambda stage, *_: handed_over.append(stage.name)  # type: ignore[assignment]
     os.environ[table.GPU_DEPLOYMENT] = "gpu"
-    pipeline.pipeline_of(parsed[0])("test", {})
+    pipeline.make_pipeline(parsed[0])("test", {})
     answer["handed over"] = handed_over
     print(json.dumps(answer))
 

@@ -26,12 +26,12 @@ def compare(
     ],
     html: Annotated[Path | None, typer.Option(help="write the comparison, with curves, to this file too")] = None,
 ) -> None:
-    """Show how runs differ, their figures, and whether they are better than the first one on the same prompts."""
+    """Show how runs differ, their figures, and whether each is better than the first on the same prompts."""
     from tasks.reports.compare import comparison, comparison_page
     from tasks.reports.record import load_record
 
     if not 2 <= len(runs) <= MOST_RUNS or len({*runs}) < len(runs):
-        refuse(f"{' '.join(runs)}: from two to {MOST_RUNS} runs can be compared, each named once")
+        refuse(f"{' '.join(runs)}: name from two to {MOST_RUNS} runs, each once")
     records = {run: load_record(run) for run in runs}
     terminal = Terminal()
     for section in comparison(records):

@@ -1,4 +1,4 @@
-"""`grpo data check`: data alone, held against the contract. `grpo data schema`: that contract, as a file."""
+"""`grpo data check`: check data alone against the contract. `grpo data schema`: write that contract to a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_core.config.files import load_config
 from grpo_core.errors import ConfigError
 from grpo_core.system.libraries import quiet_libraries
 
-app = typer.Typer(no_args_is_help=True, help="What a run's data must be, and whether they are.")
+app = typer.Typer(no_args_is_help=True, help="The contract that a run's data must keep, and checks against it.")
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key")]
 
 
@@ -46,7 +46,7 @@ def check_data(
 def write_schema(
     config: Annotated[Path, typer.Argument(help="run configuration (TOML)")],
     source: Annotated[
-        str | None, typer.Option(help="of several data.sources, the one whose contract is written")
+        str | None, typer.Option(help="if there are several data.sources, the one whose contract is written")
     ] = None,
     overrides: Overrides = None,
 ) -> None:
@@ -62,7 +62,7 @@ def write_schema(
             names = ", ".join(run.evaluated_sources)
             if source is None:
                 raise ConfigError(
-                    f"each of data.sources has a contract of its own: say which, by --source and one of {names}"
+                    f"each of data.sources has a contract of its own: choose one by --source, one of {names}"
                 )
             raise ConfigError(
                 f"--source {source}: "

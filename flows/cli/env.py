@@ -1,5 +1,5 @@
-"""`grpo env try`: a conversation with a configuration's environment or tools, in which a person or a script says what
-the policy would say."""
+"""`grpo env try`: a conversation with a configuration's environment or tools, in which a person or a script writes the
+policy's turns."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def try_environment(
         _introduce(terminal, run, row, values, tools, lines is None)
         engine: Any = _Typed(terminal, setting, tools, lines)
         most = run.rollout.max_completion_length
-        # A conversation's seed is the number of its row, so the row stands at its place.
+        # A conversation's seed is the number of its row, so the row keeps its position.
         prompts = Prompts([dict(values)] * (row + 1), [prompt_ids] * (row + 1), len(prompt_ids))
         try:
             (sample,), _ = sample_and_score(
@@ -93,7 +93,7 @@ class _Typed:
 
     def __init__(self, terminal: Terminal, setting: Setting, tools: Mapping[str, Any], lines: Iterator[str] | None):
         self.terminal, self.turns, self.tools, self.lines = terminal, setting.turns, tools, lines
-        self.seen = 0  # tokens of the conversation that have been shown
+        self.seen = 0  # tokens of the conversation shown so far
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Stream:
         number, more = 0, requests
@@ -113,7 +113,7 @@ class _Typed:
         return Completion(kept, [0.0] * len(kept), truncated=len(kept) < len(ids))
 
     def _text(self) -> str:
-        """The next turn as the policy would write it. A person who mistypes a call is asked again."""
+        """Return the next turn as the policy would write it. After a mistyped call, ask for the line again."""
         while True:
             try:
                 turn = read_turn(self._line(), self.tools)
@@ -138,8 +138,8 @@ class _Typed:
 
 
 def read_turn(line: str, tools: Mapping[str, Any]) -> str | list[ToolCall]:
-    """A typed line as the policy's turn: its text, or the calls that it makes. Raises ConfigError for what looks like a
-    call and is none."""
+    """Read a typed line as the policy's turn: its text, or the calls that it makes. Raises ConfigError if the line
+    resembles a call but is invalid."""
     line = line.strip()
     if line[:1] in ("{", "[", '"') and (turn := _from_json(line)) is not None:
         return turn
@@ -163,12 +163,12 @@ def read_turn(line: str, tools: Mapping[str, Any]) -> str | list[ToolCall]:
 
 
 def _from_json(line: str) -> str | list[ToolCall] | None:
-    """A text, or calls; None if the line is neither."""
+    """Read a line of JSON: a text, or calls. None if it is neither."""
     try:
         found = json.loads(line)
     except ValueError as error:
         if line.startswith("{"):
-            raise ConfigError(f"{line}: no call in JSON: {error}") from error
+            raise ConfigError(f"{line}: not a valid call in JSON: {error}") from error
         return None
     if isinstance(found, str):
         return found
@@ -219,7 +219,7 @@ def _introduce(
 
 
 def _summarize(terminal: Terminal, run: RunConfig, sample: Sample) -> None:
-    """Why the conversation ended, its tokens, and the rewards."""
+    """Print why the conversation ended, its tokens, and the rewards."""
     import numpy as np
 
     from grpo_core.rewards.composition import counted, weighted_sum

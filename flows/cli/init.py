@@ -18,7 +18,7 @@ from grpo_core.errors import ConfigError
 # Links to configs/, examples/ and docs/tutorials/recipes/; an installed package holds copies.
 FILES = Path(__file__).parent / "recipes"
 RECIPES = sorted(page.stem for page in (FILES / "docs").glob("*.md") if page.stem != "README")
-BEFORE = {"writing": "start the judge, as README.md says, and leave it running"}
+FIRST_STEPS = {"writing": "start the judge, as README.md says, and leave it running"}
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 
 
@@ -28,7 +28,7 @@ def init(
 ) -> None:
     """Write a project folder to start from: a recipe's configuration, data scripts and page."""
     folder = write_project(name, recipe, Path())
-    before = BEFORE.get(recipe)
+    before = FIRST_STEPS.get(recipe)
     say(
         f"cd {folder}\npython -m examples.{recipe}.make   # data and base model\n"
         + (f"# {before}\n" if before else "")

@@ -1,4 +1,4 @@
-"""The page of all configuration keys. `make reference` writes it: `python -m flows.cli.keys_page PAGE`."""
+"""Writes the page of all configuration keys: `python -m flows.cli.keys_page PAGE`, called by `make reference`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grpo_core.config.files import describe_keys
 
-PAGES = {  # what explains a section, seen from the page
+PAGES = {  # by section, links to the pages that explain it, relative to the generated page
     "model": "[models](algorithm.md#models)",
     "data": "[data](data.md)",
     "data.sources": "[several sources](../how-to/mixed-data.md)",
@@ -43,7 +43,7 @@ Next: [rewards](rewards.md), [data](data.md), [what a run's files contain](files
 
 
 def keys_as_markdown() -> str:
-    """The page: a table per section, in the order of `grpo keys`."""
+    """Return the page as Markdown: a table per section, in the order of `grpo keys`."""
     sections: dict[str, list[str]] = {}
     for section, rows in groupby(describe_keys(), key=lambda row: row[0].rpartition(".")[0]):
         sections.setdefault(section, []).extend(_row(*row) for row in rows)

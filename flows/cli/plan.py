@@ -1,5 +1,5 @@
-"""`grpo plan`: what a run would do and need, or why it is refused and what would work. Without torch: where no
-pace of training is known, another process measures the machine's."""
+"""`grpo plan`: what a run would do and need, or why it is refused and what would work. Doesn't import torch: if no pace
+of training is known, another process measures it on this machine."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _option(help: str) -> Any:
 def plan(
     file: File = None,
     recipe: Annotated[System | None, _option("the file is a recipe of TRL or Open-R1 (YAML), or of ms-swift")] = None,
-    rules: Annotated[Rules | None, _option("which batch rules; default: the newest of the recipe's system")] = None,
+    rules: Annotated[Rules | None, _option("batch rules to apply; default: the newest of the recipe's system")] = None,
     num_prompts: Annotated[Whole, _option("prompts in the training data; default: counted in the data")] = None,
     num_generations: Annotated[Whole, _option("G: completions per prompt")] = None,
     per_device_train_batch_size: Annotated[Whole, _option("b: completions per process and micro-step")] = None,
@@ -72,12 +72,12 @@ def plan(
     max_steps: Annotated[Whole, _option("updates, whatever the epochs")] = None,
     warmup_steps: Annotated[float | None, _option("updates of warm-up; below 1: a share of all")] = None,
     max_completion_length: Annotated[Whole, _option("most tokens per completion")] = None,
-    per_device_eval_batch_size: Annotated[Whole, _option("of an evaluating recipe")] = None,
-    num_generations_eval: Annotated[Whole, _option("of an evaluating recipe")] = None,
-    num_eval_prompts: Annotated[Whole, _option("of an evaluating recipe with its own held-out data")] = None,
+    per_device_eval_batch_size: Annotated[Whole, _option("completions per process, if the recipe evaluates")] = None,
+    num_generations_eval: Annotated[Whole, _option("completions per prompt, if the recipe evaluates")] = None,
+    num_eval_prompts: Annotated[Whole, _option("held-out prompts, if the recipe evaluates on data of its own")] = None,
     prompt_tokens: Annotated[Whole, _option("tokens per prompt, for forecasts; default: as in the data")] = None,
     pass_rate: Annotated[
-        list[float] | None, _option("known share of right answers to a prompt; can be repeated")
+        list[float] | None, _option("known share of right answers to one prompt; can be repeated")
     ] = None,
     gpu: Annotated[
         str | None, _option("forecast for this GPU, such as H200, instead of this machine's hardware")
@@ -129,7 +129,7 @@ def own_plan(
     gpu: str | None = None,
     history: bool = False,
 ) -> dict[str, Any]:
-    """The answer for a file of this project, or for values alone. Raises GrpoError if it is refused."""
+    """Return the plan for a file of this project, or for values alone. Raises GrpoError if it is refused."""
     if ignored := given.keys() & {"per_device_eval_batch_size", "num_generations_eval", "num_eval_prompts"}:
         raise ConfigError(
             f"{', '.join(sorted(ignored))}: this project evaluates prompt by prompt, without such a setting"
@@ -137,10 +137,10 @@ def own_plan(
     config, known = _configuration(file, given, overrides), given.get("num_prompts")
     if file is None and known is None:
         raise ConfigError("the number of prompts is not known; give it by --num-prompts, or give a configuration")
-    return plan_of(config, known, prompt_tokens, pass_rates, gpu, history)
+    return describe_plan(config, known, prompt_tokens, pass_rates, gpu, history)
 
 
-def plan_of(
+def describe_plan(
     config: RunConfig,
     known_prompts: int | None = None,
     prompt_tokens: int | None = None,
@@ -149,9 +149,9 @@ def plan_of(
     history: bool = False,
     measure: Callable[..., Pace | str] = measured_pace,
 ) -> dict[str, Any]:
-    """The answer for a configuration; `measure`: how the pace is found if no earlier run tells it. Raises GrpoError if
-    it is refused."""
-    reads_data = known_prompts is None  # else it asks about other data
+    """Return the plan for a configuration. `measure`: called for the pace if no earlier run tells it. Raises GrpoError
+    if the configuration is refused."""
+    reads_data = known_prompts is None  # a given number is about other data
     if reads_data:
         check_places(config)
         check_template(config)
@@ -176,7 +176,7 @@ def plan_of(
     if reads_data and config.rollout.engine == "recorded":
         from grpo_core.data.recording import check_recording
 
-        # How many batches an epoch takes, only the stage knows: validate may leave prompts out.
+        # Only the stage knows how many batches an epoch takes, since validate may leave prompts out.
         certain = figures if config.train.max_steps else dataclasses.replace(figures, rollouts=1)
         check_recording(config, certain, run_folder(config.name))
     hardware = find_gpu() if gpu is None else named_gpu(gpu) if gpu else None
@@ -221,7 +221,8 @@ def _source_counts(figures: Plan, seed: int) -> dict[str, dict[str, float]]:
 
 
 def _earlier_sampling(config: RunConfig) -> EarlierSampling | str | None:
-    """What the run's last training says about sampling ahead; None if the run cannot sample ahead."""
+    """Return what the run's last training measured of sampling ahead, or why that is unknown; None if the run cannot
+    sample ahead."""
     if config.rollout.engine != "vllm-server" or config.environment.is_used:
         return None
     from tasks.data.earlier_sampling import earlier_sampling  # imports polars
@@ -230,7 +231,7 @@ def _earlier_sampling(config: RunConfig) -> EarlierSampling | str | None:
 
 
 def _foreign_plan(file: Path | None, rules: Rules, given: Mapping[str, Any], pass_rates: list[float]) -> dict[str, Any]:
-    """The answer for another system's recipe, without the figures that depend on this project's loop."""
+    """Return the plan for another system's recipe, without the figures that depend on this project's loop."""
     recipe = read_recipe(file, rules) if file else Recipe(rules, {})
     rows: list[int | None] = [None]
     if "num_prompts" not in given and recipe.datasets:
@@ -264,19 +265,20 @@ def _megatron(recipe: Recipe, rows: list[int | None], given: Mapping[str, Any]) 
 
 @contextmanager
 def _sources() -> Iterator[ModuleType]:
-    """`tasks.data.sources`, imported only where data is read, since it imports polars; its errors as ConfigError."""
+    """Give the module `tasks.data.sources`, imported only where data is read, since it imports polars. Its errors
+    become ConfigError."""
     from tasks.data import sources
 
     try:
         yield sources
     except sources.SourceError as error:
         raise ConfigError(str(error)) from error
-    finally:  # polars puts a handler before Python's, with which Ctrl-C would wait for the end of a measurement
+    finally:  # with the signal handler that polars installs, Ctrl-C would wait for the end of a measurement
         signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
 
 
 def _rules(recipe: System | None, rules: Rules | None) -> Rules:
-    """Whose rules hold: the given ones, of the recipe's system, or its newest."""
+    """Return the given batch rules, which must belong to the recipe's system; by default its newest."""
     newest = NEWEST[recipe or "trl"]
     if rules is None:
         return newest
@@ -294,19 +296,20 @@ def _useful(pass_rates: Sequence[float], num_generations: int) -> dict[str, Any]
 
 
 def _configuration(file: Path | None, given: Mapping[str, Any], overrides: list[str] | None) -> RunConfig:
-    """The configuration, with the values of the options in the sections that declare them."""
+    """Read the configuration, and put the options' values into the sections that declare them."""
     sections = {"rollout": RolloutConfig.model_fields, "train": TrainConfig.model_fields}
     placed = [(s, key) for s, fields in sections.items() for key in given if key in fields]
     if file is not None:
         return load_config(file, [*(overrides or []), *(f"{s}.{key}={given[key]}" for s, key in placed)])
     if overrides:
-        raise ConfigError("--set overrides keys of a configuration, and none is given: name its file")
+        raise ConfigError("--set overrides keys of a configuration, but no file is given: name one")
     values = NO_FILE | {section: {key: given[key] for s, key in placed if s == section} for section in sections}
     return parse_config(values)
 
 
 def _check_positions(config: RunConfig) -> None:
-    """Raises ConfigError if a completion alone fills the positions of the model, where its config.json is here."""
+    """Raises ConfigError if a completion alone fills the model's positions. Checked only if its config.json is on this
+    machine."""
     if not config.model.name_or_path:
         return
     positions = load_positions(config.model.name_or_path, config.model.revision)
@@ -317,8 +320,8 @@ def _check_positions(config: RunConfig) -> None:
     for key, length in lengths.items():
         if positions is not None and length >= positions:
             raise ConfigError(
-                f"{key} = {length}: the model {config.model.name_or_path!r} takes {positions} tokens, the prompt's "
-                "among them; lower it"
+                f"{key} = {length}: the model {config.model.name_or_path!r} takes {positions} tokens, prompt included; "
+                "lower it"
             )
 
 

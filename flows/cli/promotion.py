@@ -28,18 +28,18 @@ def promote(
         str | None, typer.Option(help="its number or an alias; default: the newest, or the run's", show_default=False)
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="whatever the gate decides; the version's tags keep its decision")
+        bool, typer.Option("--force", help="promote whatever the gate decides; the version's tags keep its decision")
     ] = False,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a rule, such as promotion.confidence=0.9")
     ] = None,
     approve: Annotated[
-        str | None, typer.Option(metavar="NAME", help="yes, says this person (promotion.approval)")
+        str | None, typer.Option(metavar="NAME", help="approve in this person's name (promotion.approval)")
     ] = None,
-    reject: Annotated[str | None, typer.Option(metavar="NAME", help="no, says this person")] = None,
-    words: Annotated[str, typer.Option(help="their reason, kept in the version's tags")] = "",
+    reject: Annotated[str | None, typer.Option(metavar="NAME", help="reject in this person's name")] = None,
+    words: Annotated[str, typer.Option(help="reason of the answer, kept in the version's tags")] = "",
 ) -> None:
-    """Make a version the champion if it is better than the present one.
+    """Make a version the champion if it is better than the present champion.
 
     Exit status 1: refused, rejected or waiting for approval, 2: cannot be tried.
     """
@@ -54,7 +54,7 @@ def promote(
 
     champion.check(model, version)  # before Prefect is imported, which takes seconds
     with refusals(model):
-        changes, approval = read_overrides(overrides), _answer(approve, reject, words)
+        changes, approval = read_overrides(overrides), _read_approval(approve, reject, words)
         if use_running_server():
             from prefect import tags
 
@@ -94,7 +94,7 @@ def rollback(model: RegisteredModel) -> None:
     say(text)
 
 
-def _answer(approve: str | None, reject: str | None, words: str) -> Approval | None:
+def _read_approval(approve: str | None, reject: str | None, words: str) -> Approval | None:
     from tasks.registry.approval import Approval
 
     name = reject if approve is None else approve
@@ -109,7 +109,8 @@ def _answer(approve: str | None, reject: str | None, words: str) -> Approval | N
 
 
 def _find_model(name: str) -> tuple[str, str | None]:
-    """The registered model of this name; otherwise the model and version that the run of this name registered."""
+    """Return the registered model of this name; otherwise the model and version that the run of this name
+    registered."""
     from tasks.registry.champion import PromotionError, check
 
     try:

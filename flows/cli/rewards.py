@@ -1,4 +1,4 @@
-"""`grpo rewards list`: the built-in rewards. `grpo rewards try`: what a configuration's rewards give a completion."""
+"""`grpo rewards list`: the built-in rewards. `grpo rewards try`: a completion, scored by a configuration's rewards."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def try_rewards(
         typer.Option("--set", metavar="KEY=VALUE", help="override one key"),
     ] = None,
 ) -> None:
-    """Show what each reward gives for a completion of a row, how much of it counts, and the sum.
+    """Show each reward's value for a completion of a row, how much of it counts, and the sum.
 
     Exit status 1: a reward failed, 2: it cannot be tried.
     """
@@ -77,7 +77,7 @@ def try_rewards(
     with refusals(str(config), started=True):
         given = np.array(score(rewards, batch)).T  # (N, K)
     terminal = Terminal()
-    terminal.print(f"row {row}", *_shown(batch.rows[0], rewards), sep="\n")
+    terminal.print(f"row {row}", *_row_as_lines(batch.rows[0], rewards), sep="\n")
     for text, values, counts, total in zip(
         completions, given, counted(given, run.rewards), weighted_sum(given, run.rewards), strict=True
     ):
@@ -86,7 +86,7 @@ def try_rewards(
 
 
 def _parameters(name: str) -> tuple[str, str]:
-    """The columns that a built-in reward reads, and the arguments that it takes, those with a default last."""
+    """Return the columns that a built-in reward reads, and its arguments, those with a default last."""
     reward = resolve_here(RewardConfig(function=name))  # also where its libraries are not installed
     columns = [column for column, kind in reward.columns.items() if kind is not Any]
     required = [column for column in reward.columns if column not in columns]
@@ -106,7 +106,8 @@ def _first_sentence(function: Any) -> str:
 
 
 def read_row(config: RunConfig, rewards: Sequence[Reward], row: int) -> dict[str, Any]:
-    """A row of the training prompts. Raises ConfigError if there is none, or a reward wants what it has not."""
+    """Return a row of the training prompts. Raises ConfigError if there is none, or if a reward reads a column that the
+    row lacks."""
     from tasks.data.sources import load_training_prompts
 
     prompts = load_training_prompts(config.data)
@@ -127,14 +128,14 @@ def read_row(config: RunConfig, rewards: Sequence[Reward], row: int) -> dict[str
     for reward in rewards:
         if reward.scores(values) and (missing := sorted(reward.columns.keys() - set(frame.columns))):
             raise ConfigError(
-                f"reward {reward.name!r} wants {missing}: neither in its args nor a column of {source.key}, which has "
+                f"reward {reward.name!r} needs {missing}: neither in its args nor a column of {source.key}, which has "
                 f"{frame.columns}"
             )
     return values
 
 
 def _batch(config: RunConfig, rewards: Sequence[Reward], row: int, texts: Sequence[str]) -> Batch:
-    """These texts as completions of a row of the training prompts."""
+    """Make a batch of these texts, as completions of a row of the training prompts."""
     if acting := [reward.name for reward in rewards if reward.needs_environments]:
         raise ConfigError(f"reward {acting[0]!r} reads `environments`: hold a conversation with `grpo env try` instead")
     values = read_row(config, rewards, row)
@@ -143,7 +144,7 @@ def _batch(config: RunConfig, rewards: Sequence[Reward], row: int, texts: Sequen
 
 
 def _ids(config: RunConfig, rewards: Sequence[Reward], texts: Sequence[str]) -> list[list[int]]:
-    """Tokens of the texts, each with the end token, if a reward may look at them; else empty lists."""
+    """Tokens of each text with the end token, if a reward may read them; else empty lists."""
     if not any(reward.accepts is None or "completion_ids" in reward.accepts for reward in rewards):
         return [[] for _ in texts]
     from tasks.data.lengths import load_tokenizer_and_context
@@ -153,7 +154,7 @@ def _ids(config: RunConfig, rewards: Sequence[Reward], texts: Sequence[str]) -> 
     return [tokenizer(text, add_special_tokens=False)["input_ids"] + end for text in texts]
 
 
-def _shown(row: Mapping[str, Any], rewards: Sequence[Reward]) -> list[str]:
+def _row_as_lines(row: Mapping[str, Any], rewards: Sequence[Reward]) -> list[str]:
     """The row's prompt and the columns that the rewards read, as lines of text."""
     own = [reward for reward in rewards if reward.scores(row)]
     read = dict.fromkeys(["prompt", *(column for reward in own for column in reward.columns)])
@@ -165,17 +166,17 @@ def rewards_table(rewards: Sequence[RewardConfig], given: np.ndarray, counts: np
     table = Table("reward", "gives", "counts", "weight", "adds", "because", show_footer=True)
     table.columns[0].footer, table.columns[4].footer = "reward", _figure(total)
     for reward, value, count in zip(rewards, given, counts, strict=True):
-        adds, why = _figure(reward.weight * count), "; ".join(_why(reward, by_name))
+        adds, why = _figure(reward.weight * count), "; ".join(_changes_of_value(reward, by_name))
         table.add_row(reward.name, _figure(value), _figure(count), f"{reward.weight:g}", adds, why)
     return table
 
 
-def _why(reward: RewardConfig, given: Mapping[str, float]) -> list[str]:
-    """Why the value that counts differs from the one that the reward gives."""
+def _changes_of_value(reward: RewardConfig, given: Mapping[str, float]) -> list[str]:
+    """Reasons why the value that counts differs from the one that the reward gives."""
     if math.isnan(value := given[reward.name]):
         return ["does not apply (None)"]
     if reward.gate is not None and not (seen := given[reward.gate]) >= reward.gate_threshold:
-        return [f"gate closed: {reward.gate} gives {_figure(seen)}, {reward.gate_threshold:g} is asked"]
+        return [f"gate closed: {reward.gate} gives {_figure(seen)}, {reward.gate_threshold:g} is needed"]
     reasons = []
     if reward.clip and not reward.clip[0] <= value <= reward.clip[1]:
         reasons.append(f"clipped to {reward.clip[0]:g} … {reward.clip[1]:g}")

@@ -1,4 +1,4 @@
-"""`grpo rollouts`: what a training has sampled, to be read in the terminal or as a page."""
+"""`grpo rollouts`: the rollouts that a training has sampled, in the terminal or as a page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tasks.reports.rollouts import Rollouts
     from tasks.reports.tokens import Piece
 
-IN_TERMINAL, IN_PAGE = 5, 50  # rollouts, unless --limit says it
+IN_TERMINAL, IN_PAGE = 5, 50  # rollouts shown without --limit
 TURN_STYLES = {"policy": "blue", "environment": "dim", "failed": "yellow"}
 SHADES = {
     "advantage": (34, 128, 95),
@@ -39,10 +39,10 @@ def rollouts(
     run: Annotated[str, typer.Argument(help="name of a run; its training may still be under way")],
     order: Annotated[str, typer.Option(help="worst, best, longest or step (in their order)")] = "",
     reward: Annotated[
-        str | None, typer.Option(help="order by this reward, and not by the weighted sum", show_default=False)
+        str | None, typer.Option(help="order by this reward instead of the weighted sum", show_default=False)
     ] = None,
     step: Annotated[
-        str | None, typer.Option(help="only those sampled for this update, or these: 40-60", show_default=False)
+        str | None, typer.Option(help="only those sampled for this update, or for a range: 40-60", show_default=False)
     ] = None,
     text: Annotated[
         str | None, typer.Option(help="only those with this text in prompt or completion", show_default=False)
@@ -61,11 +61,11 @@ def rollouts(
             show_default=False,
         ),
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="write them as a page to this file", show_default=False)] = None,
+    html: Annotated[Path | None, typer.Option(help="write a page to this file", show_default=False)] = None,
 ) -> None:
-    """Read what a training has sampled: the worst rollouts first, or those asked for.
+    """Show rollouts that a training has sampled: the worst first, or those asked for.
 
-    Exit status 2: no such run, or nothing in it fits.
+    Exit status 2: no such run, or none of its rollouts matches.
     """
     from tasks.reports.rollouts import ORDERS, choose_rollouts, rollouts_page, with_trained_policy
     from tasks.reports.tokens import COLOURED_BY, COMPUTED
@@ -82,7 +82,7 @@ def rollouts(
         quiet_libraries()
         found = with_trained_policy(folder, found)
     if colour and colour not in found.colours:
-        refuse(f"--colour {colour}: this run does not record it; recorded are {', '.join(found.colours)}")
+        refuse(f"--colour {colour}: not recorded in this run, which has {', '.join(found.colours)}")
     if not html:
         _print(found, colour or "", _tokenizer(found) if colour else None)
         return
@@ -121,7 +121,7 @@ def _print(found: Rollouts, colour: str, tokenizer: Any) -> None:
 
 
 def _print_sample(terminal: Terminal, sample: Mapping[str, Any], pieces: Sequence[Piece] | None, colour: str) -> None:
-    """A rollout as the page has it: prompt, then completion or turns."""
+    """Print a rollout in the page's order: prompt, then completion or turns."""
     [policy] = sample["policies"]
     for role, text in [*sample["prompt"], *([("reset", sample["opening"])] if sample["opening"] else [])]:
         terminal.print(_indented(Text(f"{role}: {text}" if role else text, style="dim")))

@@ -1,4 +1,4 @@
-"""`grpo run`: the pipeline in this process, and a summary of what came of it."""
+"""`grpo run`: run the pipeline in this process, and print a summary of the results."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def run(
         with importing():
             from prefect import tags
 
-            from flows.parameters.form import changes_of
-            from flows.pipeline import pipeline_of
+            from flows.parameters.form import changes_from_overrides
+            from flows.pipeline import make_pipeline
 
     with refusals(resolved.name, started=True), tags(TAG):
-        folder = pipeline_of(resolved)(str(config), changes_of(config, overrides))
+        folder = make_pipeline(resolved)(str(config), changes_from_overrides(config, overrides))
     _summary(folder, resolved, time.monotonic() - start)
 
 
@@ -67,7 +67,7 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
 
 
 def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
-    """What happened and where to look."""
+    """Print what happened and where to look."""
     from tasks.rendering.figures import metric_of
     from tasks.reports.account import stage_times
     from tasks.reports.evaluation_tables import rows_of, verdicts

@@ -1,5 +1,5 @@
-"""`grpo serve`: offers the flows in Prefect's UI, and runs here what is triggered there. `grpo worker`: runs here what
-is triggered in a work pool. (`grpo up` starts the servers too.)"""
+"""`grpo serve`: offer the flows in Prefect's UI, and run here what is triggered there. `grpo worker`: run here what is
+triggered in a work pool. (`grpo up` starts the servers too.)"""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from flows.serving.environment import configure
 from flows.serving.find_server import find_api_to_serve
 from grpo_core.system.processes import importing
 
-ENDING_SECONDS = 28  # that flow runs get when serving ends: a training takes at most 20, and has to end within 30
+ENDING_SECONDS = 28  # given to flow runs when serving ends: a training takes at most 20, and has to end within 30
 
 
 def serve() -> None:
     """Offer the pipeline and each stage in Prefect's UI, and run here what is triggered there, until Ctrl-C."""
     _set_up()
-    _supervised("flows.serving.deployments")
+    _exec_supervised("flows.serving.deployments")
 
 
 def worker(
@@ -29,7 +29,7 @@ def worker(
     """Run the flow runs of a work pool of type process here, until Ctrl-C."""
     _set_up()
     most = ["--limit", str(limit)] if limit else []
-    _supervised("prefect", "worker", "start", "--pool", pool, "--type", "process", *most)
+    _exec_supervised("prefect", "worker", "start", "--pool", pool, "--type", "process", *most)
 
 
 def _set_up() -> None:
@@ -42,10 +42,10 @@ def _set_up() -> None:
         set_up()
 
 
-def _supervised(*command: str) -> None:
-    """Replace this process by one that runs `python -m COMMAND`, and tells the flow runs to end before that: Prefect's
-    own runner and worker leave them running, or kill them."""
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a pipe there would be watched
+def _exec_supervised(*command: str) -> None:
+    """Replace this process by a supervisor that runs `python -m COMMAND`, and tells the flow runs to end before the
+    command: Prefect's own runner and worker leave them running, or kill them."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the supervisor would watch a pipe there
     supervisor = [
         sys.executable,
         "-m",

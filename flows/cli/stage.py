@@ -32,7 +32,7 @@ def stage(
         bool, typer.Option("--force", help="even if it is up to date; an interrupted training goes on")
     ] = False,
 ) -> None:
-    """Run one stage of an earlier run with that run's own configuration; refused if its input is missing or outdated.
+    """Run one stage of an earlier run with that run's own configuration. Refused if its input is missing or outdated.
 
     Exit status 1: the stage failed or was refused, 2: no such run, 130: Ctrl-C, 143: SIGTERM.
     """

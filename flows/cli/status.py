@@ -1,4 +1,4 @@
-"""`grpo status`: which stages of a run are up to date and why the others are not; without a name, the list of runs.
+"""`grpo status`: show which stages of a run are up to date and why the others are not; without a name, list the runs.
 Imports neither torch nor Prefect."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tasks.stages.run_directory import CONFIG, find_run, find_runs, read_config,
 from tasks.stages.table import ALL_STAGES, EVALUATE, STAGES, Receipt, Stage, stages_of
 
 WHEN = "%Y-%m-%d %H:%M"
-SHOWN = 4  # processes that are named for each phase
+SHOWN = 4  # processes named per phase
 COLOURS = {"up to date": "green", "stale": "yellow", "missing": "dim"}
 
 
@@ -35,8 +35,8 @@ def status(run: Annotated[str | None, typer.Argument(help="name of a run; defaul
 
 
 def list_runs() -> None:
-    """Print a table of the runs, the one worked on last first. A stage that is done may be stale, which only the run's
-    own status tells."""
+    """Print a table of the runs, the most recent first. A stage shown as done may be stale, which only the run's own
+    status tells."""
     runs = [(folder, _done(folder)) for folder in find_runs().values()]
     if not runs:
         say(f"no runs in {storage_root()} yet; `grpo run CONFIG` makes one")
@@ -50,18 +50,18 @@ def list_runs() -> None:
 
 
 def _done(folder: Path) -> dict[str, dict[str, Any]]:
-    """The receipts of the stages that have been done, by stage."""
+    """Receipts of the stages that are done, by stage."""
     return {stage.name: receipt for stage in ALL_STAGES if (receipt := stage.read_receipt(folder))}
 
 
 def _last(folder: Path, done: Mapping[str, Any]) -> float:
-    """When the last stage was done; if none has been, when the run was started."""
+    """Time at which the last stage was done; if none is, time at which the run was started."""
     made = [made_at(stage, folder) for stage in ALL_STAGES if stage.name in done]
     return max(made, default=(folder / CONFIG).stat().st_mtime)
 
 
 def _figure(folder: Path, done: Mapping[str, dict[str, Any]]) -> str:
-    """The evaluation's key figure, if there is an evaluation."""
+    """The evaluation's key figure; "" without an evaluation."""
     if EVALUATE.name not in done:
         return ""
     try:
@@ -72,7 +72,7 @@ def _figure(folder: Path, done: Mapping[str, dict[str, Any]]) -> str:
 
 
 def _key_figure(stage: Stage, config: RunConfig, receipt: Receipt) -> str:
-    """The stage's figure. A receipt that another version wrote, or that was damaged, may be without it."""
+    """The stage's figure. A receipt that is damaged or was written by another version may lack it."""
     try:
         return stage.key_figure(config, receipt)
     except (KeyError, TypeError, ValueError):
@@ -80,7 +80,8 @@ def _key_figure(stage: Stage, config: RunConfig, receipt: Receipt) -> str:
 
 
 def progress_line(stage: Stage, ranks: Path, now: float) -> str:
-    """What a stage's processes are doing and on which machines, or why they were ended; "" if neither is known."""
+    """Describe what a stage's processes are doing and on which machines, or why they were ended; "" if neither is
+    known."""
     records = read_records(ranks)
     if not records:
         reason = (ranks / HANG).read_text() if (ranks / HANG).exists() else ""
@@ -89,7 +90,9 @@ def progress_line(stage: Stage, ranks: Path, now: float) -> str:
     phases: dict[str, list[Record]] = {}
     for record in [record for record in records if not record.waits] or records:
         phases.setdefault(record.doing, []).append(record)
-    doing = [f"{phase} since {_since(those)}{_named(those, len(records))}" for phase, those in phases.items()]
+    doing = [
+        f"{phase} since {_since(those)}{_ranks_in_brackets(those, len(records))}" for phase, those in phases.items()
+    ]
     moved = f"moved {now - max(record.moved for record in records):.0f} s ago"
     return f"{stage.name} runs on {', '.join(machines)}: {'; '.join(doing)}; {moved}"
 
@@ -98,10 +101,10 @@ def _since(records: Sequence[Record]) -> str:
     return f"{datetime.fromtimestamp(max(record.since for record in records)):%H:%M:%S}"
 
 
-def _named(records: Sequence[Record], of: int) -> str:
-    """In brackets, which of several processes these are."""
+def _ranks_in_brackets(records: Sequence[Record], processes: int) -> str:
+    """Ranks of these processes, in brackets; "" if the stage has only one process."""
     numbers = [str(record.rank) for record in records[:SHOWN]] + ["…"] * (len(records) > SHOWN)
-    return f" (rank {', '.join(numbers)})" if of > 1 else ""
+    return f" (rank {', '.join(numbers)})" if processes > 1 else ""
 
 
 def show_status(folder: Path) -> bool:

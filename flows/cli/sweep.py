@@ -1,4 +1,4 @@
-"""`grpo sweep`: a configuration with several values of some keys, each a run of its own, and the choice among them."""
+"""`grpo sweep`: one run per combination of some keys' values, and the choice of the best."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from rich.table import Column, Table
 
 from flows.cli.compare import show
-from flows.cli.plan import plan_of
+from flows.cli.plan import describe_plan
 from flows.cli.terminal import Terminal, refusals, say
 from flows.serving.environment import TAG, configure
 from flows.serving.find_server import server_for_command
@@ -28,12 +28,13 @@ from tasks.rendering.figures import NONE, duration, number
 from tasks.stages.arms import sweep_folder
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.locks import locked
-from tasks.stages.parts import Parts, key_of
+from tasks.stages.parts import Parts, hash_values
 from tasks.stages.run_directory import run_folder
 from tasks.stages.table import PLAN, VALIDATE
 
 if TYPE_CHECKING:
-    from flows.parameters.arms import Sweep, Values
+    from flows.parameters.arm import Values
+    from flows.parameters.arms import Sweep
 
 
 def sweep(
@@ -44,10 +45,10 @@ def sweep(
             metavar="KEY=VALUE,VALUE", help="values of one key, such as algorithm.beta=0.0,0.04; can be repeated"
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="trainings of each combination, with seeds of their own")] = 1,
-    name: Annotated[str, typer.Option(help="of the sweep, after that of the configuration")] = "sweep",
+    seeds: Annotated[int, typer.Option(min=1, help="trainings per combination, each with another seed")] = 1,
+    name: Annotated[str, typer.Option(help="name of the sweep, appended to the configuration's")] = "sweep",
     stop_early: Annotated[
-        bool, typer.Option("--stop-early", help="stop arms that are shown to be behind; needs train.eval_steps")
+        bool, typer.Option("--stop-early", help="stop arms that have fallen behind; needs train.eval_steps")
     ] = False,
     optuna: Annotated[
         int, typer.Option(metavar="N", help="number of arms whose values Optuna proposes from --range", min=0)
@@ -57,8 +58,8 @@ def sweep(
         typer.Option(
             "--range",
             metavar="KEY=LOW:HIGH[:log]",
-            help="what --optuna draws from, such as train.learning_rate=1e-6:1e-4:log; integers if both ends are; the "
-            "values of --grid are choices then; can be repeated",
+            help="range for --optuna, such as train.learning_rate=1e-6:1e-4:log; integers if both ends are; the "
+            "values of --grid become choices; can be repeated",
         ),
     ] = None,
     overrides: Annotated[
@@ -67,13 +68,13 @@ def sweep(
     ] = None,
 ) -> None:
     """Run the pipeline with each combination of values, one after the other, and choose the best on the held-out set.
-    The same command again goes on where it was. With --optuna, each arm's values are proposed from the outcomes of the
-    arms before; then neither --seeds nor --stop-early.
+    The same command again continues the sweep. With --optuna, each arm's values are proposed from the outcomes of the
+    arms before; --seeds and --stop-early are refused then.
 
     Exit status 1: an arm failed, 2: refused before anything was started, 130: Ctrl-C, 143: SIGTERM.
     """
     from flows.parameters.arms import read_grid  # imports polars
-    from flows.parameters.search import make_asked, read_ranges
+    from flows.parameters.search import make_requested_sweep, read_ranges
 
     search_beside(config)
     values = read_values(config, overrides)
@@ -81,27 +82,29 @@ def sweep(
     def load(keys: Values) -> RunConfig:
         return parse_config(with_keys(values, keys))
 
-    asked = make_asked(load, read_grid(grid or []), seeds, name, stop_early, optuna, read_ranges(ranges or []))
+    asked = make_requested_sweep(
+        load, read_grid(grid or []), seeds, name, stop_early, optuna, read_ranges(ranges or [])
+    )
     configure()
     with refusals(asked.name):
         for folder in (sweep_folder(asked.name), *(run_folder(arm.config.name) for arm in asked.arms)):
             if folder.is_dir():
                 with locked(folder):
-                    pass  # what is in use is refused before a server is started
+                    pass  # a run or sweep in use is refused before a server is started
     _show_plan(asked)
     with server_for_command() as url:
         say(f"Sweep {asked.name} starts. Prefect's UI, as long as this runs: {url.removesuffix('/api')}")
         with importing():
             from prefect import tags
 
-            from flows.parameters.form import changes_of
-            from flows.sweep import sweep_of
+            from flows.parameters.form import changes_from_overrides
+            from flows.sweep import make_sweep_flow
             from tasks.reports.report import PAGE
             from tasks.reports.sweep import describe, read_choice, sweep_sections
 
     with refusals(asked.name, started=True), tags(TAG):
         options = {"grid": grid or [], "seeds": seeds, "optuna": optuna, "ranges": ranges or []}
-        folder = sweep_of(asked)(str(config), changes_of(config, overrides), options)
+        folder = make_sweep_flow(asked)(str(config), changes_from_overrides(config, overrides), options)
     choice, arms = read_choice(asked.name)
     for section in sweep_sections(choice, arms):
         show(section, Terminal())
@@ -110,12 +113,12 @@ def sweep(
 
 
 def _show_plan(sweep: Sweep) -> None:
-    """Print the arms with what each will take by `grpo plan`, the sum, and what is made once for several; of a search
-    the ends of its ranges."""
+    """Print each arm with its time and GPU hours as `grpo plan` forecasts them, the sum, and the stages that arms
+    share. A search has no arms yet: print the ends of its ranges instead."""
     paces: dict[str, Pace | str] = {}
 
     def measure(config: RunConfig, plan: Plan, lengths: PromptLengths, *rest: Any) -> Pace | str:
-        """The pace of an arm of the same shape, if there was one."""
+        """Measure the pace once for all arms of the same shape."""
         shape = json.dumps(asdict(pace_request(config, plan, lengths, None, Path(), 1, "")))
         if shape not in paces:
             paces[shape] = measured_pace(config, plan, lengths, *rest)
@@ -124,7 +127,7 @@ def _show_plan(sweep: Sweep) -> None:
     plans = []
     for arm in sweep.arms:
         with refusals(f"arm {arm.label}"):
-            plans.append(plan_of(arm.config, measure=measure))
+            plans.append(describe_plan(arm.config, measure=measure))
     times = [answer["forecasts"]["time"] for answer in plans]
     updates = [answer["max_steps"] for answer in plans]
     hours = [[it.get(key) for it in times] for key in ("wall_time_hours", "gpu_hours")]
@@ -140,10 +143,10 @@ def _show_plan(sweep: Sweep) -> None:
     if sweep.search:
         say(
             f"These are the ends of the ranges. Each of {sweep.num_arms} arms has values between them, proposed by "
-            "Optuna from the outcomes of the arms before, and is trained, evaluated and registered."
+            "Optuna from the outcomes of earlier arms, and is trained, evaluated and registered."
         )
     else:
-        _say_made(sweep)
+        _say_shared_stages(sweep)
     if error := next((it["error"] for it in times if "error" in it), ""):
         say(f"Time: {error}")
     if sweep.base.promotion.automatic:
@@ -155,20 +158,20 @@ def _show_plan(sweep: Sweep) -> None:
         )
 
 
-def _say_made(sweep: Sweep) -> None:
-    """Print what is made once for several arms."""
+def _say_shared_stages(sweep: Sweep) -> None:
+    """Print which stages run once for several arms."""
     keys = [lineage_keys(arm.config) for arm in sweep.arms]
     made = {
         "data validated": {of_arm[VALIDATE.name] for of_arm in keys},
         "planned": {of_arm[PLAN.name] for of_arm in keys},
-        "base model evaluated": {key_of(Parts(arm.config).base_answers) for arm in sweep.arms},
+        "base model evaluated": {hash_values(Parts(arm.config).base_answers) for arm in sweep.arms},
     }
     times_made = ", ".join(f"{what} {_times(len(different))}" for what, different in made.items())
     say(f"For all {len(sweep.arms)} arms: {times_made}. Each arm is trained, evaluated and registered.")
 
 
 def _forecast(wall: Sequence[float | None], gpu: Sequence[float | None]) -> tuple[str, str]:
-    """Time and GPU hours of arms together; a dash if one is not known."""
+    """Total time and GPU hours of several arms; a dash if that of one is unknown."""
     return (
         NONE if None in wall else duration(3600 * sum(filter(None, wall))),
         NONE if None in gpu else number(sum(filter(None, gpu))),

@@ -1,5 +1,4 @@
-"""What commands print, and how every one of them refuses: an error for a person ends the command with its sentence on
-stderr and its exit status, printed in one place."""
+"""Output and refusals of all commands: a GrpoError ends the command with its message on stderr and its exit status."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from grpo_core.errors import GrpoError
 from tasks.rendering.visible import shortened
 
 FAILED, REFUSED = 1, 2
-LONGEST = 20_000  # characters of a text that is printed: a list of mistakes may be long
+LONGEST = 20_000  # characters of a printed text: a list of mistakes may be long
 
 
 class Refusal(GrpoError):
-    """A command that refuses or fails."""
+    """Raised when a command refuses or fails."""
 
     def __init__(self, message: str, exit_status: int = REFUSED):
         super().__init__(message)
@@ -28,8 +27,8 @@ class Refusal(GrpoError):
 
 
 class Commands(TyperGroup):
-    """The commands of the app. Every GrpoError that one of them raises is printed here; an argument that is missing is
-    named together with what it is."""
+    """The commands of the app. Prints every GrpoError that one of them raises, and explains a missing argument by its
+    help text."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -45,8 +44,8 @@ class Commands(TyperGroup):
 
 
 class Terminal(Console):
-    """Where commands print. A string, also one in a table, is shown as it is: it has no markup or control characters,
-    and at most LONGEST characters. A `Text` is printed with its style, so what it says has to be `visible` before."""
+    """Console of the commands. Prints strings, in tables too, without markup and control characters, and at most
+    LONGEST characters of each. A `Text` keeps its style: pass its content through `visible` first."""
 
     def __init__(self, *, stderr: bool = False, soft_wrap: bool = False):
         super().__init__(stderr=stderr, soft_wrap=soft_wrap, markup=False, emoji=False, highlight=False)
@@ -70,8 +69,8 @@ def refuse(message: str, exit_status: int = REFUSED) -> NoReturn:
 
 @contextmanager
 def refusals(about: str, started: bool = False) -> Iterator[None]:
-    """Let an error of the body begin with the name of what it is about. `started`: the body does the command's work, so
-    that an error there is a failure (1), no longer a refusal (2)."""
+    """Prefix errors of the body with `about`. `started`: the body does the command's work, so an error is a failure
+    (1), no longer a refusal (2)."""
     try:
         yield
     except GrpoError as error:

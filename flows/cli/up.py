@@ -26,13 +26,13 @@ from flows.serving.up_file import Up, announced, new_up
 from grpo_core.system.processes import importing
 from tasks.stages.run_directory import storage_root
 
-ENDING_SECONDS = 60  # that each server, which may be creating its database, and `grpo serve` get to end
+ENDING_SECONDS = 60  # for `grpo serve` and each server to end; a server may be creating its database
 LINES_SHOWN = 10
 
 
 @dataclass(frozen=True)
 class Child:
-    """A process of `grpo up`. `name`: in messages; `log`: the file that it writes to, None for the terminal."""
+    """A process of `grpo up`. `name`: for messages; `log`: file that it writes to, None for the terminal."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -57,8 +57,8 @@ def _serve(this: Up, prefect_port: int, mlflow_port: int) -> None:
         from tasks.tracking.runs import SERVED_AT, connect
 
     if (uri := tracking_uri()).startswith("http"):
-        refuse(f"MLFLOW_TRACKING_URI={uri} is a server that runs already: start only `grpo serve`")
-    # SIGINT too: polars, imported above, puts a handler before Python's that can lose it.
+        refuse(f"MLFLOW_TRACKING_URI={uri} names a server that runs already: start only `grpo serve`")
+    # SIGINT too: polars, imported above, installs a handler that can lose it.
     _on_signals(lambda *_: sys.exit(0))
     api = f"{this.prefect_url}/api"
     os.environ |= {
@@ -76,7 +76,7 @@ def _serve(this: Up, prefect_port: int, mlflow_port: int) -> None:
     children: list[Child] = []
     try:
         children.append(_start("Prefect's server", server_command(prefect_port), server_log()))
-        connect()  # creates the database before the server and trainings would, at the same time
+        connect()  # creates the database, which the server and trainings would otherwise create concurrently
         children.append(_start("MLflow's server", mlflow, mlflow_log))
         _wait(children, lambda: is_ours(api, this.server_id))
         say(f"Prefect  {this.prefect_url}  ready; writes to {server_log()}")
@@ -86,15 +86,15 @@ def _serve(this: Up, prefect_port: int, mlflow_port: int) -> None:
         children.append(_start("grpo serve", ["flows.cli.main", "serve"]))
         _wait_for_end(children)
     finally:
-        _on_signals(signal.SIG_IGN)  # a second Ctrl-C would leave some running; none takes long
+        _on_signals(signal.SIG_IGN)  # a second Ctrl-C would leave some running; each ends soon
         for child in reversed(children):  # flow runs report their end while the server still runs
             child.process.terminate()
             child.process.wait()
 
 
 def _start(name: str, module: Sequence[str], log: Path | None = None) -> Child:
-    """Start `python -m MODULE…` under supervision, in its own session: the terminal's Ctrl-C would end all of them
-    together. The end of the pipe tells the supervisor that this process has died."""
+    """Start `python -m MODULE…` under supervision, in a session of its own, since the terminal's Ctrl-C would end all
+    children together. When the pipe closes, the supervisor knows that this process has died."""
     command = [sys.executable, "-m", "tasks.processes.supervise", str(ENDING_SECONDS), sys.executable, "-m", *module]
     with log.open("ab") if log else nullcontext() as output:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)
@@ -102,7 +102,7 @@ def _start(name: str, module: Sequence[str], log: Path | None = None) -> Child:
 
 
 def _wait(children: Sequence[Child], is_ready: Callable[[], bool]) -> None:
-    """Wait until it is ready. Ends the command if one of the children ends, or if this takes too long."""
+    """Wait until `is_ready` returns true. Ends the command if a child ends, or if this takes too long."""
     deadline = time.monotonic() + START_SECONDS
     while not is_ready():
         for child in children:
@@ -135,7 +135,8 @@ def _answers(url: str) -> bool:
 
 
 def _on_signals(handler: Callable[..., object] | signal.Handlers) -> None:
-    """Handle the signals that end a command in a terminal, except ignored ones, such as SIGHUP under nohup."""
+    """Set the handler of the signals that end a command in a terminal, except ignored ones, such as SIGHUP under
+    nohup."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)

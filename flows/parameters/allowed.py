@@ -1,5 +1,5 @@
-"""What a deployment's parameters may name. Prefect's form is for starting trainings; code, addresses and secrets are
-set only on the worker's machine, in its presets and its environment.
+"""Limits what a deployment's parameters may name. Prefect's form is for starting trainings; code, addresses and secrets
+are set only on the worker's machine, in its presets and its environment.
 
 `grpo run` may name anything.
 """
@@ -29,7 +29,7 @@ from grpo_core.system.own_code import code_of
 # Comma-separated; a deployment's parameters may name any reward, environment and tool that these modules define.
 MODULES = "GRPO_REWARD_MODULES"
 ADDRESSES = (
-    ("launch", "slurm"),  # options of a command, which decide whose nodes the environment is sent to, and how many
+    ("launch", "slurm"),  # options of sbatch decide to which and how many nodes the environment is sent
     ("rollout", "vllm_server_base_urls"),  # the weights are sent there
     ("launch", "hosts"),  # the environment is sent there, secrets included
     ("launch", "kubernetes"),  # to the image that the file names
@@ -38,7 +38,8 @@ ADDRESSES = (
 
 
 def resolve_allowed(preset: str, changes: dict[str, Any]) -> RunConfig:
-    """`resolve` for a deployment's parameters. Raises ConfigError also for what they may not name, in one message."""
+    """Do as `resolve`, for a deployment's parameters. Raises ConfigError, in one message, also for all that they may
+    not name."""
     if preset not in PRESETS:
         raise ConfigError(f"preset = {preset!r}: a deployment takes a preset of its worker: {', '.join(PRESETS)}")
     path = CONFIGS / f"{preset}.toml"
@@ -58,24 +59,24 @@ def _rewards(config: RunConfig, own: Mapping[str, Any]) -> Iterator[str]:
     known = [(reward["function"], reward.get("args", {})) for reward in own.get("rewards", [])]
     listed = _listed()
     for place, reward in enumerate(config.rewards):
-        if (reward.function, reward.args) not in known and (reason := _why_not(reward, listed)):
+        if (reward.function, reward.args) not in known and (reason := _reward_refusal(reward, listed)):
             yield f"rewards.{place}.function = {reward.function!r}: {reason}"
 
 
-def _why_not(reward: RewardConfig, listed: set[str]) -> str:
-    """Why a deployment's parameters may not name this reward; "" if they may. Imports only listed modules."""
+def _reward_refusal(reward: RewardConfig, listed: set[str]) -> str:
+    """Return why a deployment's parameters may not name this reward; "" if they may. Imports only listed modules."""
     if ":" in reward.function:
-        return _why_not_code(reward.function, "rewards", listed, find)
+        return _code_refusal(reward.function, "rewards", listed, find)
     record = BUILTIN.get(reward.function)
     if record is None:
-        return ""  # refused elsewhere: there is no such reward
+        return ""  # there is no such reward, which is refused elsewhere
     if record.looks_at_text_only or record.function.__module__ in listed:
         return ""
-    return f"it reaches beyond the text; here it is taken only with the args that a preset gives it ({MODULES})"
+    return f"it reaches beyond the text; here it may only have the args that a preset gives it ({MODULES})"
 
 
-def _why_not_code(name: str, kind: str, listed: set[str], find: Callable[[str], Any]) -> str:
-    """Why a deployment's parameters may not name `module:name`; "" if they may. Imports only listed modules."""
+def _code_refusal(name: str, kind: str, listed: set[str], find: Callable[[str], Any]) -> str:
+    """Return why a deployment's parameters may not name `module:name`; "" if they may. Imports only listed modules."""
     if name.partition(":")[0] not in listed:
         return (
             f"a deployment's parameters may name built-in {kind}, those of its preset, and those of the modules that "
@@ -87,32 +88,33 @@ def _why_not_code(name: str, kind: str, listed: set[str], find: Callable[[str], 
         return str(error)
     defined_in = getattr(found if isinstance(found, type) else code_of(found), "__module__", None)
     if defined_in not in listed:
-        return f"it is of the module {defined_in!r}, which the worker's {MODULES} does not list"
+        return f"it is defined in the module {defined_in!r}, which the worker's {MODULES} does not list"
     return ""
 
 
 def _columns(config: RunConfig, own: Mapping[str, Any]) -> Iterator[str]:
-    """Functions that `[data]` names are code too."""
+    """Yield why functions that `[data]` names are refused: they are code too."""
     known, listed = {*own_code.named(DataConfig.model_validate(own["data"])).items()}, _listed()
     for key, name in own_code.named(config.data).items():
         if (key, name) not in known and (
-            reason := _why_not_code(name, "functions", listed, partial(own_code.find, key))
+            reason := _code_refusal(name, "functions", listed, partial(own_code.find, key))
         ):
             yield f"{key} = {name!r}: {reason}"
 
 
 def _environments(config: RunConfig, own: Mapping[str, Any]) -> Iterator[str]:
-    """Tools and environments are code, as rewards are. What a class is given may be an address or a path."""
+    """Yield why tools and environments are refused: they are code, as rewards are. A class's arguments may hold an
+    address or a path."""
     preset, given = EnvironmentConfig.model_validate(own.get("environment", {})), config.environment
     known, listed = {*named(preset), *ENVIRONMENTS}, _listed()
     for name in named(given):
-        if name not in known and (reason := _why_not_code(name, "environments and tools", listed, imported)):
+        if name not in known and (reason := _code_refusal(name, "environments and tools", listed, imported)):
             yield f"environment: {name!r}: {reason}"
     if given.environment_args not in ({}, preset.environment_args) and not all(
         name.partition(":")[0] in listed for name in given.factories.values()
     ):
         yield (
-            "environment.environment_args: here they are taken only as a preset gives them, except for classes of the "
+            "environment.environment_args: here only a preset may set them, except for classes of the "
             f"modules that the worker's {MODULES} lists"
         )
 

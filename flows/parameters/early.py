@@ -1,4 +1,4 @@
-"""Refuses, before a server is started and a stage begins, what validate or plan would refuse after minutes."""
+"""Refuses configurations before a server is started or a stage begins, instead of minutes later in validate or plan."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from tasks.processes.launchers.kubernetes_job import check_template
 from tasks.stages.run_directory import run_folder
 from tasks.stages.table import GPU_DEPLOYMENT
 
-ENOUGH = 10**9  # prompts, assumed if counting them would mean loading a dataset: no rule asks for more
+ASSUMED_PROMPTS = 10**9  # if counting them would mean loading a dataset: no rule asks for more
 
 
 def refuse_early(config: RunConfig) -> Plan:
-    """The plan, if validate keeps all prompts.
+    """Return the plan, provided that validate keeps all prompts.
 
-    Raises ConfigError if model, prompts or recording do not exist, launch.kubernetes is wrong, a function that
-    `[data]` names cannot be loaded or a curriculum has no pass rates to go by, RewardError or EnvironmentsError if a
-    reward, environment or tool cannot be loaded, SourceError if the training file cannot be read, PlanError if sizes do
-    not go together, whichever prompts validate keeps, and MachineError if this machine is to train on a GPU and
-    cannot.
+    Raises ConfigError if model, prompts or recording do not exist, if launch.kubernetes is wrong, if a function that
+    `[data]` names cannot be loaded, or if a curriculum has no pass rates; RewardError or EnvironmentsError if a reward,
+    environment or tool cannot be loaded; SourceError if the training file cannot be read; PlanError if sizes do not fit
+    together, whichever prompts validate keeps; MachineError if this machine should train on a GPU but cannot.
     """
     if not os.environ.get(GPU_DEPLOYMENT):
         check_gpu_machine()
@@ -40,7 +39,7 @@ def refuse_early(config: RunConfig) -> Plan:
     check_environments(rewards_of(config), config.environment.is_used)
     own_code.sources(config.data)
     asked = training_sources(config.data)
-    num_prompts = [ENOUGH if needs_loading(source.data) else count_prompts(source) for source in asked]
+    num_prompts = [ASSUMED_PROMPTS if needs_loading(source.data) else count_prompts(source) for source in asked]
     plan = make_plan(plan_inputs(config, *num_prompts))
     if config.rollout.engine == "recorded":
         check_recording(config, replace(plan, rollouts=1), run_folder(config.name))

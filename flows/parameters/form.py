@@ -21,20 +21,20 @@ from grpo_core.errors import ConfigError
 
 CONFIGS = Path(os.environ.get("GRPO_CONFIGS", Path(__file__).parents[2] / "configs"))
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.toml"))
-LAST = ("seed", "algorithm", "health")  # at the end of the form, which cannot be folded: long or seldom changed
+LAST = ("seed", "algorithm", "health")  # long or seldom changed: at the end of the form, which cannot be folded
 
 
 def resolve(preset: str, changes: dict[str, Any]) -> RunConfig:
-    """The configuration of a preset, or of any TOML file, with the keys in `changes` replaced. A list is replaced as a
-    whole; null means "as in the preset". Raises ConfigError, which names every key that is wrong."""
+    """Return the configuration of a preset, or of any TOML file, with the keys in `changes` replaced. A list is
+    replaced as a whole; null means "as in the preset". Raises ConfigError, which names every wrong key."""
     return parse_config(_read(preset, changes))
 
 
 def read_name(preset: str, changes: dict[str, Any]) -> str:
-    """Name of the run that the same parameters start; "refused" if they do not give one."""
+    """Name of the run that these parameters start; "refused" if they are invalid."""
     try:
         name = _read(preset, changes).get("name")
-    except ConfigError:  # said by the flow itself
+    except ConfigError:  # the flow itself reports it
         name = None
     return name if isinstance(name, str) else "refused"
 
@@ -52,22 +52,22 @@ def _read_preset(preset: str) -> dict[str, Any]:
     return read_values(path)
 
 
-def more_changes(preset: str, changes: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The changes to a preset that also set keys such as train.learning_rate or data.sources.0.weight."""
+def add_changes(preset: str, changes: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Add keys such as train.learning_rate or data.sources.0.weight to the changes to a preset."""
     before = _read_preset(preset)
     return _difference(before, with_keys(merge(before, changes), keys))
 
 
-def changes_of(path: Path, overrides: list[str] | None) -> dict[str, Any]:
-    """The changes that `section.key=value` overrides make to a file, in the form that `resolve` takes."""
+def changes_from_overrides(path: Path, overrides: list[str] | None) -> dict[str, Any]:
+    """Return the changes that `section.key=value` overrides make to a file, in the form that `resolve` takes."""
     return _difference(read_values(path), read_values(path, overrides))
 
 
 def form_schema(*sections: str) -> dict[str, Any]:
     """JSON schema of `changes`: every key of a configuration, or of some sections, grouped by section, none required.
 
-    It has no defaults, because Prefect would fill them in and send them: an empty field means "as in the preset". The
-    description names the configuration's own default.
+    It has no defaults, because Prefect would fill them in and send them, while an empty field has to mean "as in the
+    preset". The description names the configuration's own default.
     """
     schema = RunConfig.model_json_schema()
     if sections:
@@ -98,7 +98,7 @@ def _field(field: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
         section.pop("required", None)
         return section
     forms = [form for form in field.get("anyOf", [field]) if form.get("type") != "null"]
-    form = forms[0]  # of several forms, the first: Prefect would ask which one is meant, even for an empty field
+    form = forms[0]  # the first of several: Prefect would ask which one is meant, even for an empty field
     rules: dict[str, Any] = {key: value for key, value in form.items() if key not in ("default", "title")}
     if rules.get("type") == "boolean":  # as a switch, the form would send false for a field that was not touched
         rules = {"enum": [True, False]}
@@ -113,7 +113,7 @@ def _field(field: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def merge(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Nested values with those in `changes` in their place; null changes nothing."""
+    """Replace nested values by those in `changes`; null changes nothing."""
     merged = dict(values)
     for key, change in changes.items():
         if isinstance(change, dict) and isinstance(merged.get(key, {}), dict):

@@ -1,5 +1,5 @@
-"""The sweep whose values Optuna proposes (`grpo sweep --optuna`): ranges, and what is wrong with them before the first
-arm starts."""
+"""The sweep whose values Optuna proposes (`grpo sweep --optuna`): reads its ranges, and refuses wrong ones before the
+first arm starts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from flows.parameters.arm import Arm, Values
 from flows.parameters.arms import (
     MOST_ARMS,
-    Arm,
     Grid,
     Load,
     Search,
     Sweep,
-    Values,
     collect,
     combine,
     load_base,
@@ -33,8 +32,8 @@ FORM = "is not of the form LOW:HIGH or LOW:HIGH:log, with LOW below HIGH, such a
 
 
 def read_ranges(texts: Sequence[str]) -> dict[str, str]:
-    """By key the range's text, from texts such as `train.learning_rate=1e-6:1e-4:log`. Raises ConfigError for what has
-    another form, and for a key that is given twice."""
+    """Read the text of each key's range from texts such as `train.learning_rate=1e-6:1e-4:log`. Raises ConfigError if a
+    text has another form, or if a key is given twice."""
     ranges: dict[str, str] = {}
     for text in texts:
         key, separator, given = (part.strip() for part in text.partition("="))
@@ -46,10 +45,11 @@ def read_ranges(texts: Sequence[str]) -> dict[str, str]:
     return ranges
 
 
-def make_asked(
+def make_requested_sweep(
     load: Load, grid: Grid, seeds: int, name: str, stop_early: bool, trials: int, ranges: Mapping[str, str]
 ) -> Sweep:
-    """The sweep that a command or a form asks for: over a grid, or by that many trials in ranges. See `make_sweep`."""
+    """Make the sweep that a command or a form asks for: over a grid, or by `trials` trials in ranges. See
+    `make_sweep`."""
     if not trials and not ranges:
         return make_sweep(load, grid, seeds, name, stop_early)
     _refuse_options(ranges, grid, trials, seeds, stop_early)
@@ -57,10 +57,10 @@ def make_asked(
 
 
 def make_search(load: Load, ranges: Mapping[str, str], grid: Grid, trials: int, name: str) -> Sweep:
-    """The sweep over that many arms, whose values are proposed one arm after the other: from the ranges, and from the
-    grid's values as choices. `load`: the configuration with some keys changed.
+    """Make the sweep over `trials` arms, whose values are proposed one arm after the other: from the ranges, and from
+    the grid's values as choices. `load`: reads the configuration with some keys changed.
 
-    Raises GrpoError, as `make_sweep` does, also if the configuration refuses an end of a range, or an integer in it.
+    Raises GrpoError, as `make_sweep` does, and if the configuration refuses an end of a range, or an integer in it.
     """
     space: Space = {**{key: read_range(key, text) for key, text in ranges.items()}, **grid}
     ends = {key: [it.low, it.high] for key, it in space.items() if isinstance(it, Range)}
@@ -76,7 +76,7 @@ def make_search(load: Load, ranges: Mapping[str, str], grid: Grid, trials: int, 
     size = math.prod(it.count if isinstance(it, Range) else len(it) for it in space.values())
     if size < trials:
         raise ConfigError(
-            f"--optuna {trials}: the ranges hold {size:,.0f} combinations, which --grid tries one by one; for any "
+            f"--optuna {trials}: the ranges hold only {size:,.0f} combinations; try them all by --grid, or, for any "
             "number between two integers, write 0.0:1.0"
         )
     if is_other_space(sweep, space):
@@ -93,7 +93,7 @@ def make_search(load: Load, ranges: Mapping[str, str], grid: Grid, trials: int, 
 def _refuse_options(ranges: Mapping[str, str], grid: Grid, trials: int, seeds: int, stop_early: bool) -> None:
     if not trials:
         raise ConfigError(
-            f"--range {next(iter(ranges))}: for --optuna N, which tries N values; --grid tries given ones"
+            f"--range {next(iter(ranges))}: only with --optuna N, which tries N values; --grid tries given ones"
         )
     if not ranges:
         raise ConfigError("--optuna needs a range to search: --range section.key=LOW:HIGH; --grid tries given values")
@@ -103,21 +103,21 @@ def _refuse_options(ranges: Mapping[str, str], grid: Grid, trials: int, seeds: i
         raise ConfigError(f"--range {both[0]}: it is in --grid too; give the key once")
     if seeds > 1 or "seed" in {*ranges, *grid}:
         raise ConfigError(
-            "--optuna with several seeds: luck is nothing to search for, and values are proposed by one training each; "
-            "search first, then run the best values by --grid with --seeds"
+            "--optuna with several seeds: each proposal is judged by one training; search first, then run the best "
+            "values by --grid with --seeds"
         )
     if stop_early:
         raise ConfigError(
-            "--optuna with --stop-early: an arm that was stopped is not evaluated, and nothing could be learnt from "
-            "it; leave out one of the two"
+            "--optuna with --stop-early: a stopped arm is not evaluated, so the search would learn nothing from it; "
+            "leave out one of the two"
         )
     if not find_spec("optuna"):
         raise ConfigError("--optuna needs optuna, not installed here: pip install 'grpo-flows[optuna]'")
 
 
 def read_range(key: str, text: str) -> Range:
-    """The range that LOW:HIGH or LOW:HIGH:log stands for: of integers if both ends are written as such. Raises
-    ConfigError for what has another form."""
+    """Read a range from LOW:HIGH or LOW:HIGH:log: of integers if both ends are written as integers. Raises ConfigError
+    if the text has another form."""
     parts = str(text).split(":")
     try:
         numbers = [tomllib.loads(f"v = {end}")["v"] for end in parts[:2]]
@@ -128,13 +128,13 @@ def read_range(key: str, text: str) -> Range:
         raise ConfigError(f"--range {key}={text}: it {FORM}")
     log = len(parts) == 3
     if log and numbers[0] <= 0:
-        raise ConfigError(f"--range {key}={text}: a logarithmic scale has no {numbers[0]:g}; give a LOW above 0")
+        raise ConfigError(f"--range {key}={text}: {numbers[0]:g} is not on a logarithmic scale; give a LOW above 0")
     low, high = numbers
     return Range(low, high, log, whole=type(low) is type(high) is int)
 
 
 def _refuse_between(key: str, found: Range | Sequence[Any], values: Values, make: Callable[[Values], Arm]) -> None:
-    """Raises ConfigError if an integer between the ends of a range is refused, unless they are too many to be tried."""
+    """Raises ConfigError if an integer between the ends of a range is refused. Skipped if they are too many to try."""
     if not isinstance(found, Range) or found.count > MOST_ARMS:
         return
     for number in range(int(found.low) + 1, int(found.high)):

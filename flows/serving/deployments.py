@@ -1,6 +1,6 @@
 """The deployments of `grpo serve`, in one process on one machine: pipeline, sweep, each stage, promotion and rollback.
 
-prefect.yaml declares the same flows for work pools, whose workers `grpo worker` starts.
+prefect.yaml declares the same flows for work pools, whose workers are started by `grpo worker`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NIGHTLY = Cron("0 2 * * *", timezone="UTC", active=False, slug="nightly")
 
 
 def deployments() -> list[RunnerDeployment]:
-    """The pipeline, with a nightly schedule that is off until somebody switches it on, and all others.
+    """All deployments. The pipeline's has a nightly schedule, which is off until somebody switches it on.
 
     If the server knows the pipeline already, its schedules stay as its users left them.
     """
@@ -47,7 +47,7 @@ def deployments() -> list[RunnerDeployment]:
 
 def serve() -> None:
     """Run what is triggered, until SIGTERM."""
-    # By default the runner switches schedules off when it ends, and somebody would have to switch them on again.
+    # By default, the runner switches schedules off when it ends, and somebody would have to switch them on again.
     runner = _Runner(pause_on_shutdown=False)
     names = []
     for offered in deployments():
@@ -60,8 +60,8 @@ def serve() -> None:
 
 
 class _Runner(Runner):
-    """Ends by cancelling the task that serves. Prefect's own handler raises SystemExit in whatever the event loop is
-    doing, which may end in tracebacks."""
+    """Prefect's runner, which on SIGTERM cancels the task that serves. Prefect's own handler raises SystemExit anywhere
+    in the event loop, which may end in tracebacks."""
 
     serving: asyncio.Task[None] | None = None
 
@@ -72,17 +72,18 @@ class _Runner(Runner):
 
 async def _run(runner: _Runner) -> None:
     runner.serving = asyncio.current_task()
-    logging.getLogger("prefect.runner.process_manager").addFilter(_is_no_process_that_ended_by_itself)
+    logging.getLogger("prefect.runner.process_manager").addFilter(_is_no_lookup_error)
     await runner.start()
 
 
-def _is_no_process_that_ended_by_itself(record: logging.LogRecord) -> bool:
-    """Log filter: Prefect's runner, when it ends, logs a traceback for each flow run whose process has just ended."""
+def _is_no_lookup_error(record: logging.LogRecord) -> bool:
+    """Log filter: drop the traceback that Prefect's runner, when it ends, logs for each flow run whose process has just
+    ended."""
     return not (record.exc_info and isinstance(record.exc_info[1], ProcessLookupError))
 
 
 def _deployment(flow: Flow, tags: list[str], **options: Any) -> RunnerDeployment:
-    # By module, so that a flow run finds it in whatever folder it starts.
+    # By module, so that a flow run finds it whichever folder it starts in.
     made = flow.to_deployment(NAME, tags=tags, entrypoint_type=EntrypointType.MODULE_PATH, **options)
     assert isinstance(made, RunnerDeployment)  # a coroutine only where an event loop runs
     return made

@@ -1,7 +1,7 @@
 """The Prefect server that a command works with: one that runs already, or one started for this command.
 
-A command never uses whatever answers at Prefect's usual port: it may be a colleague's server, whose runs write to
-another storage.
+A command never uses a server only because it answers at Prefect's usual port: it may be a colleague's, whose runs write
+to another storage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ID_HEADER, STORAGE_HEADER = "grpo-server-id", "grpo-storage"
 
 @dataclass(frozen=True)
 class Answer:
-    """Id and storage from a server's answer; empty if it is not one of our own Prefect servers."""
+    """Id and storage from a server's answer; both empty if it is not a Prefect server of this project."""
 
     server_id: str
     storage: str
@@ -40,8 +40,8 @@ class Answer:
 
 @contextmanager
 def server_for_command() -> Iterator[str]:
-    """The URL of Prefect's API, as `_prefect_api` gives it: import in the body what is needed, while a server starts.
-    After the body, the server has the limits of GPUs. Raises ServerError if there is no server."""
+    """Give the URL of Prefect's API, as `_prefect_api` does: import in the body what is needed, while a server starts.
+    After the body, the server has the GPU limits. Raises ServerError if there is no server."""
     with _prefect_api() as url:
         yield url
     from flows.serving.server_setup import ensure_gpu_limits, password_asked_for
@@ -51,8 +51,8 @@ def server_for_command() -> Iterator[str]:
 
 
 def use_running_server() -> bool:
-    """Whether a Prefect server runs for this storage. If so, what follows is recorded there as a flow run, triggers its
-    automations, and logs only there. Raises ServerError if the server wants a password."""
+    """True if a Prefect server runs for this storage. Then the flow run that follows is recorded there, triggers its
+    automations, and logs only there. Raises ServerError if the server asks for a password."""
     if (api := find_api()) is None:
         return False
     os.environ["PREFECT_API_URL"] = api
@@ -65,13 +65,13 @@ def use_running_server() -> bool:
 
 @contextmanager
 def _prefect_api() -> Iterator[str]:
-    """The URL of Prefect's API: $PREFECT_API_URL, or that of the `grpo up` of this storage, or that of a new server on
-    127.0.0.1 over $PREFECT_HOME that ends with this process.
+    """Give the URL of Prefect's API: $PREFECT_API_URL, or that of the `grpo up` of this storage, or that of a new
+    server on 127.0.0.1 over $PREFECT_HOME that ends with this process.
 
-    The server may be starting while the body runs, so the body should import what is needed, Prefect first; after the
-    body, this waits until the server answers. Prefect's own ephemeral mode is not used: it leaves its server running
-    when the caller is killed. Ours stops after Prefect's exit handlers have sent the last logs and states. Raises
-    ServerError if the server does not start.
+    The server may still be starting while the body runs, so the body should import what is needed, Prefect first; after
+    the body, this waits until the server answers. Prefect's own ephemeral mode is not used: it leaves its server
+    running when the caller is killed. Ours stops after Prefect's exit handlers have sent the last logs and states.
+    Raises ServerError if the server does not start.
     """
     if url := os.environ.get("PREFECT_API_URL"):
         yield url
@@ -111,7 +111,7 @@ def _prefect_api() -> Iterator[str]:
 
 
 def server_command(port: int) -> list[str]:
-    """Module and arguments of our Prefect server."""
+    """Module and arguments that start our Prefect server."""
     return ["flows.serving.prefect_server", str(port)]
 
 
@@ -126,8 +126,8 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
 
 
 def find_api() -> str | None:
-    """The API of a server that runs already: $PREFECT_API_URL, else that of the `grpo up` of this storage; None if
-    there is neither. Raises ServerError if it does not answer."""
+    """Return the API of a server that runs already: $PREFECT_API_URL, else that of the `grpo up` of this storage; None
+    if there is neither. Raises ServerError if it does not answer."""
     if url := os.environ.get("PREFECT_API_URL"):
         if ask(url) is None:
             raise ServerError(f"no Prefect server answers at PREFECT_API_URL={url}: start it, or unset the variable")
@@ -140,23 +140,23 @@ def find_api() -> str | None:
 
 
 def find_api_to_serve() -> str:
-    """The API of the server whose flow runs will run here. Raises ServerError if there is none, or if it belongs to the
-    `grpo up` of another storage: two processes that serve one server take each other's runs."""
+    """Return the API of the server whose flow runs will run here. Raises ServerError if there is none, or if it belongs
+    to the `grpo up` of another storage: two processes that serve one server take each other's runs."""
     url, here = find_api(), str(storage_root())
     if url is None:
         stranger = ask(USUAL_API)
-        of = f", of {stranger.storage or 'somebody else'}, is not used unasked" if stranger else ""
+        of = f", serving {stranger.storage or 'another project'}, is not used unasked" if stranger else ""
         there = f" (what answers at {USUAL_API}{of})" if stranger else ""
         raise ServerError(
             f"no `grpo up` serves {here}{there}: start `grpo up` (it serves too), or set PREFECT_API_URL to the server "
-            "that is meant"
+            "you mean"
         )
     answer = ask(url)
     if answer and answer.storage not in ("", here):
         raise ServerError(
-            f"the Prefect server at {url} is of the storage {answer.storage}, and this is {here}: runs triggered there "
-            f"would run in either. Set GRPO_STORAGE={answer.storage} to work there together, or start a `grpo up` of "
-            "your own (--prefect-port, --mlflow-port)"
+            f"the Prefect server at {url} serves the storage {answer.storage}, not {here}: runs triggered there would "
+            f"run in either. Set GRPO_STORAGE={answer.storage} to share it, or start a `grpo up` of your "
+            "own (--prefect-port, --mlflow-port)"
         )
     return url
 
@@ -168,7 +168,8 @@ def _wait_for(up: Up) -> None:
 
 
 def wait_until_healthy(url: str, server_id: str, is_running: Callable[[], bool]) -> bool:
-    """Wait until the API of the server with this id answers. Returns False if it ends first, or takes too long."""
+    """Wait until the API of the server with this id answers. Returns False if the server ends first, or takes too
+    long."""
     deadline = time.monotonic() + START_SECONDS
     while is_running() and time.monotonic() < deadline:
         if is_ours(url, server_id):
@@ -178,17 +179,17 @@ def wait_until_healthy(url: str, server_id: str, is_running: Callable[[], bool])
 
 
 def is_ours(url: str, server_id: str) -> bool:
-    """Whether the server with this id answers there, rather than another one that has taken its port."""
+    """True if the server with this id answers there, rather than another one that has taken its port."""
     answer = ask(url)
     return answer is not None and answer.server_id == server_id
 
 
 def ask(url: str) -> Answer | None:
     """The answer of the API at this URL; None if nothing answers."""
-    import httpx2  # here, so that a server that is started is not started later for it
+    import httpx2  # imported here, so that it does not delay the start of a server
 
     trusted = ssl.create_default_context(cafile=os.environ.get("PREFECT_API_SSL_CERT_FILE"))
-    try:  # an error's status is an answer too: Prefect's client will say what it does not like
+    try:  # an error status is an answer too: Prefect's client will report the problem
         headers = httpx2.get(f"{url}/health", timeout=5, verify=trusted, follow_redirects=True).headers
     except (httpx2.HTTPError, httpx2.InvalidURL):
         return None

@@ -1,4 +1,4 @@
-"""Ports of this machine: whether they are free, and which process listens on those that are not."""
+"""Ports of this machine: are they free, and if not, which process listens there?"""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from flows.serving.up_file import ServerError
 from tasks.stages.run_directory import storage_root
 
 HOST = "127.0.0.1"
-LEAST_PORT = 1024  # lower ports are the administrator's
+LEAST_PORT = 1024  # only the administrator's processes may listen on lower ports
 COMMAND_SHOWN = 100  # characters
 
 
 def refuse_taken(ports: Mapping[str, int]) -> None:
-    """Raises ServerError if one of the ports cannot be used. `ports`: by the options that set them."""
+    """Raises ServerError if one of the ports cannot be used. `ports`: by the option that sets each."""
     if len(set(ports.values())) < len(ports):
         raise ServerError(f"{' and '.join(ports)} are the same port: give each server its own")
     for option, port in ports.items():
-        if problem := _why_not(port):
-            raise ServerError(f"{option} {port}: {problem}. Nothing was started. Ports that are free: {_free(ports)}")
+        if problem := _port_problem(port):
+            raise ServerError(f"{option} {port}: {problem}. Nothing was started. Free ports: {_free(ports)}")
 
 
 def is_listening(process: psutil.Process, port: int) -> bool:
-    """Whether the process, or one that it has started, listens on the port."""
+    """True if the process, or one that it has started, listens on the port."""
     with suppress(psutil.NoSuchProcess):
         return not _listeners(port).isdisjoint({process.pid, *(it.pid for it in process.children(recursive=True))})
     return False
@@ -41,7 +41,7 @@ def _listeners(port: int) -> set[int | None]:
     return {it.pid for it in listening if it.laddr.port == port}
 
 
-def _why_not(port: int) -> str:
+def _port_problem(port: int) -> str:
     try:
         socket.create_server((HOST, port)).close()
     except PermissionError:
@@ -52,7 +52,7 @@ def _why_not(port: int) -> str:
 
 
 def _free(ports: Mapping[str, int]) -> str:
-    """For each option the first free port from its own on, as arguments."""
+    """First free port for each option, at or above its present one, as arguments."""
     found: dict[str, int] = {}
     for option, first in ports.items():
         later = range(max(first, LEAST_PORT), 65536)
@@ -69,7 +69,7 @@ def _is_taken(port: int) -> bool:
 
 
 def _owner(port: int) -> str:
-    """The process that listens on the port, as far as this user may know it."""
+    """Describe the process that listens on the port, as far as this user may see it."""
     answer = ask(f"http://{HOST}:{port}/api")
     storage, process = answer.storage if answer else "", "a process of another user"
     with suppress(psutil.Error, StopIteration):

@@ -1,7 +1,7 @@
 """Prefect's server for the browser and programs of one machine: `python -m flows.serving.prefect_server PORT`.
 
-`prefect server start` without a password obeys every web page that is open in a browser on the machine: a page could
-create a deployment whose steps are shell commands. This server answers only its own pages.
+Without a password, `prefect server start` obeys every web page open in a browser on the machine: a page could create a
+deployment whose steps are shell commands. This server answers only its own pages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHUTDOWN_SECONDS = 5  # for requests in progress, such as the event streams of o
 
 
 class Named:
-    """ASGI middleware: every answer names the server's storage, and the id that it was given when it was started."""
+    """ASGI middleware that adds the server's storage, and the id that it was started with, to every answer."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -64,7 +64,7 @@ def main() -> None:
         timeout_keep_alive=settings.api.keepalive_timeout,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
-    Server(config).run(sockets=[config.bind_socket()])  # bound before anything is done to the database
+    Server(config).run(sockets=[config.bind_socket()])  # bind the port before touching the database
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sets up what the flows need on a Prefect server, once; limits and automations that exist stay as they are.
+"""Sets up what the flows need on a Prefect server. Limits and automations that exist stay as they are.
 
 The crash watch reports the end of a flow run whose process and runner have both died; nothing else would.
 """
@@ -23,9 +23,9 @@ from tasks.processes.gpu_locks import visible_gpus
 from tasks.processes.slots import GPU_LIMIT, TURN
 
 CRASH_WATCH = "grpo: runs whose process is gone are crashed"
-SILENCE = timedelta(seconds=2.5 * HEARTBEAT_SECONDS)  # two missed
-# The end of an attempt, its wait for a person, or the request for the next one: it may arrive before the attempt's last
-# heartbeat.
+LONGEST_SILENCE = timedelta(seconds=2.5 * HEARTBEAT_SECONDS)  # two heartbeats missed
+# Events after which an attempt sends no heartbeats: its end, its wait for a person, or the request for the next one.
+# Each may arrive before the attempt's last heartbeat.
 ENDED = [
     f"prefect.flow-run.{state}"
     for state in ("Completed", "Failed", "Cancelled", "Crashed", "AwaitingRetry", "Suspended")
@@ -34,7 +34,7 @@ ENDED = [
 
 @contextmanager
 def password_asked_for() -> Iterator[None]:
-    """Raises ServerError if, in the body, the server asks for a password that it was not given."""
+    """Raises ServerError if the server answers a request of the body by asking for a password."""
     try:
         yield
     except PrefectHTTPStatusError as error:
@@ -42,25 +42,25 @@ def password_asked_for() -> Iterator[None]:
             raise
         raise ServerError(
             f"the Prefect server at {PREFECT_API_URL.value()} asks for a password: set "
-            "PREFECT_API_AUTH_STRING=USER:PASSWORD as it has it"
+            "PREFECT_API_AUTH_STRING=USER:PASSWORD to the server's value"
         ) from error
 
 
 def check_access() -> None:
-    """Raises ServerError if the server asks for a password that it was not given."""
+    """Raises ServerError if the server asks for a password, and none or a wrong one is set."""
     with password_asked_for(), get_client(sync_client=True) as client:
         client.api_version()
 
 
 def set_up() -> None:
-    """Make the limits of GPUs, and the crash watch."""
+    """Create the GPU limits and the crash watch."""
     ensure_gpu_limits()
     ensure_crash_watch()
 
 
 def ensure_gpu_limits() -> None:
-    """Make the limit that lets trainings and evaluations share GPUs, with a slot per GPU of this machine, at least one,
-    and the one by which they take turns. A limit of that name that the server has is kept, with its slots."""
+    """Create the limit by which trainings and evaluations share GPUs, with one slot per GPU of this machine and at
+    least one, and the limit by which they take turns. If the server has a limit of that name, it is kept as it is."""
     limits = {GPU_LIMIT: max(1, len(visible_gpus())), TURN: 1}
     with get_client(sync_client=True) as client:
         for name, slots in limits.items():
@@ -84,7 +84,7 @@ def ensure_crash_watch() -> None:
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,
-        within=SILENCE,
+        within=LONGEST_SILENCE,
     )
     action = ChangeFlowRunState(state=StateType.CRASHED, message="its process no longer sends heartbeats")
     with get_client(sync_client=True) as client:

@@ -1,4 +1,5 @@
-"""Which `grpo up` serves a storage root: it writes itself into STORAGE/up.json, and locks that file while it runs."""
+"""The `grpo up` that serves a storage root: it writes its addresses into STORAGE/up.json, and locks that file while it
+runs."""
 
 from __future__ import annotations
 
@@ -20,16 +21,17 @@ import psutil
 from grpo_core.errors import GrpoError
 from tasks.stages.run_directory import storage_root
 
-PATIENCE = 1.0  # seconds; a command that only looks at the lock holds it for less
+LOCK_SECONDS = 1.0  # to try for the lock; a command that only looks at it holds it for less
 
 
 class ServerError(GrpoError):
-    """There is no server to work with, or one that must not be used; the message says which, and what to do."""
+    """Raised if there is no server to work with, or one that must not be used; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Up:
-    """A running `grpo up`. `server_id`: in every answer of its Prefect server, so that no other is taken for it."""
+    """A running `grpo up`. `server_id`: part of every answer of its Prefect server, so that no other is mistaken for
+    it."""
 
     prefect_url: str
     mlflow_url: str
@@ -44,7 +46,7 @@ class Up:
 
 
 def new_up(prefect_url: str, mlflow_url: str) -> Up:
-    """This process as the `grpo up` that serves at these addresses."""
+    """Describe this process as the `grpo up` that serves at these addresses."""
     since = f"{datetime.now().astimezone():%Y-%m-%d %H:%M}"
     user = psutil.Process().username()
     return Up(prefect_url, mlflow_url, secrets.token_hex(8), os.getpid(), user, socket.gethostname(), since)
@@ -52,7 +54,7 @@ def new_up(prefect_url: str, mlflow_url: str) -> Up:
 
 @contextmanager
 def announced(up: Up) -> Iterator[None]:
-    """Announce this process as the one that serves this storage. Raises ServerError if another does."""
+    """Announce this process as the one that serves this storage. Raises ServerError if another process serves it."""
     storage_root().mkdir(parents=True, exist_ok=True)
     try:
         opened = _file().open("a+")
@@ -75,9 +77,9 @@ def announced(up: Up) -> Iterator[None]:
 
 
 def _locked(file: TextIO) -> bool:
-    """Try to get the lock; returns whether this process has it. Another `find_up` holds it for an instant, another
+    """Try to get the lock; returns True if this process has it. Another `find_up` holds it for an instant, another
     `grpo up` for as long as it runs."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,7 +92,8 @@ def _locked(file: TextIO) -> bool:
 
 
 def find_up() -> Up | None:
-    """The `grpo up` that serves this storage on this machine, even if it is still starting; None if there is none."""
+    """Return the `grpo up` that serves this storage on this machine, even if it is still starting; None if there is
+    none."""
     try:
         with _file().open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -103,7 +106,7 @@ def find_up() -> Up | None:
 
 
 def _read() -> Up | None:
-    """The content of the file; None if it is still empty, or if another version of grpo wrote it."""
+    """Read the file; None if it is still empty, or if another version of grpo wrote it."""
     try:
         return Up(**json.loads(_file().read_text()))
     except (ValueError, TypeError):

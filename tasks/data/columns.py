@@ -1,4 +1,4 @@
-"""The columns that a run needs, made from those that a data set has: `[data.columns]` and `data.system_prompt`."""
+"""Makes the columns that a run needs from those that a data set has: `[data.columns]` and `data.system_prompt`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from grpo_core.config.inputs import PromptSource
 from grpo_core.data import own_code
 from tasks.data.rows import MixedKindsError, Rows, kept_on_disk
 
-SLICE = 10_000  # rows that are Python objects at once
+SLICE = 10_000  # rows converted to Python objects at a time
 SEPARATOR = "\n"  # between the texts of a list, in a template
 
 
 class ColumnError(ValueError):
-    """A column that cannot be made; the message says which, and of which row."""
+    """Raised if a column cannot be made; the message names the column and the row."""
 
 
 def with_columns(rows: Rows, config: PromptSource, section: str = "data") -> Rows:
-    """The rows with the columns that the configuration makes; all others stay. A column of whose parts the data set
-    lacks one is left out. `section`: where the configuration stands. Raises ColumnError if a column cannot be made,
-    ConfigError if a function is missing."""
+    """Add the columns that the configuration makes; all others stay. A column is left out if the data set lacks a part
+    of it. `section`: section of this configuration. Raises ColumnError if a column cannot be made, and ConfigError if a
+    function is missing."""
     made = {
         column: how for column, how in config.columns.items() if all(part in rows.columns for part in columns_read(how))
     }
@@ -34,11 +34,11 @@ def with_columns(rows: Rows, config: PromptSource, section: str = "data") -> Row
         columns = {column: _made(frame, f"{section}.columns.{column}", how, first) for column, how in made.items()}
         return frame.drop(left_out, strict=False).with_columns(**columns)
 
-    if any(map(is_function, made.values())):  # whose types follow from all rows
+    if any(map(is_function, made.values())):  # their types follow from all rows
         try:
             rows = kept_on_disk(make(frame, first) for first, frame in rows.numbered())
         except MixedKindsError as error:
-            raise ColumnError(f"{section}.columns: a function gives values of several kinds: {error}") from error
+            raise ColumnError(f"{section}.columns: a function returns values of several kinds: {error}") from error
     elif config.columns:
         rows = rows.map(make)
     if config.system_prompt is not None and "prompt" in rows.columns:
@@ -71,30 +71,32 @@ def _as_text(column: str, kind: pl.DataType, what: str) -> pl.Expr:
 
 
 def _called(frame: pl.DataFrame, key: str, name: str, first: int) -> pl.Series:
-    """What a function gives for each row, `first` the number of the first."""
+    """Call a function for each row and return its values. `first`: number of the first row."""
     function, parts = own_code.find(key, name), []
     for start in range(0, frame.height, SLICE):
         values = []
         for row, given in enumerate(frame.slice(start, SLICE).iter_rows(named=True), first + start):
             try:
                 values.append(function(given))
-            except (Exception, SystemExit) as error:  # a user's code, which may do anything
+            except (Exception, SystemExit) as error:  # a user's code may do anything
                 raise ColumnError(f"{key} = {name!r} fails at row {row}: {type(error).__name__}: {error}") from error
         try:
             parts.append(pa.table({key: pa.array(values)}))  # polars would drop fields that only later rows have
         except (pa.ArrowException, OverflowError) as error:
             rows = f"rows {first + start} to {first + start + len(values) - 1}"
-            raise ColumnError(f"{key} = {name!r} gives what no column holds, in {rows}: {error}") from error
+            raise ColumnError(
+                f"{key} = {name!r} returns a value that no column can hold, in {rows}: {error}"
+            ) from error
     if not parts:
         return pl.Series(dtype=pl.String)
     try:
         return pl.DataFrame(pl.from_arrow(pa.concat_tables(parts, promote_options="permissive"))).to_series()
     except pa.ArrowException as error:
-        raise ColumnError(f"{key} = {name!r} gives values of several kinds: {error}") from error
+        raise ColumnError(f"{key} = {name!r} returns values of several kinds: {error}") from error
 
 
 def _after_system_prompt(kind: pl.DataType, text: str) -> pl.Expr:
-    """The prompts, each after this system message if it has none. Prompts of no known kind stay as they are."""
+    """Put this system message before each prompt that has none. Prompts of no known kind stay as they are."""
     prompt = pl.col("prompt")
     if kind == pl.String:
         system = [_message("system", pl.lit(text))] if text else []

@@ -1,6 +1,6 @@
-"""What a training has sampled: the rows of its completions/, found by their figures first and read whole afterwards.
+"""A training's samples: selects rows of its completions/ by their figures, and then reads these rows completely.
 
-Texts and tokens are read for the chosen rows alone, since all of them may be larger than memory.
+Texts and tokens are read only for the selected rows, since all of them may be larger than memory.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from grpo_core.errors import GrpoError
 from grpo_core.rewards.composition import weighted_sum
 
 NEEDED = {"step", "row", "prompt", "completion", "advantage", "completion_tokens", "truncated"}
-PLACE = ("batch", "place")  # of a row: the generation batch, by the number of its file, and the row's number in it
+PLACE = ("batch", "place")  # of a row: number of its generation batch's file, and number of the row in it
 
 
 class NoRolloutsError(GrpoError):
-    """There are no rollouts to look at, or none that can be read; the message says why and what to do."""
+    """Raised if there are no rollouts, or none that can be read; the message says why and what to do."""
 
 
 def recorded_batches(training: Path) -> list[Path]:
-    """Files of the generation batches in a training's folder, in their order."""
+    """Files of the generation batches in a training's folder, in order."""
     return sorted((training / "completions").glob("rollout-*.parquet"))
 
 
 def read_figures(files: Sequence[Path], rewards: Sequence[RewardConfig]) -> pl.DataFrame:
-    """The figures of all completions, without texts and tokens: PLACE, `group` (in its batch), `step`, `row`,
+    """Read the figures of all completions, without texts and tokens: PLACE, `group` (in its batch), `step`, `row`,
     `advantage`, `completion_tokens`, `truncated`, `rewards/NAME` and `reward`, the weighted sum that the policy was
     trained on (NaN if nothing was scored).
 
-    Raises NoRolloutsError if a file cannot be read or lacks one of these.
+    Raises NoRolloutsError if a file cannot be read or lacks one of these columns.
     """
     return pl.concat([_figures_of(file, number, rewards) for number, file in enumerate(files)], how="diagonal_relaxed")
 
@@ -51,7 +51,7 @@ def _figures_of(file: Path, number: int, rewards: Sequence[RewardConfig]) -> pl.
         if missing := sorted({*NEEDED, *given} - {*schema.names}):
             raise NoRolloutsError(
                 f"{file} lacks {', '.join(missing)}: it was written by an older version, or with other rewards than "
-                "config.toml names; train again, or give the configuration back its rewards"
+                "config.toml names; train again, or restore the rewards in the configuration"
             )
         known = json.loads((schema.metadata or {}).get(KEY, b"{}"))
         found = pl.read_parquet(file, columns=figures)
@@ -67,7 +67,7 @@ def _figures_of(file: Path, number: int, rewards: Sequence[RewardConfig]) -> pl.
 
 
 def read_rows(files: Sequence[Path], chosen: pl.DataFrame) -> list[dict[str, Any]]:
-    """The chosen rows of `read_figures` in their order, with everything that their files hold of them."""
+    """Read the chosen rows of `read_figures` in their order, with all columns of their files."""
     found: dict[tuple[int, int], dict[str, Any]] = {}
     for number in chosen["batch"].unique().sort():
         places = chosen.filter(batch=number)["place"].to_list()
@@ -80,8 +80,8 @@ def read_rows(files: Sequence[Path], chosen: pl.DataFrame) -> list[dict[str, Any
 
 
 def with_text(files: Sequence[Path], figures: pl.DataFrame, text: str) -> pl.DataFrame:
-    """The rows of `figures` whose prompt or completion has the text in it, whatever its case; of a conversation, any
-    of its turns."""
+    """Keep the rows of `figures` whose prompt or completion, or any turn of a conversation, contains the text, ignoring
+    case."""
     inside, escaped = text.lower(), json.dumps(text, ensure_ascii=False)[1:-1].lower()
     kept = []
     for (number,), rows in figures.group_by("batch", maintain_order=True):
@@ -90,7 +90,7 @@ def with_text(files: Sequence[Path], figures: pl.DataFrame, text: str) -> pl.Dat
         asked = [row for row, prompt in _prompts(whole).items() if inside in prompt.lower()]
         has = pl.col("row").is_in(asked)
         for column in names & {*whole.columns} - {"row", "prompt"}:
-            needle = escaped if column == "conversation" else inside  # which is JSON
+            needle = escaped if column == "conversation" else inside  # a conversation is JSON
             has |= pl.col(column).fill_null("").str.to_lowercase().str.contains(needle, literal=True)
         found = whole.select(has.alias("has"))["has"].arg_true()
         kept.append(rows.filter(pl.col("place").is_in(found.implode())))
@@ -98,7 +98,7 @@ def with_text(files: Sequence[Path], figures: pl.DataFrame, text: str) -> pl.Dat
 
 
 def prompts_of(files: Sequence[Path]) -> dict[int, str]:
-    """The text of each prompt that was sampled, by its row in train.parquet."""
+    """Text of each sampled prompt, by its row in train.parquet."""
     found: dict[int, str] = {}
     for file in files:
         found = _prompts(pl.read_parquet(file, columns=["row", "prompt"])) | found

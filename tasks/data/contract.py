@@ -1,5 +1,5 @@
-"""The data contract: what the configuration and its rewards require of the prompts, as a pandera schema over Arrow
-columns.
+"""The data contract: the requirements of the configuration and its rewards on the prompts, as a pandera schema over
+Arrow columns.
 
 There are two kinds of rules. The shape (columns and their types) is checked first; if it is wrong, nothing else is
 checked. The rules about rows are those of `DataChecks`, each with a severity; every row that breaks one is reported.
@@ -40,8 +40,8 @@ from tasks.data.sources import is_unstorable, unlike_columns
 # U+FFFD; control characters except tab and line ends; two bytes of UTF-8 shown as two characters of Latin-1 or
 # Windows-1252 (é as "Ã©", ’ as "â€™").
 WRONGLY_DECODED = r"[\x{FFFD}\x00-\x08\x0B\x0C\x0E-\x1F]|Ã[\x{80}-\x{BF}]|Â[\x{80}-\x{BF}]|â€"
-VISIBLE = r"[^\s\x{200B}-\x{200D}\x{2060}\x{FEFF}]"  # neither white space nor of no width
-# Messages, or parts of one, written down as JSON or by Python's repr.
+VISIBLE = r"[^\s\x{200B}-\x{200D}\x{2060}\x{FEFF}]"  # neither white space nor zero-width
+# Messages, or parts of one, written as JSON or by Python's repr.
 WRITTEN_DOWN = r"""^\s*(\[\s*)?\{[^{}]*["'](role|content|type)["']\s*:"""
 RULES = {
     "blank_prompt": "is not blank",
@@ -61,13 +61,13 @@ UNSTORABLE = "has integers beyond 64 bits, or objects without fields, which cann
 
 @dataclass(frozen=True)
 class Part:
-    """Rows from one place, and what they have to suit."""
+    """Rows from one place, and the requirements on them."""
 
     rows: Rows
-    rewards: list[Reward] = field(default_factory=list)  # that score their completions
-    room: int | None = None  # most tokens of a prompt
-    columns: Mapping[str, str] = field(default_factory=dict)  # how columns were made
-    section: str = "data"  # of the configuration, which has these columns
+    rewards: list[Reward] = field(default_factory=list)  # those that score the rows' completions
+    room: int | None = None  # longest allowed prompt, in tokens
+    columns: Mapping[str, str] = field(default_factory=dict)  # how each made column was made
+    section: str = "data"  # section of the configuration that defines these columns
 
 
 def check(
@@ -78,12 +78,12 @@ def check(
     options: OptionsByEnvironment,
     own: pl.DataFrame,
 ) -> tuple[list[str], pl.DataFrame]:
-    """Hold the `parts` (train, eval, and eval-NAME of further evaluation sets; see `tasks.data.sources.sources_of`)
-    against the contract; `options`: of the chat template; `own`: the rows that break rules of your own (FINDING).
+    """Check the `parts` (train, eval, and eval-NAME of further evaluation sets; see `tasks.data.sources.sources_of`)
+    against the contract. `options`: the chat template's; `own`: rows that break rules of your own (FINDING).
 
-    Returns what is wrong with columns and types, in sentences; if nothing is, every row that breaks a rule (FINDING). A
-    prompt is compared only with rows that stay, not with those that break one of the rules `dropped`. An environment
-    begins by the whole row: where there is one, rows are compared, not prompts alone.
+    Returns the problems with columns and types, in sentences; without such a problem, every row that breaks a rule
+    (FINDING). A prompt is compared only with rows that stay, not with those that break one of the rules `dropped`. With
+    an environment, which begins from the whole row, rows are compared instead of prompts.
     """
     rows = {name: part.rows for name, part in parts.items()}
     shape = [problem for name, part in parts.items() for problem in _shape(name, part)]
@@ -96,7 +96,7 @@ def check(
     whole, out = bool(environment.factories), {*dropped, "blank_prompt", "malformed_conversation"}
 
     def hold(name: str) -> Iterator[tuple[pl.DataFrame, pl.DataFrame]]:
-        """For each slice of a part, the rows that break a rule, and the keys of those that stay."""
+        """Yield the rows that break a rule, and the keys of those that stay, per slice of a part."""
         part, ours = parts[name], own.filter(dataset=name)
         for first, frame in part.rows.numbered():
             schema = build_schema(frame, part.rewards, tokenizer, part.room, options, known)
@@ -129,7 +129,7 @@ def check(
             whole,
         )
     ]
-    # Text that is the same exactly is also the same without regard to case and white space.
+    # Texts that are exactly the same are also the same apart from case and white space.
     shared = pl.concat([NONE, *(found[kind] for kind in ("overlap", "near_overlap") for found in overlaps)])
     shared = shared.unique(["dataset", "row"], keep="first", maintain_order=True).sort("dataset", "row")
     return [], pl.concat([own, *(found for name in parts for found in findings[name]), *twice, shared])
@@ -143,12 +143,12 @@ def build_schema(
     options: OptionsByEnvironment,
     known: dict[str, bool],
 ) -> pa.DataFrameSchema:
-    """The rules about single rows: those about the prompt, and that no value that a reward reads is missing. `known`:
-    see `has_tokens`."""
-    answerable = _answerable(frame)  # what else is wrong with a blank or malformed prompt says nothing new
+    """Build the rules about single rows: those about the prompt, and that no value read by a reward is missing.
+    `known`: see `has_tokens`."""
+    answerable = _answerable(frame)  # further problems of a blank or malformed prompt would say nothing new
 
     def holds(rows: pl.Series, of: Callable[[pl.Series, Options], pl.Series]) -> pl.Series:
-        """The result of `of` for the prompts of these rows; true for the others."""
+        """Result of `of` for the prompts of these rows; true for the others."""
         everywhere = pl.repeat(True, frame.height, eager=True)
         if not rows.any():
             return everywhere
@@ -156,7 +156,8 @@ def build_schema(
 
     templated = answerable & is_conversation(frame)
     accepted = holds(templated, lambda p, given: renders(p, tokenizer, given))
-    short = holds(answerable, lambda p, given: may_fit(p, tokenizer, room, given))  # a giant is not even tokenized
+    # A huge prompt is not even tokenized.
+    short = holds(answerable, lambda p, given: may_fit(p, tokenizer, room, given))
     rules = {
         "blank_prompt": lambda frame: frame.select(~_is_blank(frame)).to_series(),
         "malformed_conversation": lambda frame: frame.select(_is_blank(frame) | _is_well_formed(frame)).to_series(),
@@ -178,7 +179,7 @@ def build_schema(
 
 
 def needed_columns(rewards: list[Reward]) -> dict[str, dict[str, Any]]:
-    """Column → the rewards that read it, with the type of value each takes."""
+    """Rewards that read each column, with the type of value that each takes: column → reward → type."""
     needed: dict[str, dict[str, Any]] = {}
     for reward in rewards:
         for column, kind in reward.columns.items():
@@ -187,7 +188,7 @@ def needed_columns(rewards: list[Reward]) -> dict[str, dict[str, Any]]:
 
 
 def _shape(name: str, part: Part) -> Iterator[str]:
-    """What is wrong with a part's columns, with the key that would mend it."""
+    """Yield the problems of a part's columns, with the key that would solve each."""
     frame, read, made = part.rows.empty, needed_columns(part.rewards), (part.columns, part.section)
     if not part.rows.height:
         yield f"{name} has no rows; it needs at least one"
@@ -218,7 +219,7 @@ def _shape(name: str, part: Part) -> Iterator[str]:
 
 
 def _unmade(parts: Mapping[str, Part]) -> Iterator[str]:
-    """Problems: columns that no part has the makings of. Those that each part needs: see `_shape`."""
+    """Yield columns that cannot be made in any part. For columns that every part needs, see `_shape`."""
     for section in dict.fromkeys(part.section for part in parts.values()):
         own = {name: part for name, part in parts.items() if part.section == section}
         name, first = next(iter(own.items()))
@@ -229,7 +230,7 @@ def _unmade(parts: Mapping[str, Part]) -> Iterator[str]:
 
 
 def _unlike(parts: Mapping[str, Rows], tokenizer: Any) -> Iterator[str]:
-    """Problems: prompts of different kinds, or of a kind that the model does not take."""
+    """Yield a problem if prompts are of different kinds, or of a kind that the model does not take."""
     kinds = {name: "conversations" if is_conversation(rows.empty) else "text" for name, rows in parts.items()}
     first = next(iter(parts))
     others = {name: kind for name, kind in kinds.items() if kind != kinds[first]}
@@ -250,7 +251,7 @@ def _unlike(parts: Mapping[str, Rows], tokenizer: Any) -> Iterator[str]:
 
 
 def _unusable(name: str, part: Part, environment: EnvironmentConfig) -> Iterator[str]:
-    """Problems: for each column, the first value at which a built-in reward would fail during training; and rows with
+    """Yield, for each column, the first value at which a built-in reward would fail during training; and rows with
     which no conversation with the environment or the tools can begin."""
     checks = [
         (reward.name, column, problem_of)
@@ -276,7 +277,7 @@ def _unusable(name: str, part: Part, environment: EnvironmentConfig) -> Iterator
         )
     if named and not by_name:
         yield (
-            f"{name} has no column 'environment' of text, which says which environment a row is for: "
+            f"{name} has no text column 'environment', which names the environment of each row: "
             f"{', '.join(named)} (environment.environment_factory)"
         )
     if unknown:
@@ -290,7 +291,7 @@ def _unusable(name: str, part: Part, environment: EnvironmentConfig) -> Iterator
 def _bad_value(
     name: str, first: int, frame: pl.DataFrame, reward: str, column: str, problem_of: Callable[[Any], str]
 ) -> str:
-    """What is wrong with the first value that the reward cannot use; "" if there is none."""
+    """Describe the first value that the reward cannot use; "" if there is none."""
     for value in frame[column].drop_nulls().unique(maintain_order=True):
         if problem := problem_of(value):
             row = first + frame[column].eq_missing(value).arg_max()
@@ -316,26 +317,27 @@ def _answerable(frame: pl.DataFrame) -> pl.Series:
 
 
 def _asked(prompts: pl.Series) -> pl.Series:
-    """What is to be answered: the text, or that of the last message."""
+    """Text to be answered: the prompt's, or that of its last message."""
     return prompts if prompts.dtype == pl.String else prompts.list.last().struct.field("content")
 
 
 def _is_blank(frame: pl.DataFrame) -> pl.Expr:
-    """Nothing to answer: a blank text, or no message, or a last message without text."""
+    """True if there is nothing to answer: a blank text, no message, or a last message without text."""
     prompt = pl.col("prompt")
     last = prompt.list.last().struct.field("content") if is_conversation(frame) else prompt
     return ~last.str.contains(VISIBLE).fill_null(False)
 
 
 def _is_well_formed(frame: pl.DataFrame) -> pl.Expr:
-    """Conversations: the rule of `malformed_conversation`. Text: it is no such conversation written down as JSON."""
+    """True if a conversation keeps the rule `malformed_conversation`, or if a text is not such a conversation written
+    as JSON."""
     prompt = pl.col("prompt")
     if not is_conversation(frame):
         return ~prompt.str.contains(WRITTEN_DOWN).fill_null(False)
     message = pl.element().struct
     known = message.field("role").is_in(ROLES).fill_null(False)
     text = ~message.field("content").str.contains(WRITTEN_DOWN)
-    text = text.fill_null(tool_calls(frame.schema["prompt"]).is_not_null())  # a message may be nothing but calls
+    text = text.fill_null(tool_calls(frame.schema["prompt"]).is_not_null())  # a message may consist of calls only
     return (
         prompt.list.eval(known & text).list.all()
         & ~prompt.list.slice(1).list.eval(message.field("role") == "system").list.any()
@@ -351,7 +353,7 @@ def _is_there(frame: pl.DataFrame, column: str) -> pl.Series:
 
 
 def _validate(name: str, frame: pl.DataFrame, schema: pa.DataFrameSchema, first: int) -> pl.DataFrame:
-    """The rows that break a rule, as FINDING, in their order; `first`: the number of the first row."""
+    """Rows that break a rule, as FINDING, in order. `first`: number of the first row."""
     try:
         schema.validate(frame, lazy=True)
     except pa.errors.SchemaErrors as errors:

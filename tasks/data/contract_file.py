@@ -1,4 +1,4 @@
-"""A run's data contract as YAML, for people who make its data and have neither its model nor its configuration."""
+"""A run's data contract as YAML, for people who make its data without its model or configuration."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PROMPT = "the prompt: text, or a list of messages {role, content} that ends with
 
 
 def contract_as_yaml(data: DataConfig, origin: PromptSource, rewards: list[Reward]) -> str:
-    """The columns that the data sets of a run need, in pandera's form, with the rules that this form can hold; what it
-    cannot hold is in comments. `origin`: the part of `data` that says how columns are made; `rewards`: those that
+    """Write the columns that a run's data sets need, in pandera's form, with all rules that this form can express;
+    comments contain the others. `origin`: the part of `data` that defines how columns are made; `rewards`: those that
     score its completions. Raises ConfigError if data.schema cannot be used."""
     columns = dict(_columns(origin, rewards))
     said = [
-        f"{column} is made by {how}, which reads what it needs: describe those columns yourself"
+        f"{column} is made by {how}: describe the columns that it reads yourself"
         for column, how in origin.columns.items()
         if is_function(how)
     ]
@@ -36,15 +36,15 @@ def contract_as_yaml(data: DataConfig, origin: PromptSource, rewards: list[Rewar
             columns[name] = _both(columns[name], column) if name in columns else column
         checks = [check for column in own.columns.values() for check in column.checks or [] if not _is_written(check)]
         said += [f"{data.schema} also checks {check.name}" for check in [*checks, *(own.checks or [])]]
-    said.append("grpo data check FILE --schema THIS_FILE holds a file against this")
+    said.append("grpo data check FILE --schema THIS_FILE checks a file against this")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of what is not written
+        warnings.simplefilter("ignore", UserWarning)  # about rules that are not written
         written = pa.DataFrameSchema(columns, name="contract").to_yaml()
     return "".join(f"# {line}\n" for line in said) + str(written)
 
 
 def _columns(origin: PromptSource, rewards: list[Reward]) -> Iterator[tuple[str, pa.Column]]:
-    """The columns that a data set must have, before `data.columns` makes others of them."""
+    """Yield the columns that a data set must have before `data.columns` makes others from them."""
     needed: dict[str, dict[str, Any]] = {"prompt": {}, **needed_columns(rewards)}
     for column, readers in needed.items():
         how = origin.columns.get(column, column)
@@ -63,7 +63,7 @@ def _columns(origin: PromptSource, rewards: list[Reward]) -> Iterator[tuple[str,
 
 
 def _both(ours: pa.Column, own: pa.Column) -> pa.Column:
-    """A column that keeps the rules of both."""
+    """Combine two columns' rules."""
     return pa.Column(
         own.dtype.type if own.dtype else ours.dtype and ours.dtype.type,
         [*(ours.checks or []), *(own.checks or [])],
@@ -77,7 +77,7 @@ def _words(kind: Any) -> str:
 
 
 def _is_written(check: pa.Check) -> bool:
-    """Whether pandera writes the check as YAML; it only warns of others."""
+    """True if pandera writes the check as YAML; for others, it only warns."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         pa.DataFrameSchema({"column": pa.Column(pl.String, check)}).to_yaml()

@@ -1,4 +1,4 @@
-"""What a run's last training says about sampling ahead: the lengths of its completions, and its seconds."""
+"""Data for forecasts of sampling ahead, from a run's last training: lengths of completions, and seconds."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from grpo_core.planning.ahead_forecast import EarlierSampling, SampledBatch
 from tasks.stages.run_directory import read_config
 from tasks.stages.table import TRAIN
 
-READ = 64  # generation batches: the last ones
+READ = 64  # the last generation batches
 HOW_TO = "train some updates with rollout.max_staleness = 0 on vLLM servers, under this name, and plan again"
 
 
 def earlier_sampling(run: Path) -> EarlierSampling | str:
-    """The generation batches of a run's last training, or why they tell nothing. Batches that were read by a part of an
-    update, or by several, share its seconds evenly."""
+    """Return the generation batches of a run's last training, or why they are of no use. A batch gets the seconds of
+    all updates that use it; batches of one update share its seconds evenly."""
     training = TRAIN.path(run)
     if not (training / "metrics.jsonl").exists():
         return f"the run {run.name} has not been trained: {HOW_TO}"
@@ -32,20 +32,20 @@ def earlier_sampling(run: Path) -> EarlierSampling | str:
     except (ConfigError, OSError, ValueError, KeyError, pl.exceptions.PolarsError) as error:
         return f"the last training of run {run.name} cannot be read ({error}): {HOW_TO}"
     if config.rollout.engine != "vllm-server" or config.rollout.max_staleness or not batches:
-        return f"the last training of run {run.name} does not tell how fast servers are: {HOW_TO}"
+        return f"the last training of run {run.name} does not show how fast servers are: {HOW_TO}"
     urls = config.rollout.vllm_server_base_urls
     how = f"from the completions and seconds of {len(batches)} generation batches of run {run.name}"
     return EarlierSampling(batches, len(urls) or config.rollout.vllm_num_servers, config.train.num_processes, how)
 
 
 def _batches(rows: list[dict[str, Any]], files: list[Path], group: int) -> list[SampledBatch]:
-    """Without the first, in which a server warms up, if there are others."""
+    """Collect the generation batches, without the first, during which a server warms up, if there are others."""
     metrics = {row["step"]: row for row in rows}
     sampled_for: defaultdict[int, list[pl.DataFrame]] = defaultdict(list)  # generation batches, by their first update
     for file in files[-READ:]:
         table = pl.read_parquet(file, columns=["step", "prompt_tokens", "completion_tokens"])
         step = int(table["step"][-1])
-        sampled_for[step].append(table.filter(pl.col("step") == step))  # without what a roll-back has undone
+        sampled_for[step].append(table.filter(pl.col("step") == step))  # without rows that a roll-back has undone
     found = []
     starts = sorted(step for step in sampled_for if step in metrics)
     for step, following in zip(starts, [*starts[1:], max(metrics) + 1], strict=True):

@@ -1,4 +1,4 @@
-"""Lengths of prompts before they are validated, for forecasts. Without transformers, whose import takes seconds."""
+"""Lengths of prompts before they are validated, for forecasts. Doesn't import transformers, which takes seconds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ FIRST = 200  # prompts
 
 
 def first_lengths(config: RunConfig) -> PromptLengths | None:
-    """Tokens of the first training prompts, without a chat template; None if data or tokenizer are not files of this
-    machine, or cannot be read, or if a function of yours makes them, which a plan does not run."""
+    """Tokens of the first training prompts, without a chat template. None if data or tokenizer are not files on this
+    machine, or cannot be read, or if a user's function makes the prompts: a plan does not run it."""
     if own_code.named(config.data):
         return None
     try:
@@ -26,7 +26,7 @@ def first_lengths(config: RunConfig) -> PromptLengths | None:
     prompts = pl.concat(heads)
     try:
         encoded = Tokenizer.from_file(str(file)).encode_batch_fast(prompts.to_list())
-    except Exception:  # its only class of errors
+    except Exception:  # tokenizers raises no other class
         return None
     lengths = [len(prompt.ids) for prompt in encoded]
     if not any(lengths):

@@ -1,4 +1,4 @@
-"""Lengths of prompts in tokens, without tokenizing a million: only those that may be too long, and a sample."""
+"""Lengths of prompts in tokens, without tokenizing a million prompts: only those that may be too long, and a sample."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from grpo_core.errors import GrpoError
 from grpo_core.system.processes import importing
 from tasks.data.rows import Rows
 
-Options = Mapping[str, Any]  # what the chat template is given beside the messages: its variables, and the tools
-OptionsByEnvironment = Mapping[str, Options]  # of the rows whose column `environment` says so; "": of all rows
+Options = Mapping[str, Any]  # arguments of the chat template beside the messages: variables, and the tools
+OptionsByEnvironment = Mapping[str, Options]  # by value of the rows' column `environment`; "": for all rows
 
 SAMPLED = 10_000  # prompts whose lengths represent all
 LONGEST = 100  # of these, the longest prompts by bytes
-# A byte-level or byte-fallback tokenizer makes at most one token of a byte; a Unicode normalisation before it makes
-# at most 11 bytes of one (NFKC; unicode.org/faq/normalization.html).
+# A byte-level or byte-fallback tokenizer makes at most one token per byte; a Unicode normalisation before it makes
+# at most 11 bytes from one (NFKC; unicode.org/faq/normalization.html).
 GROWTH = 11
-SHRINKAGE = 4  # bytes of which a Unicode normalisation makes one at most: 𝐀 becomes A by NFKC
+SHRINKAGE = 4  # most bytes that a Unicode normalisation turns into one: 𝐀 becomes A by NFKC
 UNKNOWN = 2**20  # bytes
-GIANT = 2**20  # bytes of a prompt that is not tokenized where BYTES_PER_TOKEN says that it is too long
+GIANT = 2**20  # bytes from which a prompt is not tokenized if it is too long by BYTES_PER_TOKEN
 BYTES_PER_TOKEN = 100  # far more than any tokenizer's mean over a text
 KEEPING = {"NFC", "NFD", "NFKC", "NFKD", "Prepend"}  # normalizers that drop no text
-SPLITTING = {"ByteLevel", "Split", "Digits", "Metaspace", "Punctuation"}  # pre-tokenizers that drop none
-BEGINNING = 4  # characters of a text that are looked at first for a token
+SPLITTING = {"ByteLevel", "Split", "Digits", "Metaspace", "Punctuation"}  # pre-tokenizers that drop no text
+BEGINNING = 4  # characters of a text that are tokenized first
 SPECIAL_TOKENS = 16  # more than any tokenizer puts around a text
 
 
 class ModelError(GrpoError):
-    """A model whose tokenizer or configuration cannot be read, or that cannot take the prompts."""
+    """Raised if a model's tokenizer or configuration cannot be read, or if the model cannot take the prompts."""
 
 
 def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
-    """The tokenizer, and the most tokens that a sequence may have (None: no such limit)."""
+    """Load the tokenizer; returns it and the largest number of tokens in a sequence (None: no limit)."""
     with importing():
         from transformers import AutoConfig, AutoTokenizer, logging  # noqa: F401  (AutoTokenizer: for load_tokenizer)
 
         from grpo_core.model.positions import usable_positions
 
-    logging.set_verbosity_error()  # it warns of each text that is longer than the model's context
+    logging.set_verbosity_error()  # else it warns of each text that is longer than the model's context
     try:
         tokenizer = load_tokenizer(config)
         model = AutoConfig.from_pretrained(config.name_or_path, revision=config.revision)
@@ -58,7 +58,7 @@ def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
 def by_environment(
     frame: pl.DataFrame, options: OptionsByEnvironment, of: Callable[[pl.Series, Options], pl.Series]
 ) -> pl.Series:
-    """What `of` gives for the prompts of each environment with its options, in the order of the rows."""
+    """Apply `of` to the prompts of each environment with its options; results are in the order of the rows."""
     if "" in options:
         return of(frame["prompt"], options[""])
     places = {name: (frame["environment"] == name).arg_true() for name in options}
@@ -68,7 +68,7 @@ def by_environment(
 
 
 def tool_calls(kind: pl.DataType) -> pl.Expr:
-    """The tool calls of a message (the element of a list) as JSON, null without any. `kind`: of the prompts."""
+    """Tool calls of a message (the element of a list) as JSON; null without any. `kind`: type of the prompts."""
     inner = kind.inner if isinstance(kind, pl.List) else None
     fields = inner.fields if isinstance(inner, pl.Struct) else []
     if not any(field.name == "tool_calls" and isinstance(field.dtype, pl.List) for field in fields):
@@ -78,7 +78,7 @@ def tool_calls(kind: pl.DataType) -> pl.Expr:
 
 
 def renders(conversations: pl.Series, tokenizer: Any, options: Options = NO_OPTIONS) -> pl.Series:
-    """Whether the chat template accepts each conversation; tried once per order of roles."""
+    """True for each conversation that the chat template accepts; tried once per order of roles."""
     calls = pl.when(tool_calls(conversations.dtype).is_null()).then(pl.lit("")).otherwise(pl.lit(" with calls"))
     orders = conversations.list.eval(pl.element().struct.field("role") + calls).list.join(",")
     first = pl.DataFrame({"order": orders, "conversation": conversations}).unique("order", keep="first")
@@ -89,7 +89,7 @@ def renders(conversations: pl.Series, tokenizer: Any, options: Options = NO_OPTI
 def _is_rendered(conversation: list[dict[str, Any]], tokenizer: Any, options: Options) -> bool:
     try:
         _rendered(without_gaps(conversation), tokenizer, options)
-    except Exception:  # a template is a program, and may raise anything
+    except Exception:  # a template is a program and may raise anything
         return False
     return True
 
@@ -99,9 +99,9 @@ def _rendered(messages: list[dict[str, Any]], tokenizer: Any, options: Options) 
 
 
 def has_tokens(texts: pl.Series, tokenizer: Any, known: dict[str, bool]) -> pl.Series:
-    """Whether the tokenizer makes a token of each text, special tokens aside. Few beginnings are shared by many texts
-    and tokenized first, as far as they are not `known` from other texts; only a text whose beginning makes no token is
-    tokenized whole."""
+    """True for each text that gives at least one token, special tokens aside. Many texts share few beginnings, so these
+    are tokenized first, unless they are `known` from other texts; only a text whose beginning gives no token is
+    tokenized completely."""
     beginnings = texts.str.head(BEGINNING)
     new = pl.Series([text for text in beginnings.unique() if text not in known], dtype=pl.String)
     known.update(zip(new, _are_tokenized(new, tokenizer), strict=True))
@@ -111,17 +111,17 @@ def has_tokens(texts: pl.Series, tokenizer: Any, known: dict[str, bool]) -> pl.S
 
 
 def _are_tokenized(texts: pl.Series, tokenizer: Any) -> list[bool]:
-    if texts.is_empty():  # which a tokenizer refuses
+    if texts.is_empty():  # a tokenizer refuses an empty list
         return []
     return [bool(ids) for ids in tokenizer(texts.to_list(), add_special_tokens=False)["input_ids"]]
 
 
 def may_fit(prompts: pl.Series, tokenizer: Any, room: int | None, options: Options = NO_OPTIONS) -> pl.Series:
-    """Whether each prompt may have at most `room` tokens. The others are too long by their bytes, after the chat
-    template, and are not tokenized: that might take minutes and gigabytes.
+    """True for each prompt that may have at most `room` tokens. The others are too long by their bytes, after the chat
+    template, and are not tokenized, which might take minutes and gigabytes.
 
-    Where every byte ends up in a token, that follows from the longest token. Other tokenizers may make one token of
-    any text: there a prompt is too long from GIANT bytes on that are also more than BYTES_PER_TOKEN for each token.
+    If every byte ends up in a token, the bound follows from the longest token. Other tokenizers may make one token of
+    any text: then a prompt is too long if it has at least GIANT bytes, and more than BYTES_PER_TOKEN per token.
     """
     size = _bytes(prompts)
     fits = pl.repeat(True, len(prompts), eager=True)
@@ -134,18 +134,18 @@ def may_fit(prompts: pl.Series, tokenizer: Any, room: int | None, options: Optio
 
 
 def _rendered_bytes(prompt: Any, tokenizer: Any, options: Options) -> int:
-    """Bytes of a prompt after the chat template, which may leave messages or parts of them out."""
+    """Bytes of a prompt after the chat template, which may omit messages or parts of them."""
     if not is_conversation(prompt):
         return len(prompt.encode())
     try:
         return len(_rendered(without_gaps(prompt), tokenizer, options).encode())
-    except Exception:  # the template refuses it: what it was given counts
+    except Exception:  # the template refuses it: count its input instead
         return sum(len(text.encode()) for _, text in turns(prompt))
 
 
 def _keeps_every_byte(tokenizer: Any) -> bool:
-    """Whether every byte of a text ends up in a token, none dropped and no unknown ones fused: BPE on bytes, or with
-    a token for each byte, behind steps that are known to drop nothing."""
+    """True if every byte of a text ends up in a token, none dropped and no unknown ones fused: BPE on bytes, or with a
+    token for each byte, after steps that are known to drop nothing."""
     if not tokenizer.is_fast:
         return False
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -170,7 +170,7 @@ def _replaces_a_blank(step: dict[str, Any]) -> bool:
 
 
 def fit(prompts: pl.Series, tokenizer: Any, room: int | None, options: Options = NO_OPTIONS) -> pl.Series:
-    """Whether each prompt has at most `room` tokens; the template accepts all of them."""
+    """True for each prompt that has at most `room` tokens. The template must accept all of them."""
     fits = pl.repeat(True, len(prompts), eager=True)
     if room is None:
         return fits
@@ -192,7 +192,7 @@ def token_lengths(prompts: pl.Series, tokenizer: Any, options: Options = NO_OPTI
 
 
 def sample_lengths(rows: Rows, tokenizer: Any, options: OptionsByEnvironment) -> pl.Series:
-    """Tokens of the longest prompts and of a random sample of the others, or of all if they are few."""
+    """Tokens of the longest prompts and of a random sample of the others; of all prompts if there are few."""
 
     def bound(frame: pl.DataFrame) -> pl.Series:
         return by_environment(frame, options, lambda prompts, given: _most_tokens(prompts, tokenizer, given))
@@ -209,18 +209,18 @@ def sample_lengths(rows: Rows, tokenizer: Any, options: OptionsByEnvironment) ->
 
 
 def _most_tokens(prompts: pl.Series, tokenizer: Any, options: Options) -> pl.Series:
-    """An upper bound of each prompt's tokens, from its bytes."""
+    """Upper bound of each prompt's tokens, from its bytes."""
     growth = 1 if tokenizer.is_fast and tokenizer.backend_tokenizer.normalizer is None else GROWTH
     if prompts.dtype == pl.String:
         return _bytes(prompts) * growth + SPECIAL_TOKENS
     roles = prompts.list.eval(pl.element().struct.field("role"))
     overhead = {order: _overhead(order, tokenizer, options) for order in _orders(roles)}
-    # Twice, for templates that add text for some contents only.
+    # Doubled, for templates that add text only for some contents.
     return 2 * (_bytes(prompts) + roles.list.join(",").replace_strict(overhead, return_dtype=pl.UInt32)) * growth
 
 
 def _bytes(prompts: pl.Series) -> pl.Series:
-    """Bytes of each prompt's text, or of its messages', their tool calls as JSON."""
+    """Bytes of each prompt's text, or of its messages' texts and their tool calls as JSON."""
     if prompts.dtype == pl.String:
         return prompts.str.len_bytes()
     texts = (pl.element().struct.field("content"), tool_calls(prompts.dtype))
@@ -236,5 +236,5 @@ def _overhead(order: str, tokenizer: Any, options: Options) -> int:
     messages = [{"role": role, "content": "x"} for role in order.split(",")]
     try:
         return len(_rendered(messages, tokenizer, options).encode())
-    except Exception:  # the template wants other fields too: then such prompts are tokenized
+    except Exception:  # the template needs other fields too: then such prompts are tokenized
         return UNKNOWN

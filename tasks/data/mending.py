@@ -1,4 +1,4 @@
-"""What to set in `[data.columns]` where a data set's columns are not those that a run needs."""
+"""Suggests what to set in `[data.columns]` if a data set's columns are not those that a run needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import polars as pl
 from grpo_core.config.columns import columns_read
 from tasks.data.repeats import is_conversation
 
-# What published data sets call the columns that a run needs, the usual name first.
+# Names in published data sets for the columns that a run needs, the usual name first.
 USUAL = {
     "prompt": ("question", "problem", "instruction", "messages", "query", "input", "text", "task"),
     "answer": ("solution", "final_answer", "ground_truth", "target", "expected", "label", "gold", "output", "response"),
@@ -31,8 +31,7 @@ def missing_column(
     read: Mapping[str, Mapping[str, Any]],
     section: str = "data",
 ) -> str:
-    """Part of a sentence: that there is no such column (`reading`: what reads it), and the key in `section` that would
-    give it."""
+    """Part of a sentence: the column is missing (`reading`: its reader), and this key in `section` would make it."""
     kinds = read.get(column, {}).values()
     others = [name for name in frame.columns if name not in read and name != "prompt"]
     if column == "prompt":
@@ -42,13 +41,17 @@ def missing_column(
     wanted = [part for part in columns_read(columns.get(column, column)) if part not in frame.columns] or [column]
     likely = _likely(column, wanted[0], able)
     key = f"{section}.columns.{column}"
-    hint = f"set {key} = {json.dumps(likely, ensure_ascii=False)}" if likely else f"{key} says what it is made of"
+    hint = (
+        f"set {key} = {json.dumps(likely, ensure_ascii=False)}"
+        if likely
+        else f"set {key} to what it should be made from"
+    )
     made = f" (for {key} = {columns[column]!r})" if column in columns else ""
     return f"has no column {wanted[0]!r}{made}{reading}; its columns are {', '.join(frame.columns)}: {hint}"
 
 
 def wrong_type(column: str, kind: Any, frame: pl.DataFrame, columns: Mapping[str, str], section: str = "data") -> str:
-    """End of a sentence: the key that would write the column as text, if that is what is wanted; else nothing."""
+    """End of a sentence: the key that would write the column as text; "" if text is not needed."""
     found = frame.schema[column]
     able = not found.is_nested() or found == pl.List(pl.String)
     if column in columns or not able or found == pl.Null or not accepts(kind, pl.String()):
@@ -58,7 +61,7 @@ def wrong_type(column: str, kind: Any, frame: pl.DataFrame, columns: Mapping[str
 
 
 def _likely(column: str, wanted: str, able: list[str]) -> str | None:
-    """The column that seems to be it: of a like name, of a usual one, the only one that could be, or the
+    """Column that is most likely meant: one of a similar name, of a usual name, the only one of a fitting type, or the
     first that could be the prompt."""
     like = difflib.get_close_matches(wanted, able, n=1)
     usual = [name for name in USUAL.get(column, ()) if name in able]
@@ -67,7 +70,7 @@ def _likely(column: str, wanted: str, able: list[str]) -> str | None:
 
 
 def accepts(kind: Any, found: pl.DataType) -> bool:
-    """Whether values of an Arrow type are what a parameter annotated with `kind` takes."""
+    """True if a parameter annotated with `kind` takes values of this Arrow type."""
     if found == pl.Null:
         return False
     if typing.get_origin(kind) in (typing.Union, types.UnionType):

@@ -1,4 +1,4 @@
-"""Rules of your own about the columns that data sets have: `data.schema`, or a contract written as YAML."""
+"""Users' own rules about data sets' columns: `data.schema`, or a contract written as YAML."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ _NO_CASE = pl.DataFrame(schema={"failure_case": pl.String, "column": pl.String, 
 
 
 def load_schema(name: str) -> pa.DataFrameSchema:
-    """The schema of the model `module:Model`. Raises ConfigError if it cannot be imported, or is no such model."""
+    """Load the schema of the model `module:Model`. Raises ConfigError if it cannot be imported, or is not such a
+    model."""
     model = own_code.find("data.schema", name)
     if not (isinstance(model, type) and issubclass(model, pa.DataFrameModel)):
-        raise ConfigError(f"data.schema = {name!r} is no pandera.polars.DataFrameModel")
+        raise ConfigError(f"data.schema = {name!r} is not a pandera.polars.DataFrameModel")
     try:
         schema = model.to_schema()
     except Exception as error:  # pandera raises errors of many kinds
-        raise ConfigError(f"data.schema = {name!r} is no valid schema: {error}") from error
+        raise ConfigError(f"data.schema = {name!r} is not a valid schema: {error}") from error
     _check_it_only_looks(f"data.schema = {name!r}", schema)
     return schema
 
 
 def read_schema(path: Path) -> pa.DataFrameSchema:
-    """The schema in a YAML file. Raises ConfigError if there is none."""
+    """Read the schema in a YAML file. Raises ConfigError if there is none."""
     if not is_file(path):
         raise ConfigError(f"{path}: cannot be read: no such file")
     try:
@@ -44,14 +45,14 @@ def read_schema(path: Path) -> pa.DataFrameSchema:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except Exception as error:
-        raise ConfigError(f"{path}: no schema as `grpo data schema` writes it: {error}") from error
+        raise ConfigError(f"{path}: not a schema as `grpo data schema` writes it: {error}") from error
     _check_it_only_looks(str(path), schema)
     return schema
 
 
 def _check_it_only_looks(name: str, schema: pa.DataFrameSchema) -> None:
-    """Raises ConfigError if the schema would change what it checks, which the training reads as it is, or would not
-    find every row that breaks a rule."""
+    """Raises ConfigError if the schema would change the data it checks, since the training reads it unchanged, or would
+    not find every row that breaks a rule."""
     if wrong := [*_frame_settings(schema), *_column_settings(schema), *_check_settings(schema)]:
         raise ConfigError("\n".join(f"{name}: {it}" for it in wrong))
 
@@ -66,7 +67,7 @@ def _frame_settings(schema: Any) -> Iterator[str]:
     if schema.strict == "filter":
         yield f"strict = 'filter' leaves columns out, {CHANGES}; set it to true or false"
     if schema.dtype is not None:
-        yield "a dtype for all columns is not checked by pandera; give each column its type"
+        yield "pandera does not check a dtype for all columns; give each column its type"
 
 
 def _column_settings(schema: pa.DataFrameSchema) -> Iterator[str]:
@@ -78,7 +79,7 @@ def _column_settings(schema: pa.DataFrameSchema) -> Iterator[str]:
         if column.drop_invalid_rows:
             yield f"column {name!r}: drop_invalid_rows hides rows; set data.checks.own_schema to 'drop' instead"
         if column.unique and column.regex:
-            yield f"column {name!r}: unique is not checked of columns that a pattern names; name each column"
+            yield f"column {name!r}: unique is not checked for columns that a pattern names; name each column"
 
 
 def _check_settings(schema: Any) -> Iterator[str]:
@@ -86,7 +87,7 @@ def _check_settings(schema: Any) -> Iterator[str]:
     found += [(f"column {name!r}: ", check) for name, column in schema.columns.items() for check in column.checks]
     for where, check in found:
         if check.groupby is not None:
-            yield f"{where}check {check.name}: groupby is not supported by pandera for polars; compare rows otherwise"
+            yield f"{where}check {check.name}: pandera does not support groupby for polars; compare rows in another way"
         if check.raise_warning:
             yield f"{where}check {check.name}: raise_warning hides rows; set data.checks.own_schema to 'warn' instead"
         if check.n_failure_cases is not None:
@@ -94,8 +95,8 @@ def _check_settings(schema: Any) -> Iterator[str]:
 
 
 def hold_against(parts: Mapping[str, Rows], schema: pa.DataFrameSchema) -> tuple[list[str], pl.DataFrame]:
-    """What is wrong with the columns of the parts, in sentences, and every row that breaks a rule (FINDING), in the
-    order of the rows. A check of the schema sees a slice of the rows; `unique` is of all of them."""
+    """Return the problems of the parts' columns, in sentences, and every row that breaks a rule (FINDING), in the order
+    of the rows. Each check of the schema sees a slice of the rows; `unique` covers all of them."""
     problems, findings = [], [NONE]
     for name, rows in parts.items():
         cases = [_cases(frame, _without_unique(schema), first) for first, frame in rows.numbered()]
@@ -122,7 +123,7 @@ def hold_against(parts: Mapping[str, Rows], schema: pa.DataFrameSchema) -> tuple
 
 
 def _cases(frame: pl.DataFrame, schema: pa.DataFrameSchema, first: int = 0) -> pl.DataFrame:
-    """What pandera finds in rows from the number `first` on."""
+    """Pandera's findings in the rows. `first`: number of the first row."""
     try:
         schema.validate(frame, lazy=True)
     except pa.errors.SchemaErrors as errors:
@@ -139,7 +140,7 @@ def _without_unique(schema: pa.DataFrameSchema) -> pa.DataFrameSchema:
 
 
 def _repeated(rows: Rows, schema: pa.DataFrameSchema) -> pl.DataFrame:
-    """What pandera finds by the rules `unique`, among the rows that have what another row has."""
+    """Pandera's findings by the rules `unique`, among the rows with values that another row has too."""
     asked = [[name] for name, column in schema.columns.items() if column.unique]
     asked += [list(schema.unique)] if schema.unique else []
     asked = [names for names in asked if {*names} <= {*rows.columns}]
@@ -156,7 +157,7 @@ def _repeated(rows: Rows, schema: pa.DataFrameSchema) -> pl.DataFrame:
         report_duplicates=schema.report_duplicates,
         name=schema.name,
     )
-    # pandera writes whole rows into what it finds, and fails at numbers of other columns that are beyond 64 bits.
+    # pandera writes whole rows into its findings, and fails at numbers beyond 64 bits in other columns.
     cases = _cases(rows.gather(again).select(*dict.fromkeys(itertools.chain(*asked))), rules)
     return cases.with_columns(index=again.cast(pl.Int64).gather(cases["index"]))
 

@@ -1,4 +1,4 @@
-"""Sources of models and data: a path here, or a name on the Hugging Face hub."""
+"""Sources of models and data: a path on this machine, or a name on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FILE_NAME = re.compile(r"\.(parquet|jsonl?|ndjson|csv|tsv|txt|arrow|xlsx?|gz|bz2
 
 
 def data_set(part: str) -> str:
-    """The data set that a part belongs to: train, eval or eval-NAME."""
+    """Data set that a part belongs to: train, eval or eval-NAME."""
     return part.partition("/")[0]
 
 
 def may_be_on_the_hub(source: str) -> bool:
-    """Whether a name that is no path here could be a name on the hub: NAME or OWNER/NAME, unlike that of a file."""
+    """True if a name that is not a path here could be a name on the hub: NAME or OWNER/NAME, and unlike a file's."""
     owner, separator, _ = source.partition("/")
     here = bool(separator) and is_folder(Path(owner))
     named = len(source) <= LONGEST_HUB_NAME and HUB_NAME.fullmatch(source) is not None
@@ -43,7 +43,7 @@ def is_folder(path: Path) -> bool:
 
 def check_places(config: RunConfig) -> None:
     """Raises ConfigError if the model or a source of prompts is neither a path here nor a possible name on the hub, or
-    the adapter to go on with is not the one that the configuration describes."""
+    if the adapter to continue from does not match the configuration."""
     places = {
         "model.name_or_path": config.model.name_or_path,
         **{

@@ -1,4 +1,4 @@
-"""Prompts that come twice, or are both trained on and evaluated on."""
+"""Finds prompts that come twice, or that are both trained on and evaluated on."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tasks.data.rows import Rows
 from tasks.data.sources import is_unstorable
 
 INVISIBLE = r"[\x{200B}-\x{200D}\x{2060}\x{FEFF}]"
-# `other`: the part of the data that has the same prompt.
+# `other`: the part of the data with the same prompt.
 FINDING = dict.fromkeys(["dataset", "row", "column", "check", "value", "other"], pl.String) | {"row": pl.UInt32}
 NONE = pl.DataFrame(schema=FINDING)
 SHOWN = 80  # characters of a value in a finding
 
 
 def is_conversation(frame: pl.DataFrame, column: str = "prompt") -> bool:
-    """Whether the prompts are lists of messages."""
+    """True if the prompts are lists of messages."""
     kind = frame.schema[column]
     if not (isinstance(kind, pl.List) and isinstance(kind.inner, pl.Struct)):
         return False
@@ -27,8 +27,8 @@ def is_conversation(frame: pl.DataFrame, column: str = "prompt") -> bool:
 
 
 def prompt_text(frame: pl.DataFrame, whole: bool = False) -> pl.Series:
-    """Each prompt as one text, the messages of a conversation with their roles: equal texts are equal prompts. `whole`:
-    with the row's other columns, as JSON."""
+    """Write each prompt as one text, the messages of a conversation with their roles, so that equal texts are equal
+    prompts. `whole`: include the row's other columns, as JSON."""
     text = pl.col("prompt")
     if is_conversation(frame):
         message, calls = pl.element().struct, tool_calls(frame.schema["prompt"])
@@ -41,16 +41,16 @@ def prompt_text(frame: pl.DataFrame, whole: bool = False) -> pl.Series:
 
 
 def key_of(value: pl.Expr) -> pl.Expr:
-    """128 bits that stand for a value: of ten million different ones, two agree with a probability of 1e-25."""
+    """Hash of a value in 128 bits: among ten million different values, two agree with a probability of 1e-25."""
     high, low = (value.hash(seed).cast(pl.Int128) for seed in (1, 2))
     return high * pl.lit(2**64, pl.Int128) + low
 
 
 def keys_of(frame: pl.DataFrame, first: int, whole: bool) -> pl.DataFrame:
-    """What each prompt that is there is compared by: row (from `first` on), its text as a finding has it, and keys for
-    `overlap` and for `near_overlap`."""
+    """Columns by which the prompts that are not null are compared: row (from `first` on), text as shown in findings,
+    and keys for `overlap` and `near_overlap`."""
     text = pl.col("text")
-    # White space is collapsed; leaving the many single spaces alone is four times as fast.
+    # Collapses white space; not touching the many single spaces is four times as fast.
     near = text.str.to_lowercase().str.replace_all(INVISIBLE, "").str.replace_all(r"\s{2,}|[^\S ]", " ")
     return (
         prompt_text(frame, whole)
@@ -65,7 +65,7 @@ def keys_of(frame: pl.DataFrame, first: int, whole: bool) -> pl.DataFrame:
 
 
 def duplicates(parts: Mapping[str, Rows], keys: Mapping[str, pl.DataFrame], whole: bool) -> Iterator[pl.DataFrame]:
-    """Rows whose prompt is the same as that of an earlier row of the same data set, for each of its parts. `keys`: row
+    """Yield, for each part of a data set, the rows whose prompt is that of an earlier row of the data set. `keys`: row
     and key (`overlap`) of the rows that stay, by part."""
     kind = pl.Enum([*parts])
     rows = pl.concat(keys[name].select("row", "overlap", other=pl.lit(name, kind)) for name in parts)
@@ -89,12 +89,12 @@ def duplicates(parts: Mapping[str, Rows], keys: Mapping[str, pl.DataFrame], whol
 
 
 def shown_texts(frame: pl.DataFrame, whole: bool) -> pl.Series:
-    """Each prompt as a finding has it."""
+    """Each prompt as shown in findings."""
     return prompt_text(frame, whole).to_frame("text").select(shown(pl.col("text"))).to_series()
 
 
 def firsts(keys: Mapping[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
-    """For `overlap` and `near_overlap`: each key of these parts once, with the part and row that has it first."""
+    """Each key of these parts once, with the part and row that has it first; for `overlap` and for `near_overlap`."""
     return {
         kind: pl.concat([_firsts(name, own, kind) for name, own in keys.items()]).unique(kind, keep="first")
         for kind in ("overlap", "near_overlap")
@@ -107,7 +107,7 @@ def _firsts(name: str, keys: pl.DataFrame, kind: str) -> pl.DataFrame:
 
 
 def among(name: str, keys: pl.DataFrame, others: Mapping[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
-    """For `overlap` and `near_overlap`: the rows of a part whose keys are among those of others, as FINDING."""
+    """Rows of a part whose keys are among those of others, as FINDING; for `overlap` and for `near_overlap`."""
     return {
         kind: keys.join(known, on=kind, maintain_order="left").select(
             dataset=pl.lit(name),
@@ -122,5 +122,5 @@ def among(name: str, keys: pl.DataFrame, others: Mapping[str, pl.DataFrame]) -> 
 
 
 def shown(text: pl.Expr) -> pl.Expr:
-    """A value as a finding has it, at most SHOWN characters of it."""
+    """A value as shown in findings, cut after SHOWN characters."""
     return pl.when(text.str.len_chars() > SHOWN).then(text.str.head(SHOWN - 1) + "…").otherwise(text)

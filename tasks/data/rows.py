@@ -1,4 +1,4 @@
-"""Rows that may be more than memory holds: they are read slice by slice, and no more than a slice is in memory."""
+"""Rows that may exceed memory: they are read slice by slice, and at most one slice is in memory."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 
 import polars as pl
 
-SLICE_ROWS = 100_000  # of a slice at most
-SLICE_BYTES = 2**26  # of a slice, as nearly as its file tells
-AT_ONCE = 2**28  # bytes in memory of a data set that is written as one table
-GROUP = 1024  # rows of a group of a larger one
+SLICE_ROWS = 100_000  # most rows per slice
+SLICE_BYTES = 2**26  # bytes per slice, estimated from the file's size
+AT_ONCE = 2**28  # most bytes in memory of a data set that is written as one table
+GROUP = 1024  # rows per group of a larger data set
 
 
 class MixedKindsError(ValueError):
-    """A column with values of several kinds."""
+    """Raised for a column with values of several kinds."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows in the same slices each time that they are read. `empty`: their columns, without rows; `read`: the slices,
-    with these columns."""
+    """Rows that can be read again and again, in the same slices. `empty`: their columns, without rows; `read`: gives
+    the slices, with these columns."""
 
     empty: pl.DataFrame
     height: int
@@ -39,24 +39,24 @@ class Rows:
         return self.empty.schema
 
     def slices(self) -> Iterator[pl.DataFrame]:
-        """At least one slice, which may be empty."""
+        """Yield the slices: at least one, which may be empty."""
         frames = self.read()
         yield next(frames, self.empty)
         yield from frames
 
     def numbered(self) -> Iterator[tuple[int, pl.DataFrame]]:
-        """Each slice, after the number of its first row."""
+        """Yield the number of each slice's first row, and the slice."""
         first = 0
         for frame in self.slices():
             yield first, frame
             first += frame.height
 
     def map(self, change: Callable[[pl.DataFrame], pl.DataFrame]) -> Rows:
-        """These rows with other columns."""
+        """Apply `change`, which may change columns but not the number of rows, to each slice on reading."""
         return Rows(change(self.empty), self.height, lambda: map(change, self.slices()))
 
     def where(self, keep: pl.Series) -> Rows:
-        """The rows that are to be kept, of which `keep` says which."""
+        """Keep the rows for which `keep` is true."""
         return Rows(
             self.empty,
             int(keep.sum()),
@@ -64,7 +64,7 @@ class Rows:
         )
 
     def gather(self, rows: pl.Series | list[int]) -> pl.DataFrame:
-        """The rows of these numbers, in the order of the data."""
+        """Return the rows with these numbers, in the order of the data."""
         wanted = pl.repeat(False, self.height, eager=True).scatter(rows, True)
         return pl.concat([self.empty, *self.where(wanted).slices()])
 
@@ -74,13 +74,14 @@ def of_frame(frame: pl.DataFrame) -> Rows:
 
 
 def slice_rows(height: int, size: int) -> int:
-    """Rows of a slice, of a file with `height` rows and `size` bytes."""
+    """Rows per slice for a file with `height` rows and `size` bytes."""
     return max(1, min(SLICE_ROWS, SLICE_BYTES * height // max(size, 1)))
 
 
 def kept_on_disk(frames: Iterator[pl.DataFrame]) -> Rows:
-    """The rows of one or more frames, each column of a type that holds the values of all frames. A single frame stays
-    in memory; several are in temporary files, for as long as these rows are in use. Raises MixedKindsError."""
+    """Combine the rows of one or more frames, each column with a type that holds the values of all frames. A single
+    frame stays in memory; several are in temporary files, as long as these rows are in use. Raises MixedKindsError if
+    there is no such type."""
     first = next(frames)
     second = next(frames, None)
     if second is None:
@@ -92,7 +93,7 @@ def kept_on_disk(frames: Iterator[pl.DataFrame]) -> Rows:
         frame.write_ipc(files[-1], compression="lz4")
         empty, height = with_common_types(empty, frame.clear()), height + frame.height
 
-    def read(folder: Any = folder) -> Iterator[pl.DataFrame]:  # it holds the folder
+    def read(folder: Any = folder) -> Iterator[pl.DataFrame]:  # the default keeps the folder alive
         for file in files:
             for frame in pl.read_ipc(file).iter_slices(SLICE_ROWS):
                 yield as_columns(frame, empty)
@@ -101,7 +102,8 @@ def kept_on_disk(frames: Iterator[pl.DataFrame]) -> Rows:
 
 
 def with_common_types(one: pl.DataFrame, other: pl.DataFrame) -> pl.DataFrame:
-    """The columns of both, each of the type that holds the values of both. Raises MixedKindsError."""
+    """Columns of both frames, each with a type that holds the values of both. Raises MixedKindsError if there is
+    none."""
     for column, kind in other.schema.items():
         if not alike(kind, found := one.schema.get(column, kind)):
             raise MixedKindsError(f"column {column!r} is {found} in some rows and {kind} in others")
@@ -109,14 +111,14 @@ def with_common_types(one: pl.DataFrame, other: pl.DataFrame) -> pl.DataFrame:
 
 
 def as_columns(frame: pl.DataFrame, empty: pl.DataFrame) -> pl.DataFrame:
-    """The rows with the columns of `empty`, whose types hold their values; null in columns that they do not have."""
+    """Convert the rows to the columns of `empty`, whose types hold their values; missing columns become null."""
     if frame.schema == empty.schema:
         return frame
     return pl.concat([empty, frame], how="diagonal_relaxed") if frame.width else empty.clear(frame.height)
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether a type holds the values of both of these types as they are."""
+    """True if some type holds the values of both these types unchanged."""
     if pl.Null in (one, other) or (one.is_numeric() and other.is_numeric()):
         return True
     if isinstance(one, pl.List) and isinstance(other, pl.List):
@@ -128,8 +130,8 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def write_rows(rows: Rows, path: Path) -> None:
-    """Write the rows as Parquet: a few as one table; many in groups of GROUP rows, of which a training reads those that
-    it needs."""
+    """Write the rows as Parquet: few as one table, many in groups of GROUP rows, so that a training reads only the
+    groups that it needs."""
     frames, first, size = rows.slices(), [], 0
     for frame in frames:
         first.append(frame)

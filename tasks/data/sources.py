@@ -1,4 +1,4 @@
-"""Prompts from Parquet, JSON lines, JSON, CSV, a dataset saved to disk, or a Hugging Face name, as Arrow columns, read
+"""Reads prompts from Parquet, JSON lines, JSON, CSV, a dataset saved to disk, or a Hugging Face name, as Arrow columns,
 slice by slice."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tasks.data.text_sources import Fault, find_fault, read_text
 PASS_RATE = "pass_rate"
 TEXT_KINDS = (".jsonl", ".json", ".csv")
 KINDS = (".parquet", *TEXT_KINDS)
-BUFFER = 2**20  # bytes of a column that are read at once
+BUFFER = 2**20  # bytes of a column read at a time
 FORMS = (
     f"a source is a file ending in {', '.join(KINDS)} (all but .parquet also with .gz), a folder written by datasets' "
     "save_to_disk, or a dataset's name on the hub"
@@ -30,13 +30,13 @@ FORMS = (
 
 
 class SourceError(GrpoError):
-    """Prompts that cannot be read; the message names the configuration key, the source and its fault."""
+    """Raised if prompts cannot be read; the message names the configuration key, the source and its fault."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where prompts come from. `key`: of the configuration, whose value `data` is; the others: of a dataset on the hub,
-    the split of a saved DatasetDict too."""
+    """A source of prompts. `key`: configuration key with the value `data`. The other fields describe a dataset on the
+    hub; the split also applies to a saved DatasetDict."""
 
     key: str
     data: str
@@ -50,19 +50,19 @@ class Source:
 
 
 def load_sources(config: RunConfig) -> dict[str, Rows]:
-    """The rows of each part of the data, see `sources_of`, with the columns that they have."""
+    """Load the rows of each part of the data (see `sources_of`), with their own columns."""
     return {name: load_source(source) for name, source in sources_of(config).items()}
 
 
 def with_needed_columns(read: Mapping[str, Rows], config: RunConfig) -> dict[str, Rows]:
-    """These rows of the sources with the columns that the run needs. Raises SourceError if one cannot be made."""
+    """Add to the sources' rows the columns that the run needs. Raises SourceError if one cannot be made."""
     sources = sources_of(config)
     return {name: _with_columns(sources[name], rows, config.data) for name, rows in read.items()}
 
 
 def sources_of(config: RunConfig) -> dict[str, Source]:
-    """The source of each data set: train, eval and those of `evaluation.sets`. With `data.sources`, train and eval have
-    a part for each: train/NAME and eval/NAME."""
+    """Source of each data set: train, eval and those of `evaluation.sets`. With `data.sources`, train and eval have one
+    part per source: train/NAME and eval/NAME."""
     parts = {**dict(_training_sources(config.data)), **dict(_held_out_sources(config.data))}
     origins = {source.name: key for key, source in config.data.origins.items() if isinstance(source, DataSource)}
     for place, it in enumerate(config.evaluation.sets):
@@ -72,12 +72,12 @@ def sources_of(config: RunConfig) -> dict[str, Source]:
 
 
 def training_sources(data: DataConfig) -> list[Source]:
-    """Where the training prompts come from: `data.train`, or that of each of `data.sources`."""
+    """Sources of the training prompts: `data.train`, or that of each of `data.sources`."""
     return [source for _, source in _training_sources(data)]
 
 
 def held_out_sources(data: DataConfig) -> list[Source]:
-    """Where the held-out prompts come from: `data.eval`, or that of each of `data.sources`."""
+    """Sources of the held-out prompts: `data.eval`, or that of each of `data.sources`."""
     return [source for _, source in _held_out_sources(data)]
 
 
@@ -96,7 +96,7 @@ def _part(name: str, origin: PromptSource) -> str:
 
 
 def pooled(parts: Mapping[str, Rows]) -> dict[str, Rows]:
-    """The data sets that the parts make, their rows one part after the other."""
+    """Join the parts to data sets, their rows one part after the other."""
     sets: dict[str, list[Rows]] = {}
     for part, rows in parts.items():
         sets.setdefault(data_set(part), []).append(rows)
@@ -110,7 +110,7 @@ def _one_after_the_other(parts: list[Rows]) -> Rows:
 
 
 def unlike_columns(parts: Mapping[str, Rows]) -> Iterator[str]:
-    """Problems: columns for which no type holds the values of all parts of a data set as they are."""
+    """Yield a problem for each column for which no type holds the values of all parts of a data set unchanged."""
     for name in dict.fromkeys(map(data_set, parts)):
         own = {part: rows.schema for part, rows in parts.items() if data_set(part) == name}
         for column in dict.fromkeys(column for schema in own.values() for column in schema):
@@ -122,7 +122,7 @@ def unlike_columns(parts: Mapping[str, Rows]) -> Iterator[str]:
 
 
 def load_source(source: Source) -> Rows:
-    """A source's rows, with the columns that they have. Raises SourceError, which says what is wrong with them."""
+    """Load a source's rows, with their own columns. Raises SourceError, with the reason, if they cannot be read."""
     if (kind := _text_kind(source)) is None:
         return _open(source)
     try:
@@ -132,19 +132,19 @@ def load_source(source: Source) -> Rows:
 
 
 def count_prompts(source: Source) -> int:
-    """Number of prompts in a source, without reading them if the format contains it."""
+    """Number of prompts in a source. Doesn't read them if the format contains the number."""
     kind = _text_kind(source)
     return _open(source).height if kind is None else sum(frame.height for frame in _read_text(source, kind))
 
 
 def load_training_prompts(data: DataConfig) -> dict[Source, Rows]:
-    """The training prompts alone, by source. Raises SourceError, which says what is wrong with them."""
+    """Load only the training prompts, by source. Raises SourceError, with the reason, if they cannot be read."""
     return {source: _with_columns(source, load_source(source), data) for source in training_sources(data)}
 
 
 def list_pass_rates(data: DataConfig) -> list[float]:
-    """The column `pass_rate` of the training prompts: how often the base model is known to solve each. Those of sources
-    without one, or where a function of yours makes it, are left out."""
+    """Read the column `pass_rate` of the training prompts: the share of completions with which the base model is known
+    to solve each. Skips sources that lack the column or make it by a user's function."""
     return [rate for source in training_sources(data) for rate in _pass_rates(source, data.origins[source.origin])]
 
 
@@ -159,7 +159,7 @@ def _pass_rates(source: Source, origin: PromptSource) -> Iterator[float]:
 
 
 def validated_pass_rates(prompts: Path) -> list[float]:
-    """The column `pass_rate` of validated prompts, if it holds numbers."""
+    """Read the column `pass_rate` of validated prompts; empty if it does not hold numbers."""
     rows = pl.scan_parquet(prompts, glob=False)
     kind = rows.collect_schema().get(PASS_RATE)
     if kind is None or not (kind.is_numeric() or kind == pl.String):
@@ -168,7 +168,7 @@ def validated_pass_rates(prompts: Path) -> list[float]:
 
 
 def load_head(data: DataConfig, rows: int) -> list[pl.DataFrame]:
-    """The first training prompts of each source, if they are files. Raises SourceError if one is none, or cannot be
+    """Load the first training prompts of each source. Raises SourceError if a source is not a file, or cannot be
     read."""
     return [_head(source, data, rows) for source in training_sources(data)]
 
@@ -181,25 +181,25 @@ def _head(source: Source, data: DataConfig, rows: int) -> pl.DataFrame:
 
 
 def _frames(source: Source) -> Iterator[pl.DataFrame]:
-    """The rows as they are read: a column of a text file may be of another type in each frame."""
+    """Yield the rows as they are read: in a text file, a column's type may differ between frames."""
     kind = _text_kind(source)
     return _open(source).slices() if kind is None else _read_text(source, kind)
 
 
 def needs_loading(source: str) -> bool:
-    """Whether its prompts can only be counted by loading them with datasets."""
+    """True if the source's prompts can only be counted by loading them with datasets."""
     path = Path(source)
     return is_folder(path) or (not is_file(path) and may_be_on_the_hub(source))
 
 
 def without_unstorable(rows: Rows) -> Rows:
-    """The columns that Parquet knows: none of integers beyond 64 bits, structs without fields, Python objects."""
+    """Drop the columns that Parquet cannot store: integers beyond 64 bits, structs without fields, Python objects."""
     storable = [name for name, kind in rows.schema.items() if not is_unstorable(kind)]
     return rows.map(lambda frame: frame.select(storable))
 
 
 def is_unstorable(kind: object) -> bool:
-    """Whether Parquet has no type for the values of a column of this Polars type."""
+    """True if Parquet has no type for the values of a column of this Polars type."""
     if isinstance(kind, (pl.List, pl.Array)):
         return is_unstorable(kind.inner)
     if isinstance(kind, pl.Struct):
@@ -220,7 +220,7 @@ def _with_columns(source: Source, rows: Rows, data: DataConfig) -> Rows:
 
 
 def _text_kind(source: Source) -> str | None:
-    """The kind of a text file; None for all others."""
+    """Kind of a text file; None for any other source."""
     path = Path(source.data)
     return kind if is_file(path) and (kind := _kind(path)) in TEXT_KINDS else None
 
@@ -233,12 +233,12 @@ def _read_text(source: Source, kind: str) -> Iterator[pl.DataFrame]:
 
 
 def _open(source: Source) -> Rows:
-    """The rows of what is no text file."""
+    """Open a source that is not a text file."""
     path = Path(source.data)
     if is_file(path):
         if _kind(path) == ".parquet":
             return _parquet(source)
-        raise SourceError(f"{source}: a file of no known kind; {FORMS}")
+        raise SourceError(f"{source}: a file of unknown kind; {FORMS}")
     if not is_folder(path) and not may_be_on_the_hub(source.data):
         if os.path.lexists(path):
             raise SourceError(f"{source}: a pipe, a device or a link to nothing, not a file or folder; {FORMS}")
@@ -259,8 +259,8 @@ def _open(source: Source) -> Rows:
 
 
 def _parquet(source: Source) -> Rows:
-    """Read by pyarrow, which needs no more than some pages of a column at a time."""
-    import pyarrow as pa  # it takes a tenth of a second to import
+    """Open a Parquet file with pyarrow, which keeps only some pages of a column in memory."""
+    import pyarrow as pa  # takes a tenth of a second to import
     import pyarrow.parquet as pq
 
     path = Path(source.data)
@@ -285,13 +285,13 @@ def _parquet(source: Source) -> Rows:
 
 
 def _kind(path: Path) -> str:
-    """The ending that says how a file is read, in lower case and without .gz."""
+    """File ending that determines how the file is read, in lower case and without .gz."""
     name = path.name.lower()
     return Path(name.removesuffix(".gz")).suffix
 
 
 def _plain(frame: pl.DataFrame) -> pl.DataFrame:
-    """Columns of the types that rewards know: encoded text as text, arrays of one length as lists."""
+    """Convert columns to types that rewards know: encoded text to text, arrays of fixed length to lists."""
     encoded = [name for name, kind in frame.schema.items() if isinstance(kind, (pl.Categorical, pl.Enum))]
     arrays = {name: kind for name, kind in frame.schema.items() if isinstance(kind, pl.Array)}
     casts = [pl.col(encoded).cast(pl.String), *(pl.col(n).cast(pl.List(kind.inner)) for n, kind in arrays.items())]

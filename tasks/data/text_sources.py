@@ -1,7 +1,7 @@
-"""JSON lines, JSON and CSV, plain or compressed by gzip, as Arrow columns. A fault is reported with the first row that
-has it.
+"""Reads JSON lines, JSON and CSV, plain or compressed by gzip, as Arrow columns. A fault is reported with the first row
+that has it.
 
-JSON is read by polars and checked by pyarrow, a block of lines at a time (a JSON list is in memory as a whole). If
+JSON is read by polars and checked by pyarrow, one block of lines at a time (a JSON list is in memory as a whole). If
 either refuses a block, the file is searched row by row for the fault, which is then described in plain words.
 """
 
@@ -24,32 +24,32 @@ import polars as pl
 from tasks.data.rows import SLICE_ROWS
 
 GZIP = b"\x1f\x8b"
-BLOCK = 2**24  # bytes that pyarrow reads at once; a line that is longer has to fit too
+BLOCK = 2**24  # bytes that pyarrow reads at a time; enlarged for longer lines
 LONGEST_INTEGER = 2**127  # polars' widest
 BLANKS = re.compile(r"[ \t\n\r]*")
 SURROGATE = re.compile("[\ud800-\udfff]")
-DEEPEST = 100  # objects and lists inside each other; parsers recurse, and crash the process on some thousands
+DEEPEST = 100  # nested objects and lists; parsers recurse, and crash the process on some thousands
 NESTING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[{\[]|[}\]]', re.DOTALL)
 LARGEST = 2**33  # bytes of a file after decompression
-CHUNK = 2**25  # bytes of text that are read at once
+CHUNK = 2**25  # bytes of text read at a time
 SHOWN = 40  # characters around a fault
 OTHER_SEPARATORS = (";", "\t", "|")
-csv.field_size_limit(2**31 - 1)  # a long prompt is for the contract to judge
+csv.field_size_limit(2**31 - 1)  # the contract decides whether a prompt is too long
 
 
 class Fault(ValueError):
-    """What is wrong with a file, with the first row at fault."""
+    """Raised for a fault in a file; the message describes it and names the first row that has it."""
 
 
 class NotTextFault(Fault):
-    """Bytes that are not UTF-8."""
+    """Raised for bytes that are not UTF-8."""
 
 
 def read_text(path: Path, kind: str) -> Iterator[pl.DataFrame]:
-    """The rows of a file of kind .jsonl, .json or .csv, about CHUNK bytes of text at a time; what has no column in one
-    frame may have one in the next, and another type.
+    """Read the rows of a file of kind .jsonl, .json or .csv, about CHUNK bytes of text at a time. Frames may differ in
+    their columns and types.
 
-    Raises Fault for faults that have a description, ValueError and polars' errors for others: see `find_fault`.
+    Raises Fault for faults that have a description, and ValueError or polars' errors for others: see `find_fault`.
     """
     try:
         yield from _read_csv(_content(path)) if kind == ".csv" else _read_json(path, kind)
@@ -58,8 +58,8 @@ def read_text(path: Path, kind: str) -> Iterator[pl.DataFrame]:
 
 
 def find_fault(path: Path, kind: str) -> str:
-    """What is wrong with a file of JSON rows, with the first row at fault; "" if nothing is found."""
-    seen: dict[str, tuple[str, str]] = {}  # path of a value → its kind, and where that was met first
+    """Describe the fault of a file of JSON rows, with the first row that has it; "" if none is found."""
+    seen: dict[str, tuple[str, str]] = {}  # path of a value → its kind, and the first place with that kind
     row, line = 0, 1
     for block in _json_blocks(path, kind):
         for place, text in _places(block, kind, row, line):
@@ -71,7 +71,7 @@ def find_fault(path: Path, kind: str) -> str:
 
 
 def _read_json(path: Path, kind: str) -> Iterator[pl.DataFrame]:
-    """Columns with values of several kinds in one block are refused."""
+    """Read JSON; refuse columns with values of several kinds in one block."""
     row, line = 0, 1
     for block in _json_blocks(path, kind):
         if not block.isspace():
@@ -84,7 +84,8 @@ def _read_json(path: Path, kind: str) -> Iterator[pl.DataFrame]:
 
 
 def _places(block: bytes, kind: str, row: int, line: int) -> Iterator[tuple[str, bytes]]:
-    """(place in words, text) of each row that is not blank; `row` and `line`: numbers of the block's first."""
+    """Yield (place in words, text) of each row that is not blank. `row`, `line`: numbers of the block's first row and
+    line."""
     for number, text in enumerate(io.BytesIO(block), line):
         if text.strip():
             yield f"row {row} (line {number})" if kind == ".jsonl" else f"row {row}", text
@@ -92,7 +93,7 @@ def _places(block: bytes, kind: str, row: int, line: int) -> Iterator[tuple[str,
 
 
 def _content(path: Path) -> Iterator[bytes]:
-    """The file's bytes without a byte order mark, decompressed, CHUNK at a time."""
+    """Yield the file's bytes, decompressed and without a byte order mark, CHUNK at a time."""
     with path.open("rb") as file:
         compressed = file.read(len(GZIP)) == GZIP
     chunks = _decompressed(path) if compressed else _chunks(path)
@@ -114,16 +115,16 @@ def _decompressed(path: Path) -> Iterator[bytes]:
                 size += len(chunk)
                 if size > LARGEST:
                     raise Fault(
-                        f"decompressed it has more than {LARGEST:,} bytes, the most that is read of a file compressed "
+                        f"decompressed it has more than {LARGEST:,} bytes, the limit for a file compressed "
                         "by gzip; write it as .parquet"
                     )
                 yield chunk
     except (OSError, EOFError, zlib.error) as error:
-        raise Fault(f"it is compressed by gzip, and damaged: {error}") from error
+        raise Fault(f"it is compressed by gzip, but damaged: {error}") from error
 
 
 def _json_blocks(path: Path, kind: str) -> Iterator[bytes]:
-    """Lines, about CHUNK bytes of them at a time, each of which is a row or blank."""
+    """Yield blocks of about CHUNK bytes, in which each line is a row or blank."""
     content = _content(path)
     if kind == ".json":
         whole = b"".join(content)
@@ -146,8 +147,8 @@ def _json_blocks(path: Path, kind: str) -> Iterator[bytes]:
 
 
 def _cut_list(content: bytes) -> bytes:
-    """The elements of a JSON list, unchanged, each on its own line."""
-    text = content.decode(errors="surrogateescape")  # what is no UTF-8 is found row by row
+    """Put the elements of a JSON list, unchanged, each on its own line."""
+    text = content.decode(errors="surrogateescape")  # bytes that are not UTF-8 are found row by row
     decoder = json.JSONDecoder(parse_int=len, parse_float=len)
     rows: list[str] = []
     before, at = "[", _after_blanks(text, 0)
@@ -184,7 +185,7 @@ def _refuse_deep_rows(block: bytes, kind: str, row: int, line: int) -> None:
 
 
 def _depth(text: bytes) -> int:
-    """How many objects and lists are open at most; brackets in strings do not count."""
+    """Largest nesting depth of objects and lists; brackets in strings do not count."""
     depth = deepest = 0
     for found in NESTING.finditer(text):
         opened = found[0]
@@ -216,7 +217,7 @@ def _problem_of_row(text: bytes, place: str, seen: dict[str, tuple[str, str]]) -
             kind = _kind(value)
             first, where = seen.setdefault(name, (kind, place))
             if kind != first:
-                return f"column {name!r} has {kind} here and {first} in {where}; a column holds values of one kind"
+                return f"column {name!r} has {kind} here but {first} in {where}; a column must hold values of one kind"
     except UnicodeDecodeError as error:
         return f"byte {error.start + 1} of it is not UTF-8: {text[error.start : error.start + 1]!r}"
     except json.JSONDecodeError as error:
@@ -227,20 +228,20 @@ def _problem_of_row(text: bytes, place: str, seen: dict[str, tuple[str, str]]) -
 
 
 def _syntax(error: json.JSONDecodeError) -> str:
-    """An error of Python's parser in plain words, with the text at its place."""
+    """Describe an error of Python's parser in plain words, with the text at its place."""
     found = error.doc[error.pos : error.pos + SHOWN]
     ends = found[:1] in ("]", "}") or error.msg.startswith("Expecting property")
     if error.msg == "Extra data":
         said = "nothing may follow the object: one object on each line, without commas between"
     elif ends and error.doc[: error.pos].rstrip().endswith(","):
-        said = "after a comma something has to follow"
+        said = "something has to follow a comma"
     else:
         said = (error.msg[0].lower() + error.msg[1:]).removesuffix(" starting at")
-    return f"no JSON: {said}; found {found!r}" if found else f"no JSON: {said}; it ends there"
+    return f"not JSON: {said}; found {found!r}" if found else f"not JSON: {said}; it ends there"
 
 
 def _values(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Each value inside a row that is not null, by its path, such as prompt[].content."""
+    """Yield each value inside a row that is not null, with its path, such as prompt[].content."""
     if isinstance(value, str) and (lone := SURROGATE.search(value)):
         raise Fault(f"column {name!r} has half a character: \\u{ord(lone[0]):x} without its pair")
     if value is not None and name:
@@ -282,22 +283,24 @@ def _finite(number: str) -> float:
 
 
 def _refuse_constant(name: str) -> float:
-    raise Fault(f"{name} is no JSON; write null for a gap")
+    raise Fault(f"{name} is not JSON; write null for a missing value")
 
 
 def _read_csv(content: Iterator[bytes]) -> Iterator[pl.DataFrame]:
-    """Columns of text: "007" keeps its zeros, and "NA" is an answer, not a gap. An empty field is a gap."""
+    """Read all columns as text: "007" keeps its zeros, and "NA" is an answer. Only an empty field counts as missing."""
     lines = csv.reader(_text_lines(content), strict=True)
     header: list[str] = []
     rows: list[list[str | None]] = []
     done = size = 0  # rows before `rows`, and characters of these
-    first = 1  # line on which a row begins; with line breaks in its fields it ends on a later one
+    first = 1  # line on which a row begins; a row with line breaks in its fields ends on a later one
     try:
         for fields in lines:
             if fields and not header:
                 header = _checked_header(fields)
             elif len(fields) > len(header):
-                raise Fault(f"{len(fields)} fields, and the header has {len(header)}: a field with commas wants quotes")
+                raise Fault(
+                    f"{len(fields)} fields, but the header has {len(header)}: put a field with commas in quotes"
+                )
             elif fields:
                 rows.append([field or None for field in fields] + [None] * (len(header) - len(fields)))
                 size += sum(map(len, fields))
@@ -308,7 +311,7 @@ def _read_csv(content: Iterator[bytes]) -> Iterator[pl.DataFrame]:
     except (csv.Error, Fault) as error:
         said = {
             "unexpected end of data": "a quote is opened and never closed",
-            "',' expected after '\"'": 'after a closing quote comes no comma; a quote inside quotes is written ""',
+            "',' expected after '\"'": 'no comma follows a closing quote; write a quote inside quotes as ""',
         }.get(str(error), str(error))
         if isinstance(error, NotTextFault):
             raise
@@ -333,7 +336,8 @@ def _text_lines(content: Iterator[bytes]) -> Iterator[str]:
             number = before + error.object.count(b"\n", 0, error.start) + 1
             raise NotTextFault(f"line {number}: not UTF-8: {error.object[error.start : error.start + 1]!r}") from error
         before += chunk.count(b"\n")
-        *lines, line = [*io.StringIO(line + text, newline="")] or [""]  # the last may go on, or end by \r and \n
+        # The last line may continue, or end with \r and \n.
+        *lines, line = [*io.StringIO(line + text, newline="")] or [""]
         yield from lines
     if line:
         yield line
@@ -344,5 +348,5 @@ def _checked_header(fields: list[str]) -> list[str]:
     if other:
         raise Fault(f"{fields[0]!r} is one column: fields are separated by commas, not by {other[0]!r}")
     if twice := [name for place, name in enumerate(fields) if name in fields[:place]]:
-        raise Fault(f"the column {twice[0]!r} is there twice")
+        raise Fault(f"the column {twice[0]!r} appears twice")
     return fields

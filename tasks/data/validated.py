@@ -1,4 +1,4 @@
-"""What a run's validated data say to its plan."""
+"""Properties of a run's validated data that its plan needs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tasks.stages.table import VALIDATE
 class Validated:
     """Sizes of the validated data, and the pace of the rewards on a few of their rows."""
 
-    num_prompts: list[int]  # to train on, of each source
+    num_prompts: list[int]  # training prompts per source
     held_out_prompts: int
     mean_tokens: float  # per prompt
     longest: int
     reward_seconds: float  # of all rewards, per completion
-    environment: EnvironmentPace | None  # if there is one
-    prompts: Path  # those to train on
+    environment: EnvironmentPace | None  # None without an environment
+    prompts: Path  # training prompts
 
 
 def validated(folder: Path, receipt: Mapping[str, Any]) -> Validated:
-    """What the stage validate wrote into `folder`."""
+    """Read the output of the stage validate in `folder`."""
     lengths, parts = receipt["lengths"]["train"], receipt["parts"]
     counts = [part["num_prompts"] for name, part in parts.items() if data_set(name) == "train"]
     rewards = receipt.get("rehearsal", {}).get("rewards", {})
@@ -41,7 +41,7 @@ def validated(folder: Path, receipt: Mapping[str, Any]) -> Validated:
 
 
 def _environment_pace(rehearsed: Mapping[str, Any]) -> EnvironmentPace | None:
-    """Means over the environments."""
+    """Mean pace of the environments; None if there are none."""
     if not rehearsed:
         return None
     found = []
@@ -59,7 +59,7 @@ def _environment_pace(rehearsed: Mapping[str, Any]) -> EnvironmentPace | None:
 
 
 def read_validated(run: Path) -> Validated | None:
-    """The validated data of a run directory; None if there are none, or if an older version wrote them."""
+    """Read the validated data of a run directory; None if there is none, or if an older version wrote it."""
     try:
         return validated(VALIDATE.path(run), read_json(VALIDATE.path(run) / VALIDATE.receipt))
     except KeyError:

@@ -1,10 +1,10 @@
-"""`python -m tasks.processes.follow FOLDER NUMBER ARGUMENTS…`: stand for machine NUMBER of a scheduler's job.
+"""`python -m tasks.processes.follow FOLDER NUMBER ARGUMENTS…`: represent machine NUMBER of a scheduler's job.
 
-It gives the machine its request, to run `python ARGUMENTS`, and signs of life, and prints what the
-processes there print. On SIGTERM it tells the machine to stop: the processes there save and end. The same happens when
-another machine of the job is told to stop, since processes save together. The exit status is theirs, or LOST if the
-machine gives no sign of life for SILENCE_SECONDS: then this process stops its own signs and returns only when
-everything there must have ended, so that no two attempts at a training run at the same time.
+This process asks the machine to run `python ARGUMENTS`, gives it signs of life, and prints what the processes there
+print. On SIGTERM it tells the machine to stop: the processes there save and end. It does the same when another machine
+of the job is told to stop, since processes save together. The exit status is theirs, or LOST if the machine gives no
+sign of life for SILENCE_SECONDS: then this process stops its own signs and returns only when everything there must have
+ended, so that no two attempts at a training run concurrently.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     while machine.read() or machine.silence() < SILENCE_SECONDS:
         status = machine.content.get("status")
         if machine.content.get("told"):
-            with suppress(OSError):  # again with the next look
+            with suppress(OSError):  # retried at the next look
                 (folder / TOLD_FILE).touch()
         told = told or (folder / TOLD_FILE).exists()
         shown = print_from(output, shown)
@@ -48,7 +48,7 @@ def main() -> None:
             sys.exit(status)
         if time.monotonic() >= next_beat or told > said:
             beats, next_beat, said = beats + 1, time.monotonic() + BEAT_SECONDS, told
-            with suppress(OSError):  # the next one may arrive
+            with suppress(OSError):  # the next sign may arrive
                 write_text(folder / f"{number}.stage", json.dumps({"beats": beats, "stop": told}))
         time.sleep(POLL_SECONDS)
     print(
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def print_from(output: Path, start: int) -> int:
-    """Print the file's bytes from `start` on; the file is opened each time, as NFS needs it. Returns its length."""
+    """Print the file's bytes from `start` on, and return its length. Opens the file each time, as NFS requires."""
     with suppress(OSError), output.open("rb") as file:
         file.seek(start)
         sys.stdout.buffer.write(new := file.read())

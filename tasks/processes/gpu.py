@@ -1,5 +1,5 @@
-"""What a GPU machine needs beside the Python packages. Where it is missing, PyTorch would train on the CPU without a
-word, or fail in the first compilation of a kernel."""
+"""Checks what a GPU machine needs beside the Python packages. Without it, PyTorch would silently train on the CPU, or
+fail when it first compiles a kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HIDDEN = ("", "-1")  # values of CUDA_VISIBLE_DEVICES
 
 
 class MachineError(GrpoError):
-    """A machine that cannot train on its GPU; the message says what to install."""
+    """Raised if a machine cannot train on its GPU; the message says what to install."""
 
 
 def check_gpu_machine() -> None:
@@ -32,7 +32,7 @@ def check_gpu_machine() -> None:
         raise MachineError(
             f"the NVIDIA driver is {driver}, and the installed PyTorch, built for CUDA {cuda}, needs {oldest} or "
             "newer: with this one it would train on the CPU. Update the driver, or set CUDA_VISIBLE_DEVICES to nothing "
-            "if the CPU is what you want"
+            "to train on the CPU"
         )
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         raise MachineError(
@@ -48,8 +48,8 @@ def check_gpu_machine() -> None:
 
 
 def _cuda_of_torch() -> int | None:
-    """Major version of CUDA that PyTorch is built for; None if for none. Read without importing it, which takes
-    seconds."""
+    """Major version of CUDA that PyTorch is built for; None if it is built without CUDA. Doesn't import PyTorch, which
+    would take seconds."""
     torch = find_spec("torch")
     if torch is None or torch.origin is None:
         return None

@@ -1,7 +1,7 @@
-"""Which GPUs of this machine a stage's processes use: those that no other stage on the machine has locked.
+"""Locks the GPUs of this machine that a stage's processes use, so that no other stage on the machine takes them.
 
 Each GPU has a folder under LOCKS, which a stage locks by flock. The kernel frees the lock when the last process that
-holds it has ended, however it ends. All users of the machine share LOCKS; containers do if it is mounted in them.
+holds it has ended, however it ends. All users of the machine share LOCKS; containers share it if it is mounted in them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process's children see, each as CUDA_VISIBLE_DEVICES names it; none without an NVIDIA GPU.
+    """GPUs that this process's children see, each as CUDA_VISIBLE_DEVICES names it; empty without an NVIDIA GPU.
 
-    As in CUDA, an entry of CUDA_VISIBLE_DEVICES that is no GPU's hides those after it.
+    As in CUDA, an entry of CUDA_VISIBLE_DEVICES that names no GPU hides those after it.
     """
     present = [line.strip() for line in query_gpus("index")]
     own = os.environ.get(VISIBLE)
@@ -38,10 +38,11 @@ def visible_gpus() -> list[str]:
 
 @contextmanager
 def own_gpus(count: int, say: Callable[[str], None]) -> Iterator[None]:
-    """In the block, CUDA_VISIBLE_DEVICES names `count` GPUs that belong to this process and those it supervises.
+    """Take `count` GPUs for this process and those it supervises, and name them in CUDA_VISIBLE_DEVICES during the
+    block.
 
     Waits, and says so, until that many are free. Does nothing on a machine without GPUs. Raises StageError if this
-    process does not see that many.
+    process sees fewer than `count`.
     """
     if not count or not visible_gpus():
         yield
@@ -60,15 +61,15 @@ def own_gpus(count: int, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def variables(gpus: dict[str, int]) -> dict[str, str]:
-    """Environment of processes that use these GPUs. nvidia-smi numbers GPUs by their place on the bus, CUDA by their
-    speed unless it is told; numbers that a person gave are CUDA's."""
+    """Environment variables of processes that use these GPUs. nvidia-smi numbers GPUs by their place on the bus, CUDA
+    by default by their speed; numbers that a person gave are CUDA's."""
     return {VISIBLE: ",".join(gpus)} | ({} if VISIBLE in os.environ else {ORDER: "PCI_BUS_ID"})
 
 
 def take_gpus(
     count: int, say: Callable[[str], None], pause: Callable[[], None] = lambda: time.sleep(POLL_SECONDS)
 ) -> dict[str, int]:
-    """Lock that many GPUs, the first that are free; returns the file descriptor of the lock of each.
+    """Lock the first `count` GPUs that are free; returns the file descriptor of each GPU's lock.
 
     Takes all or none, so that two stages never wait for each other. `pause` is called between attempts.
     """
@@ -76,7 +77,7 @@ def take_gpus(
     if count > len(visible):
         raise StageError(
             f"{count} GPUs are needed on this machine (train.num_processes / train.num_machines, and those of the vLLM "
-            f"servers that the stage starts), and {len(visible)} are visible; lower one of them"
+            f"servers that the stage starts), but {len(visible)} are visible; lower one of them"
         )
     LOCKS.mkdir(exist_ok=True)
     with suppress(PermissionError):  # another user made it
@@ -112,7 +113,7 @@ def _try_to_take(count: int, visible: list[str]) -> dict[str, int]:
 
 
 def _number(name: str) -> str:
-    """The index of a GPU that is named by its UUID, which may be shortened."""
+    """Index of the GPU with this UUID, which may be shortened."""
     if name.isdecimal():
         return name
     known = (line.split(",") for line in query_gpus("index,uuid"))
@@ -120,8 +121,9 @@ def _number(name: str) -> str:
 
 
 def _open(name: str) -> int:
-    """Descriptor of a folder that any user of the machine may lock. Folders, since systemd removes old files from /tmp
-    even if they are locked, and in such a folder Linux refuses to open another user's file with O_CREAT."""
+    """Open a GPU's folder, which any user of the machine may lock, and return the descriptor. Files would not do:
+    systemd removes old files from /tmp even if they are locked, and Linux refuses to open another user's file there
+    with O_CREAT."""
     path = LOCKS / name
     path.mkdir(exist_ok=True)
     with suppress(PermissionError):  # another user made it

@@ -1,7 +1,7 @@
-"""vLLM servers on further machines of a scheduler's job: one on each, for one start of the training's processes.
+"""vLLM servers on further machines of a scheduler's job: one per machine, for one start of the training's processes.
 
-They are machines of the job like the others: if one is lost, all are ended, and the training starts again as a new job.
-A server that dies on its machine is started again there (`tasks.processes.restarting`), at the same address.
+Their machines belong to the job like the others: if one is lost, all are ended, and the training starts again as a new
+job. A server that dies is started again on its machine (`tasks.processes.restarting`), at the same address.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tasks.processes.launchers.machines import Machine
 
 @contextmanager
 def job_servers(machines: Sequence[Machine], folder: Path) -> Iterator[tuple[dict[str, list[str]], dict[str, str]]]:
-    """Give the command of each machine's server, by the machine's name, and the variables by which the training finds
-    them; neither without machines. `folder`: of a stage, in the run's directory."""
+    """Give the command of each machine's server, by the machine's name, and the environment variables by which the
+    training finds the servers; both empty without machines. `folder`: the stage's, in the run's directory."""
     if not machines:
         yield {}, {}
         return
@@ -40,7 +40,7 @@ def job_servers(machines: Sequence[Machine], folder: Path) -> Iterator[tuple[dic
 
 
 def serve(run: Path, address: str, port: int, first_gpu: int) -> list[str]:
-    """Arguments of `python` that serve the run's model."""
+    """Arguments with which `python` serves the run's model."""
     options = ["--host", address, "--port", str(port), "--first-gpu", str(first_gpu)]
     return ["-m", "grpo_core.rollout.vllm.serve", str(run / "config.toml"), *options]
 

@@ -1,4 +1,4 @@
-"""How the processes of a training, and of the evaluation of a sharded model, are started."""
+"""Starts the processes of a training, and of the evaluation of a sharded model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from tasks.processes.launchers.local import local
 from tasks.processes.launchers.machines import Launcher
 from tasks.processes.launchers.slurm import slurm
 from tasks.processes.launchers.ssh import ssh
-from tasks.processes.machine import free_port
 from tasks.processes.restarting import AGAIN
 from tasks.processes.run import ProcessError, run_process, run_together
 from tasks.processes.stacks import WATCHED
 from tasks.processes.watchdog import watchdog
 
 LAUNCHERS: dict[str, Launcher] = {"kubernetes": kubernetes, "local": local, "slurm": slurm, "ssh": ssh}
-RETURN_SECONDS = 600.0  # in which a machine may come back, before processes that start again do without it
+RETURN_SECONDS = 600.0  # to wait for a lost machine before the processes start again without it
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # by which a user sets up torch's allocator
 
 
@@ -40,9 +39,9 @@ def launch(
 ) -> None:
     """Run `python COMMAND` in the configured number of processes, on the configured machines, to the end of all.
 
-    `folder`: of the stage, in the run's directory; each of several machines has its output there too, in NAME.log.
-    `patience`: how many seconds to wait for machines that are not there. Raises ProcessError if a process fails, naming
-    the machine, and HangError if one hangs.
+    `folder`: the stage's, in the run's directory; each of several machines has its output there too, in NAME.log.
+    `patience`: seconds to wait for missing machines. Raises ProcessError, which names the machine, if a process fails,
+    and HangError if one hangs.
     """
     variables = process_environment(config) | dict(environment or {}) | {WATCHED: str((folder / RANKS).absolute())}
     train = config.train
@@ -62,7 +61,7 @@ def launch(
         names |= {machine.name: f"{machine.name}.log" for machine in training if several}
         logs = {name: stack.enter_context((folder / file).open("a")) for name, file in names.items()}
 
-        def passed_on(name: str, line: str) -> None:
+        def on_output_line(name: str, line: str) -> None:
             if name in logs:
                 logs[name].write(line + "\n")
                 logs[name].flush()
@@ -83,7 +82,7 @@ def launch(
             variables[MACHINES] = json.dumps([machine.name for machine in training])
         grace = max(machine.grace for machine in machines)
         return run_together(
-            commands | servers, passed_on, variables | addresses, grace, check=check, endless=servers.keys()
+            commands | servers, on_output_line, variables | addresses, grace, check=check, endless=servers.keys()
         )
 
 
@@ -94,8 +93,8 @@ def launch_with_restarts(
     folder: Path,
     environment: Mapping[str, str],
 ) -> None:
-    """`launch` for work that is short enough to begin again, up to train.max_restarts times, if a process was killed or
-    its machine is gone. `log` gets the output's lines."""
+    """Call `launch`, and again up to train.max_restarts times if a process was killed or its machine is gone. For work
+    that is short enough to begin again. `log` gets the output's lines."""
     most, restarts, patience = config.train.max_restarts, 0, 0.0
     while True:
         try:
@@ -108,7 +107,8 @@ def launch_with_restarts(
 
 
 def torchrun(train: TrainConfig, address: str, port: int, number: int = 0) -> list[str]:
-    """Arguments of `tasks.processes.ranks` for the processes of machine `number`, which meet at an address."""
+    """Arguments of `tasks.processes.ranks` for the processes of machine `number`; those of all machines meet at
+    `address`."""
     return [
         *("--nnodes", str(train.num_machines), "--node-rank", str(number)),
         *("--nproc-per-node", str(train.processes_per_machine)),
@@ -116,19 +116,12 @@ def torchrun(train: TrainConfig, address: str, port: int, number: int = 0) -> li
     ]
 
 
-def on_this_machine(train: TrainConfig, command: Sequence[str]) -> list[str]:
-    """Arguments of `python` that run a command in the configured number of processes here, without supervision."""
-    if train.num_processes == 1:
-        return [*command]
-    return ["-m", "tasks.processes.ranks", *torchrun(train, "127.0.0.1", free_port()), *command]
-
-
 def process_environment(config: RunConfig) -> dict[str, str]:
-    """Variables of the training's processes, on every machine.
+    """Environment variables of the training's processes, on every machine.
 
-    On a GPU, the allocator's segments grow, since every batch has another length. Not with ipc: memory in such segments
-    is shared in another way, which has not been tried. Page-locked memory of the host, for what is offloaded, is not
-    rounded up to a power of two, which may be twice as much.
+    On a GPU, the allocator's segments grow, since every batch has another length, except with ipc: memory in such
+    segments is shared in another way, which has not been tried. Page-locked host memory for offloaded state is not
+    rounded up to a power of two, which might double it.
     """
     environment = {"ACCELERATE_MIXED_PRECISION": "no"}  # the policy has its own copy in bfloat16
     settings = ["expandable_segments:True"] * (config.rollout.vllm_weight_transfer != "ipc")

@@ -1,8 +1,8 @@
-"""What a launcher runs on another machine: `python -m tasks.processes.machine ACTION`, with one line of JSON as input.
+"""Run by a launcher on another machine: `python -m tasks.processes.machine ACTION`, with one line of JSON as input.
 
-`check`: say whether this machine sees the run directory, which code it has, and what it lacks. `run`: become a
-supervised `python ARGUMENTS`, with the environment of the machine that asks; lines of input are signs of life from
-there, and without one for SILENCE_SECONDS everything here is killed.
+`check`: report whether this machine sees the run directory, which code it has, and what it lacks. `run`: become a
+supervised `python ARGUMENTS`, with the environment of the machine that asks. Further lines of input are signs of life
+from there: without one for SILENCE_SECONDS, everything here is killed.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from tasks.processes.ranks import own_address
 from tasks.processes.run import GRACE_SECONDS, TOLD
 
 SILENCE_SECONDS = 20.0
-REQUEST_SECONDS = 60  # in which the line of input has to come
+REQUEST_SECONDS = 60  # for the line of input to arrive
 PORTS = range(20000, 32768)  # below those that Linux, by default, gives to outgoing connections
-# Variables that are a machine's own. As with Slurm's srun, all others are the same on all machines.
+# Environment variables that belong to one machine. All others are the same on all machines, as with Slurm's srun.
 OWN = {"CUDA_VISIBLE_DEVICES", "HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "TMPDIR", "USER"}
 OWN |= {"JOB_COMPLETION_INDEX", "NVIDIA_VISIBLE_DEVICES"}
 OWN_PREFIXES = ("DBUS_", "KUBERNETES_", "SLURM_", "SLURMD_", "SSH_", "XDG_")
 
 
 def shared_environment() -> dict[str, str]:
-    """This process's environment without what belongs to this machine."""
+    """This process's environment without the variables that belong to this machine."""
     return {name: value for name, value in os.environ.items() if name not in OWN and not name.startswith(OWN_PREFIXES)}
 
 
 def code_version() -> str:
-    """What has to be the same on all machines: the code, Python and torch."""
+    """Versions that have to be the same on all machines: code, Python and torch."""
     digest = hashlib.blake2b(digest_size=6)
     for package in (grpo_core, tasks):
         folder = Path(str(package.__file__)).parent
@@ -56,9 +56,10 @@ def code_version() -> str:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """`file`: in the run directory. `towards`: the machine that will speak to this one; without it, the one that asks.
+    """Answer the start check. `file`: a file in the run directory; `towards`: the machine that will connect to this
+    one, by default the one that asks.
 
-    The answer also has this machine's own address on the way there, "" if there is none, and a free port.
+    The answer includes this machine's address on the way there, "" if there is none, and a free port.
     """
     problem = ""
     try:
@@ -78,13 +79,13 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def supervised(request: dict[str, Any], silence: float) -> list[str]:
-    """Command that runs `python ARGUMENTS` as requested until its input is silent for so many seconds."""
+    """Command that runs the requested `python ARGUMENTS` until its input has been silent for `silence` seconds."""
     supervise = ["-m", "tasks.processes.supervise", "--silence", str(silence), str(GRACE_SECONDS)]
     return [sys.executable, *supervise, sys.executable, *request["arguments"]]
 
 
 def free_port() -> int:
-    """A port that was free a moment ago, and that the system gives to no outgoing connection meanwhile."""
+    """Return a port that is free now, and that the system gives to no outgoing connection."""
     while True:
         port = PORTS[secrets.randbelow(len(PORTS))]
         with socket.socket() as held, suppress(OSError):
@@ -93,14 +94,14 @@ def free_port() -> int:
 
 
 def _take_gpus(arguments: list[str]) -> None:
-    """Take as many GPUs as the processes or the vLLM server need that will run here, for this process and those that it
-    becomes and starts. Ends this process if the machine that asks tells it to, or if this machine has too few."""
+    """Take the GPUs that the processes or the vLLM server on this machine will need; this process and its children keep
+    them. Exits if the machine that asks says so, or if this machine has too few."""
     if not visible_gpus():
         return
     heard = time.monotonic()
 
     def wait_for_sign() -> None:
-        """Let some time pass. Ends this process if the machine that asks has closed the input, or is silent."""
+        """Wait for a sign of life or some time. Exits if the machine that asks has closed the input, or is silent."""
         nonlocal heard
         if select.select([0], [], [], POLL_SECONDS)[0]:
             if not os.read(0, 4096):
@@ -119,7 +120,7 @@ def _take_gpus(arguments: list[str]) -> None:
 
 
 def gpus_needed(arguments: list[str]) -> int:
-    """GPUs of `tasks.processes.ranks ARGUMENTS`, or of `grpo_core.rollout.vllm.serve CONFIG …`."""
+    """Number of GPUs that `tasks.processes.ranks ARGUMENTS` or `grpo_core.rollout.vllm.serve CONFIG …` uses."""
     if "--nproc-per-node" in arguments:
         return int(arguments[arguments.index("--nproc-per-node") + 1])
     rollout = load_config(Path(arguments[2])).rollout
@@ -132,7 +133,7 @@ def _say(text: str) -> None:
 
 def main() -> None:
     signal.alarm(REQUEST_SECONDS)
-    with open(0, "rb", buffering=0, closefd=False) as unbuffered:  # what follows the line is the supervisor's
+    with open(0, "rb", buffering=0, closefd=False) as unbuffered:  # the supervisor reads what follows the line
         request = json.loads(unbuffered.readline())
     signal.alarm(0)
     if sys.argv[1] == "check":

@@ -1,4 +1,4 @@
-"""The pace of this machine at a run's model: measured once, in a process of its own, and kept in STORAGE/pace/."""
+"""The pace of this machine with a run's model: measured once, in a process of its own, and kept in STORAGE/pace/."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tasks.stages.errors import StageError
 from tasks.stages.files import write_text
 from tasks.stages.run_directory import storage_root
 
-MEASURED = "GRPO_MEASURE"  # "0": nothing is measured
+MEASURED = "GRPO_MEASURE"  # environment variable; "0": measure nothing
 LIMIT_SECONDS = 120.0
 PACKAGES = ("grpo-flows", "torch", "transformers")
 
@@ -38,9 +38,10 @@ def measured_pace(
     prompts: Path | None,
     say: Callable[[str], None],
 ) -> Pace | str:
-    """The pace at this model and these batch sizes, or why there is none. `prompts`: validated ones, if there are.
+    """Measure the pace with this model and these batch sizes, or return why that failed. `prompts`: validated prompts,
+    if there are any.
 
-    Takes some seconds the first time, which `say` is told before; the answer is kept, unless other processes kept the
+    Takes some seconds the first time, which `say` announces. The result is kept, unless other processes kept the
     machine busy.
     """
     if os.environ.get(MEASURED) == "0":
@@ -53,12 +54,14 @@ def measured_pace(
     request = asdict(pace_request(config, plan, lengths, prompts, folder, threads, identity))
     content = json.dumps(request, sort_keys=True)
     file = folder / f"{_digest(content)}.json"
-    if known := _kept(file):
+    if known := _read_kept(file):
         return known
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return f"no earlier run is known, and to measure the pace, {folder} has to be writable: {error.strerror}"
+        return (
+            f"no earlier run is known, and the pace cannot be measured: {folder} has to be writable: {error.strerror}"
+        )
     say(f"no earlier run of this model is known: measuring its pace on this machine, for {LIMIT_SECONDS:.0f} s at most")
     printed: list[str] = []
     busy = os.getloadavg()[0] > (os.cpu_count() or 1)
@@ -71,14 +74,14 @@ def measured_pace(
         return f"no earlier run is known, and this machine did not measure its pace within {LIMIT_SECONDS:.0f} s"
     except StageError:
         return f"no earlier run is known, and the pace could not be measured: {printed[-1] if printed else 'killed'}"
-    if busy:  # not kept: on a quiet machine it would be wrong
+    if busy:  # not kept, since it would be wrong on a quiet machine
         return replace(pace, how=f"{pace.how}, while other processes kept the machine busy")
-    with suppress(OSError):  # a full disk, or another process that writes the same answer
+    with suppress(OSError):  # a full disk, or another process writes the same answer
         write_text(file, json.dumps(asdict(pace), indent=2) + "\n")
     return pace
 
 
-def _kept(file: Path) -> Pace | None:
+def _read_kept(file: Path) -> Pace | None:
     """The pace in a file; None if the file is missing or damaged."""
     try:
         return TypeAdapter(Pace).validate_json(file.read_bytes())
@@ -87,8 +90,8 @@ def _kept(file: Path) -> Pace | None:
 
 
 def _identity(config: RunConfig, gpu: Gpu | None, prompts: Path | None) -> str:
-    """Hash of what a pace depends on beside sizes: model files, prompts, hardware, versions. Raises ForecastError if
-    the model is not on this machine."""
+    """Hash of everything except sizes that a pace depends on: model files, prompts, hardware, versions. Raises
+    ForecastError if the model is not on this machine."""
     shape = config_file(config.model.name_or_path, config.model.revision)
     files = [*sorted(shape.parent.glob("*.safetensors")), *([prompts] if prompts else [])]
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]

@@ -1,10 +1,10 @@
-"""`python -m tasks.processes.ranks ARGUMENTS`: torchrun, as the stages use it: one machine's processes of a training.
+"""`python -m tasks.processes.ranks ARGUMENTS`: run one machine's processes of a training by torchrun.
 
-Arguments are torchrun's. The exit status says what ended it: 0 success; 128 + n a process killed by signal n; LOST_PEER
-processes that only lost others; otherwise the status of the process that failed first.
+Arguments are torchrun's. Exit status 0: success. 128 + n: a process was killed by signal n. LOST_PEER: processes only
+lost contact to others. Otherwise: the status of the process that failed first.
 
-What the processes print goes through this one, line by line: theirs would tear each other's. A line of any but the
-first process of all begins with "rank N: ".
+The processes' output goes through this one, line by line, so that lines do not interleave. Lines of all processes
+except the very first begin with "rank N: ".
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 import psutil
 
 from grpo_core.errors import LOST_PEER
-from tasks.processes.run import SIGNALLED, blame
+from tasks.processes.run import SIGNALLED, cause_rank
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
-END = b"\0end of output\n"  # torchrun itself holds the pipes open, so that they do not end
-TOGETHER_SECONDS = 10.0  # failures within them may have the same cause; torchrun's SIGKILL comes later
+END = b"\0end of output\n"  # torchrun itself holds the pipes open, so they never reach their end
+TOGETHER_SECONDS = 10.0  # failures this close may have the same cause; torchrun's SIGKILL comes later
 
 
 def main() -> None:
@@ -42,16 +42,17 @@ def main() -> None:
     processes, machines = int(arguments.nproc_per_node), int(arguments.nnodes)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     if not torch.cuda.is_available():
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # lets Accelerate take several processes without a GPU (gloo)
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # lets Accelerate use several processes without a GPU (gloo)
     if machines > 1 and (found := interface_to(arguments.master_addr)):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)  # gloo takes the host name's address: often 127.0.1.1
+        # By default, gloo takes the host name's address, which is often 127.0.1.1.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
     config, command, words = config_from_args(arguments)
     first = int(arguments.node_rank) * processes
     try:
         with named_output(range(first, first + processes)) as config.logs_specs:
             elastic_launch(config, command)(*words)
     except ChildFailedError as error:
-        rank, code = cause({rank: (it.exitcode, it.timestamp) for rank, it in error.failures.items()})
+        rank, code = find_cause({rank: (it.exitcode, it.timestamp) for rank, it in error.failures.items()})
         print(f"process {rank} (rank) on {socket.gethostname()} {describe(code)}", flush=True)
         sys.exit(code)
     except SignalException as told:
@@ -63,7 +64,7 @@ def main() -> None:
 
 @contextmanager
 def named_output(ranks: range) -> Iterator[LogsSpecs]:
-    """Where torchrun sends the output of these processes: through a pipe each to this one, which prints it."""
+    """Give torchrun one pipe per process for its output, and print what arrives there, line by line."""
     from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
     pipes = [os.pipe() for _ in ranks]
@@ -102,8 +103,9 @@ def _print_lines(pipe: int, rank: int) -> None:
                 return
 
 
-def cause(failures: Mapping[int, tuple[int, float]]) -> tuple[int, int]:
-    """The process that failed by itself, and its exit status. `failures`: rank → exit code (-n: signal n), time in s.
+def find_cause(failures: Mapping[int, tuple[int, float]]) -> tuple[int, int]:
+    """Return the rank and exit status of the process that failed by itself. `failures`: rank → exit code (-n: signal
+    n), time in s.
 
     Once a process has failed, torchrun ends the others by SIGTERM and, 30 s later, SIGKILL, and reports that too.
     """
@@ -113,11 +115,11 @@ def cause(failures: Mapping[int, tuple[int, float]]) -> tuple[int, int]:
         for rank, (code, time) in failures.items()
         if time < first + TOGETHER_SECONDS
     }
-    return min(found.items(), key=lambda item: blame(item[1]))
+    return min(found.items(), key=lambda item: cause_rank(item[1]))
 
 
 def describe(code: int) -> str:
-    """How a process ended that has this exit status, as the end of a sentence."""
+    """Describe how a process with this exit status ended, as the end of a sentence."""
     if code == LOST_PEER:
         return "lost another process, or the network to it"
     with suppress(ValueError):
@@ -126,7 +128,7 @@ def describe(code: int) -> str:
 
 
 def interface_to(address: str) -> str | None:
-    """The network interface with this machine's address on the way to another machine; None if there is no way."""
+    """Network interface with this machine's address on the way to another machine; None if there is no way."""
     own = own_address(address)
     for name, addresses in psutil.net_if_addrs().items():
         for each in addresses:

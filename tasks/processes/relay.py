@@ -1,9 +1,9 @@
 """`python -m tasks.processes.relay TRANSPORT ARGUMENTS…`: run `tasks.processes.machine run` on another machine.
 
-TRANSPORT is a command, as JSON, that runs it there and passes input and output on, such as an ssh. ARGUMENTS are for
-`python` there. The relay sends the request and then signs of life. On SIGTERM it closes the input, on which
-the processes there save and end. The exit status is theirs, or LOST if the connection broke: then the relay returns
-only when they must have ended, so that no two attempts at a training run at the same time.
+TRANSPORT is a command, as JSON, that runs it there and passes input and output on, such as ssh. ARGUMENTS are for
+`python` there. The relay sends the request and then signs of life. On SIGTERM it closes the input; the processes there
+then save and end. The exit status is theirs, or LOST if the connection broke: then the relay returns only when they
+must have ended, so that no two attempts at a training run concurrently.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tasks.processes.machine import SILENCE_SECONDS, shared_environment
 from tasks.processes.run import GRACE_SECONDS, LOST
 
 BEAT_SECONDS = 4.0
-TRANSPORT_FAILED = 255  # ssh's exit status, if it is not that of the command that it runs
-# Processes there end by silence, or by a closed input if only the connection died.
+TRANSPORT_FAILED = 255  # exit status if ssh itself fails
+# Processes there end after silence, or when the input closes, if only the connection died.
 ENDING_SECONDS = max(SILENCE_SECONDS, GRACE_SECONDS) + KILL_SECONDS
 
 
@@ -34,7 +34,7 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, stop)
     transport, arguments = json.loads(sys.argv[1]), sys.argv[2:]
-    # In a session of its own: a signal to this process's group would end it before what it has started.
+    # In a session of its own: a signal to this process's group would end ssh before the processes that it started.
     process = subprocess.Popen(transport, stdin=subprocess.PIPE, start_new_session=True)
     assert process.stdin is not None
     request = {"environment": shared_environment(), "arguments": arguments}

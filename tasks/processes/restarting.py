@@ -1,7 +1,7 @@
 """`python -m tasks.processes.restarting ARGUMENTS…`: run a vLLM server, `python ARGUMENTS`, and start it again whenever
 it ends.
 
-Whatever it has left running is killed before. Ends on SIGTERM; a supervisor ends what is left then.
+All processes that it left running are killed first. Ends on SIGTERM; its supervisor then ends what is left.
 """
 
 from __future__ import annotations

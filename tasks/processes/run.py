@@ -22,24 +22,24 @@ from tasks.stages.locks import held_locks
 TAIL_LINES = 25
 CHECK_SECONDS = 1.0
 GRACE_SECONDS = 20.0
-SIGNALLED = 128  # plus n: exit status of a process that was ended by signal n
+SIGNALLED = 128  # plus n: exit status of a process ended by signal n
 TOLD = SIGNALLED + signal.SIGTERM
 LAST_SIGNAL = 64
 LOST = 254  # exit status of a relay if the connection to the other machine is lost
-# In which a failure may show on the machine that it began on, once another has failed by it; `grace`, if that is more.
+# Time for a failure to show on the machine where it began, once it made another machine fail; `grace` if that is more.
 SETTLE_SECONDS = 60.0
-OPEN_SECONDS = 2 * KILL_SECONDS  # for which the output of a process that has ended may stay open, beyond `grace`
+OPEN_SECONDS = 2 * KILL_SECONDS  # for which an ended process's output may stay open, in addition to `grace`
 
 _Lines = queue.SimpleQueue[tuple[str, str | None]]  # name of a process, and a line or its end
 
 
 class TimeLimitError(StageError):
-    """A process that did not end within its time limit."""
+    """Raised if a process did not end within its time limit."""
 
 
 class ProcessError(StageError):
-    """A process that failed. `restartable`: not by a fault of its own, but because it or a process that it works with
-    was killed, or its machine or the network is gone. `told`: another process than this one told it to stop, by
+    """Raised if a process failed. `restartable`: it has no fault of its own; it or a process that it works with was
+    killed, or its machine or the network is gone. `told`: some process other than this one told it to stop, by
     SIGTERM."""
 
     def __init__(self, message: str, restartable: bool, told: bool = False):
@@ -48,7 +48,8 @@ class ProcessError(StageError):
 
 
 class TakenError(ProcessError):
-    """Machines that a scheduler took away, for example for another job; the training was told to stop before."""
+    """Raised if a scheduler took the machines away, for example for another job; the training was told to stop
+    before."""
 
 
 def run_process(
@@ -59,7 +60,7 @@ def run_process(
     limit: float = threading.TIMEOUT_MAX,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run `python COMMAND…` to its end, as `run_together` runs several."""
+    """Run one `python COMMAND…` to its end, in the way `run_together` runs several."""
     run_together({"": command}, lambda name, line: on_line(line), env, grace, limit, check)
 
 
@@ -72,21 +73,21 @@ def run_together(
     check: Callable[[], None] = lambda: None,
     endless: Collection[str] = (),
 ) -> None:
-    """Run `python COMMAND…` for each name, concurrently, to the end of all; those in `endless` are ended when the
-    others have. `on_line` gets the name with each line; `check` is called at least every CHECK_SECONDS.
+    """Run `python COMMAND…` for each name, concurrently, until all have ended; those in `endless` are ended when the
+    others have. `on_line` gets the name and each line; `check` is called at least every CHECK_SECONDS.
 
     If one fails, the others are ended too. Raises ProcessError with the name and the last lines of the one that failed
-    by itself, TimeLimitError if they have not ended after `limit` seconds.
+    by itself, and TimeLimitError if they have not ended after `limit` seconds.
 
     Whatever ends the caller (an exception, also in `on_line` and `check`; a signal; SIGKILL) also ends the processes
-    and all that they started: first SIGTERM, then after `grace` seconds SIGKILL. An exception is raised once all have
+    and everything they started: first SIGTERM, then after `grace` seconds SIGKILL. An exception is raised once all have
     ended.
     """
     lines: _Lines = queue.SimpleQueue()
     tails = {name: collections.deque[str](maxlen=TAIL_LINES) for name in commands}
     running: dict[str, subprocess.Popen[str]] = {}
     followers: list[threading.Thread] = []
-    ended: dict[str, int] = {}  # the status of each that ended before the others were told to
+    ended: dict[str, int] = {}  # status of each that ended before the others were told to
     deadline, told, done = time.monotonic() + min(limit, threading.TIMEOUT_MAX / 2), False, False
     with ExitStack() as stack:
         try:
@@ -110,7 +111,7 @@ def run_together(
                         if not told:
                             ended[name] = code
                             if code:
-                                settle = 0.0 if is_cause(code) else max(SETTLE_SECONDS, grace)
+                                settle = 0.0 if was_killed_or_lost(code) else max(SETTLE_SECONDS, grace)
                                 deadline = min(deadline, time.monotonic() + settle)
                             if left <= {*endless}:
                                 deadline, done = -math.inf, not any(ended.values())
@@ -134,11 +135,11 @@ def run_together(
             raise
     failed = {name: code for name, code in ended.items() if code}
     if failed:
-        name = min(failed, key=lambda name: blame(failed[name]))
+        name = min(failed, key=lambda name: cause_rank(failed[name]))
         who = f"machine {name}" if name else " ".join(commands[name])
         raise ProcessError(
             f"{who} ended with {describe_status(failed[name])}; its last lines:\n" + "\n".join(tails[name]),
-            restartable=is_cause(failed[name]) or failed[name] in (TOLD, LOST_PEER),
+            restartable=was_killed_or_lost(failed[name]) or failed[name] in (TOLD, LOST_PEER),
             told=failed[name] == TOLD,
         )
     if told and not done and any(process.returncode for process in running.values()):
@@ -163,17 +164,17 @@ def _start(command: Sequence[str], env: Mapping[str, str] | None, grace: float) 
 
 
 def _release(process: subprocess.Popen[str]) -> None:
-    """Have the supervisor end what is left, and wait for it."""
+    """Make the supervisor end all processes that are left, and wait for it."""
     assert process.stdin is not None
     process.stdin.close()
     process.wait()
 
 
 def _follow(name: str, process: subprocess.Popen[str], lines: _Lines, grace: float) -> None:
-    """Put each line that the process prints into the queue, and None once it has ended and no more come.
+    """Put each line of the process's output into the queue, and None once it has ended and no more lines come.
 
-    If the process was killed, what it supervised ends within `grace`. A process that SIGKILL does not end, as in a
-    driver that hangs, keeps the output open: it is not waited for.
+    If the process was killed, what it supervised ends within `grace`. A process that SIGKILL cannot end, as in a driver
+    that hangs, keeps the output open: it is not waited for.
     """
     reader = threading.Thread(target=_read, args=(name, process, lines), daemon=True)
     reader.start()
@@ -194,23 +195,23 @@ def _terminate(running: Mapping[str, subprocess.Popen[str]]) -> None:
         process.terminate()
 
 
-def blame(code: int) -> int:
-    """Which of several statuses is the cause of the others: the lowest.
+def cause_rank(code: int) -> int:
+    """Rank an exit status by how likely it is the cause of others; the lowest rank is the cause.
 
-    Where one process is killed, the others may fail in any way; where one is told to stop, all of them save and stop.
+    If one process is killed, the others may fail in any way; if one is told to stop, all of them save and stop.
     """
-    if is_cause(code):
+    if was_killed_or_lost(code):
         return 0
     return {TOLD: 2, LOST_PEER: 3}.get(code, 1)
 
 
-def is_cause(code: int) -> bool:
-    """Whether a process that ended with this status was killed, or its machine is lost."""
+def was_killed_or_lost(code: int) -> bool:
+    """True if a process that ended with this status was killed, or its machine is lost."""
     return code == LOST or (SIGNALLED < code <= SIGNALLED + LAST_SIGNAL and code != TOLD)
 
 
 def describe_status(code: int) -> str:
-    """Exit status, and what it stands for."""
+    """Exit status and its meaning."""
     if code == LOST:
         return f"status {code}: the connection to it is lost"
     if code == LOST_PEER:

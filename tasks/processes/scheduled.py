@@ -1,10 +1,10 @@
 """`python -m tasks.processes.scheduled FOLDER`: one machine of a scheduler's job.
 
-It takes part in a training through FOLDER, which the stage has made on the shared disk
-(`tasks.processes.launchers.batch` lists its files): it answers the start check, waits for its request and becomes the
-parent of a supervised `tasks.processes.ranks`. If the stage gives no sign of life for SILENCE_SECONDS, everything here
-is killed. On SIGTERM, as at a pre-emption or the end of the time limit, the processes save and end. The exit status is
-theirs.
+The machine takes part in a training through FOLDER, which the stage has made on the shared disk
+(`tasks.processes.launchers.batch` lists its files). This process answers the start check, waits for its request and
+becomes the parent of a supervised `tasks.processes.ranks`. If the stage gives no sign of life for SILENCE_SECONDS,
+everything here is killed. On SIGTERM, sent for a pre-emption or the end of the time limit, the processes save and end.
+The exit status is theirs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tasks.processes.run import SIGNALLED, TOLD
 from tasks.processes.signs import BEAT_SECONDS, POLL_SECONDS, SILENCE_SECONDS, Signs
 from tasks.stages.files import write_text
 
-NUMBERS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # variables with this machine's number, by scheduler
-OUTSIDE = "192.0.2.1"  # an address that belongs to no machine (RFC 5737): the way there is the way to other machines
+NUMBERS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # each scheduler's variable with this machine's number
+OUTSIDE = "192.0.2.1"  # belongs to no machine (RFC 5737): traffic there takes the interface that leads outside
 
 
 class Member:
@@ -46,7 +46,7 @@ class Member:
         return self.folder / f"{self.number}.{name}"
 
     def beat(self, status: int | None = None) -> None:
-        """Give a sign of life, if it is time for one; the first after SIGTERM says so, the last has the exit status."""
+        """Give a sign of life, if one is due; the first after SIGTERM says so, the last has the exit status."""
         if status is None and time.monotonic() < self.next_beat and self.said == self.told:
             return
         self.next_beat, self.said = time.monotonic() + BEAT_SECONDS, self.told
@@ -65,8 +65,8 @@ class Member:
         return TOLD if request is None else self._run(request)
 
     def _request(self) -> dict[str, Any] | None:
-        """What this machine has to run; None if it is told to stop before. The file holds the environment: it is
-        removed."""
+        """Wait for the request to this machine; None if it is told to stop first. Removes the file, which holds the
+        environment with its secrets."""
         stage, file = Signs(self.folder / "stage"), self.file("request")
         while not file.exists():
             if self.told:
@@ -103,15 +103,15 @@ class Member:
                     process.stdin.flush()
             self.beat()
             time.sleep(POLL_SECONDS)
-        copier.join(KILL_SECONDS)  # a process that SIGKILL does not end keeps the output open
+        copier.join(KILL_SECONDS)  # a process that SIGKILL cannot end keeps the output open
         return code if code >= 0 else SIGNALLED - code
 
 
 def copy(output: IO[bytes], file: Path) -> None:
-    """Copy what the processes print into the file, to the disk each time: other machines read it meanwhile."""
+    """Copy the processes' output into the file, flushing it each time, since other machines read it meanwhile."""
     with file.open("ab", buffering=0) as copied:
         while part := os.read(output.fileno(), 1 << 16):
-            with suppress(OSError):  # a full disk does not block the processes
+            with suppress(OSError):  # a full disk must not block the processes
                 copied.write(part)
                 os.fsync(copied.fileno())
 
@@ -125,13 +125,13 @@ def own_number() -> int:
 
 
 def own_name() -> str:
-    """This machine's name, as the scheduler has it."""
+    """This machine's name, as the scheduler knows it."""
     return os.environ.get("SLURMD_NODENAME", socket.gethostname())
 
 
 def own_address() -> str:
-    """The address at which other machines reach this one: that of its name, unless it is a loopback address; otherwise
-    that of the interface which leads outside."""
+    """Address at which other machines reach this one: that of its name or, if that is a loopback address, that of the
+    interface that leads outside."""
     with suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
         if not address.startswith("127."):
@@ -147,7 +147,7 @@ def main() -> None:
     if not folder.is_dir():
         sys.exit(
             f"machine {number} does not see {folder}: put the storage root (GRPO_STORAGE) on a disk that all machines "
-            "share, under the same path. A folder that is gone belongs to a stage that has ended"
+            "share, under the same path. If the folder has been removed, the stage has ended"
         )
     member = Member(folder, number)
     status = member.take_part()

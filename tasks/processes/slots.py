@@ -1,6 +1,7 @@
-"""How trainings and evaluations share GPUs: slots of a concurrency limit of Prefect's server, then GPUs of a machine.
+"""Lets trainings and evaluations share GPUs: by slots of a concurrency limit on Prefect's server, then by locks on a
+machine's GPUs.
 
-The limit's slots count GPUs. A stage takes one per GPU that it uses, or one where there is no GPU.
+The limit's slots count GPUs. A stage takes one per GPU that it uses, or one on a machine without GPUs.
 """
 
 from __future__ import annotations
@@ -18,40 +19,40 @@ from tasks.processes.gpu_locks import own_gpus, visible_gpus
 from tasks.stages.errors import StageError
 
 GPU_LIMIT = "grpo-training"  # global concurrency limit: as many slots as there are GPUs
-# Limit with one slot: the stage that has it takes slots of GPU_LIMIT next. While it waits for many, others do not take
-# the few that are free.
+# Limit with one slot: the stage that holds it takes slots of GPU_LIMIT next. While that stage waits for many slots,
+# others cannot take the few that are free.
 TURN = "grpo-training-turn"
 LEASE_SECONDS = 60.0
 
 
 @contextmanager
-def gpus(config: RunConfig, launched: bool) -> Iterator[None]:
+def hold_gpus(config: RunConfig, launched: bool) -> Iterator[None]:
     """Hold the slots of a stage, and the GPUs of this machine that it uses.
 
-    `launched`: whether the stage's processes are as many as the training's; otherwise it has one.
+    `launched`: True if the stage has as many processes as the training; otherwise it has one.
     """
     processes = config.train.num_processes if launched else 1
     servers = config.rollout.server_gpus
     here = 0 if config.servers_elsewhere else servers
     here += processes if config.launch.launcher == "local" else 0
     visible = visible_gpus()
-    with slots(processes + servers if visible else 1), own_gpus(here, get_run_logger().info):
+    with hold_slots(processes + servers if visible else 1), own_gpus(here, get_run_logger().info):
         yield
 
 
 @contextmanager
-def slots(count: int) -> Iterator[None]:
-    """Hold so many slots of GPU_LIMIT, if the server has that limit; log if they have to be waited for. A stage that
-    waits is not overtaken by one that comes later and wants fewer.
+def hold_slots(count: int) -> Iterator[None]:
+    """Hold `count` slots of GPU_LIMIT, if the server has that limit; wait for them if necessary, and log that. A stage
+    that waits is not overtaken by a later one that needs fewer.
 
-    A process that is killed loses its slots LEASE_SECONDS later. Raises StageError if the limit has fewer.
+    If the process is killed, its slots are freed LEASE_SECONDS later. Raises StageError if the limit has fewer slots.
     """
     with get_client(sync_client=True) as client, suppress(ObjectNotFound):
         limit = client.read_global_concurrency_limit_by_name(GPU_LIMIT)
         if limit.active and count > limit.limit:
             raise StageError(
-                f"the stage takes {count} slots, one per GPU, and the concurrency limit {GPU_LIMIT} has {limit.limit}: "
-                f"if there are as many GPUs, `prefect gcl update {GPU_LIMIT} --limit {count}`, or more"
+                f"the stage takes {count} slots, one per GPU, but the concurrency limit {GPU_LIMIT} has {limit.limit}: "
+                f"if there are enough GPUs, raise it: `prefect gcl update {GPU_LIMIT} --limit {count}`"
             )
         if limit.active and limit.active_slots + count > limit.limit:
             get_run_logger().info(
@@ -65,11 +66,11 @@ def slots(count: int) -> Iterator[None]:
         elif limit.active and client.read_global_concurrency_limit_by_name(TURN).active_slots:
             get_run_logger().info("waiting for the turn: another stage takes slots of %s first", GPU_LIMIT)
     with ExitStack() as turn:
-        turn.enter_context(_held(TURN, 1))
-        with _held(GPU_LIMIT, count):
+        turn.enter_context(_hold(TURN, 1))
+        with _hold(GPU_LIMIT, count):
             turn.close()
             yield
 
 
-def _held(limit: str, count: int) -> AbstractContextManager[None]:
+def _hold(limit: str, count: int) -> AbstractContextManager[None]:
     return concurrency(limit, occupy=count, lease_duration=LEASE_SECONDS, raise_on_lease_renewal_failure=False)

@@ -13,19 +13,20 @@ from pathlib import Path
 from grpo_core.system.descendants import running_descendants
 from grpo_core.system.progress import DUMP_SIGNAL, read_records
 
-WATCHED = "GRPO_WATCHED"  # variable with the folder of the processes' records
-HANG = "hang.txt"  # in that folder: empty, or why the training is being ended
+WATCHED = "GRPO_WATCHED"  # environment variable with the folder of the processes' records
+HANG = "hang.txt"  # in that folder: empty, or the reason why the training is being ended
 POLL_SECONDS = 1.0
 
 
 def write_stacks_when_asked() -> None:
-    """Wait in a thread until HANG has content, and then make each process that this one supervises write its stacks."""
+    """Start a thread that waits until HANG has content, and then makes each process that this one supervises write its
+    stacks."""
     if folder := os.environ.get(WATCHED):
         threading.Thread(target=_wait, args=(Path(folder),), daemon=True).start()
 
 
 def _wait(folder: Path) -> None:
-    # By the content of a file that is there already: of a new one, another machine would learn only a minute later.
+    # The file exists from the start, since another machine would see a new file only a minute later.
     asked = ""
     while not asked:
         time.sleep(POLL_SECONDS)
@@ -39,4 +40,4 @@ def _wait(folder: Path) -> None:
                 with (folder / f"{record.rank}.stacks").open("a") as stacks:
                     stacks.write(header)
                 os.kill(record.pid, DUMP_SIGNAL)
-                os.kill(record.pid, signal.SIGCONT)  # a stopped one writes nothing
+                os.kill(record.pid, signal.SIGCONT)  # a stopped process writes nothing

@@ -1,13 +1,14 @@
 """`python -m tasks.processes.supervise [OPTIONS] GRACE COMMAND…`: run a command so that none of its processes outlives
 the process that started it. Options: --silence SECONDS, --children-first.
 
-It stands between a task and its training, and around the servers. It ends the command on SIGTERM, and when its standard
-input closes, a pipe or sshd's socket (the task's process has died, even by SIGKILL): SIGTERM to the command's process
-group, up to GRACE seconds for all of it to end (a launcher may die immediately while the trainer still saves), SIGKILL
-to every descendant left. As a subreaper it also finds descendants in their own sessions (ranks, engine processes).
+A supervisor runs between a task and its training, and around the servers. It ends the command on SIGTERM, and when its
+standard input, a pipe or sshd's socket, closes because the task's process has died, even by SIGKILL. It ends the
+command in three steps: SIGTERM to the command's process group; up to GRACE seconds for all of it to end (a launcher may
+die immediately while the trainer still saves); SIGKILL to every descendant left. As a subreaper it also finds
+descendants in sessions of their own (ranks, engine processes).
 
-With --silence, the input has to say something at least every SECONDS. After more, the machine that asks counts as gone
-or cut off, and everything gets SIGKILL immediately: the training may have been started again elsewhere.
+With --silence, input has to arrive at least every SECONDS. Otherwise the machine that asks counts as gone or cut off,
+and everything gets SIGKILL immediately: the training may have been started again elsewhere.
 
 With --children-first, SIGTERM goes to the command's own process only when all other processes of its group have ended.
 Prefect's runner and worker, told to end, immediately kill the flow runs that they watch.
@@ -74,7 +75,8 @@ async def supervise(
             patience = await_sign()
 
     mode = os.fstat(0).st_mode
-    from_asker = [0] if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else []  # a terminal that closes is no such sign
+    # Not a terminal: when it closes, that means something else.
+    from_asker = [0] if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else []
     pipes = [from_guard, *from_asker]
     for pipe in pipes:
         loop.add_reader(pipe, stop_at_end, pipe)
@@ -95,7 +97,7 @@ async def supervise(
                 async with asyncio.timeout(grace):
                     if children_first:
                         await _end_children(child.pid)
-                    with suppress(ProcessLookupError):  # it has ended since, for example by the same signal
+                    with suppress(ProcessLookupError):  # it may have ended meanwhile, for example by the same signal
                         os.killpg(child.pid, signal.SIGTERM)
                     while not exited.done() or running_descendants():
                         await asyncio.sleep(POLL_SECONDS)
@@ -125,7 +127,7 @@ def _children(leader: int) -> set[psutil.Process]:
 
 
 def guard(supervisor: int, grace: float) -> int:
-    """Wait for the supervisor and pass signals on to it. If it is killed, end its descendants. Returns its status."""
+    """Wait for the supervisor, passing signals on to it. If it is killed, end its descendants. Returns its status."""
 
     def pass_on(number: int, frame: object) -> None:
         with suppress(ProcessLookupError):

@@ -1,5 +1,5 @@
 """The vLLM servers of a stage: on this machine or on hosts of their own, for the length of the stage, restarted when
-they die. Those on machines of a scheduler's job come with the job (`tasks.processes.job_servers`)."""
+they die. For servers on machines of a scheduler's job, see `tasks.processes.job_servers`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from grpo_core.config.launch import host_name
 from grpo_core.rollout.vllm.secret import SECRET, with_secret
 from grpo_core.rollout.vllm.serve import ADDRESSES
 from tasks.processes.job_servers import serve, url
-from tasks.processes.launchers.ssh import RELAY_SECONDS, address_of, answering_hosts, relayed
+from tasks.processes.launchers.ssh import RELAY_SECONDS, address_of, answering_hosts, relay_command
 from tasks.processes.run import GRACE_SECONDS, TAIL_LINES, ProcessError, describe_status
 from tasks.stages.errors import StageError
 from tasks.stages.locks import held_locks
@@ -36,8 +36,8 @@ PAUSE_SECONDS = 2.0  # before a server that died is started again
 
 @dataclass(frozen=True)
 class Place:
-    """Where a server runs. `command`: arguments of `python` here that run it there, and that end it there however they
-    end; `grace`: seconds that this may take; `host`: "" for this machine."""
+    """Place of a server. `host`: "" for this machine; `command`: arguments with which `python` here runs the server
+    there, and ends it when this `python` ends, in whatever way; `grace`: seconds that ending it may take."""
 
     host: str
     url: str
@@ -65,7 +65,9 @@ def servers(context: Context, log: Logger | LoggerAdapter[Any]) -> Iterator[dict
             written.rename(addresses)
 
     with ExitStack() as held:
-        places = _on_hosts(context) if context.config.launch.server_hosts else _on_this_machine(context, held)
+        places = (
+            _places_on_hosts(context) if context.config.launch.server_hosts else _places_on_this_machine(context, held)
+        )
         held.callback(addresses.unlink, missing_ok=True)
         held.callback(_stop, started)
         for find in places:
@@ -81,8 +83,9 @@ def servers(context: Context, log: Logger | LoggerAdapter[Any]) -> Iterator[dict
             raise
 
 
-def _on_this_machine(context: Context, held: ExitStack) -> list[Callable[[], Place]]:
-    """For each server, what gives its place: always the same, on the GPUs after the training's and other servers'."""
+def _places_on_this_machine(context: Context, held: ExitStack) -> list[Callable[[], Place]]:
+    """Return a function per server that gives its place: always the same, on the GPUs after those of the training and
+    of the servers before."""
     rollout = context.config.rollout
     first = 0 if rollout.vllm_weight_transfer == "ipc" else context.config.train.num_processes
 
@@ -93,15 +96,16 @@ def _on_this_machine(context: Context, held: ExitStack) -> list[Callable[[], Pla
         command = serve(context.run, address, port, gpu)
         return Place("", url(address, port), command, GRACE_SECONDS, log)
 
-    def always(place: Place) -> Callable[[], Place]:
+    def constant(place: Place) -> Callable[[], Place]:
         return lambda: place
 
-    return [always(place(number)) for number in range(rollout.vllm_num_servers)]
+    return [constant(place(number)) for number in range(rollout.vllm_num_servers)]
 
 
-def _on_hosts(context: Context) -> list[Callable[[], Place]]:
-    """For each server, what gives its place: the host that it was on before, or else the first of launch.server_hosts
-    that answers and has none. Raises StageError if there is no such host, or if the host lacks something."""
+def _places_on_hosts(context: Context) -> list[Callable[[], Place]]:
+    """Return a function per server that gives its place: the host that it was on before, or else the first of
+    launch.server_hosts that answers and has no server. The function raises StageError if there is no such host, or if
+    the host lacks something."""
     config = context.config
     hosts, training = config.launch.server_hosts, config.launch.hosts if config.launch.launcher == "ssh" else []
     towards = address_of(training[0]) if training else ""
@@ -124,26 +128,26 @@ def _on_hosts(context: Context) -> list[Callable[[], Place]]:
             chosen[number] = host
         address, port, name = answer["address"], answer["port"], host_name(host)
         if not address:
-            raise StageError(f"{host} has no way to {towards}, where the training runs (launch.hosts)")
+            raise StageError(f"{host} cannot reach {towards}, where the training runs (launch.hosts)")
         return Place(
             host=name,
             url=url(address, port),
-            # The first GPU of those that are its own there.
-            command=[*relayed(host), *serve(context.run, address, port, 0)],
+            # The first of the GPUs that the server takes there.
+            command=[*relay_command(host), *serve(context.run, address, port, 0)],
             grace=RELAY_SECONDS,
             log=context.partial / f"vllm-server-{number}-{name}.log",
         )
 
-    def placing(number: int) -> Callable[[], Place]:
+    def place_for(number: int) -> Callable[[], Place]:
         return lambda: place(number)
 
-    return [placing(number) for number in range(config.rollout.vllm_num_servers)]
+    return [place_for(number) for number in range(config.rollout.vllm_num_servers)]
 
 
 class _Server:
     """One server under supervision, its output in a file. Stopping it stops all processes that it started.
 
-    `find` gives its place, for each start; `announce` tells the training that it has changed.
+    `find` gives its place for each start; `announce` tells the training that the place has changed.
     """
 
     def __init__(
@@ -156,7 +160,7 @@ class _Server:
         self.find, self.log, self.announce = find, log, announce
         self.environment = {**os.environ, "PYTHONSAFEPATH": "1", **secret}
         self.stopping, self.changing = threading.Event(), threading.Lock()
-        self.problem = ""  # as long as it is not up again
+        self.problem = ""  # set until it is up again
         self.place = find()
         self.process = self._start(self.place)
         self.watch = threading.Thread(target=self._watch, daemon=True)
@@ -198,7 +202,8 @@ class _Server:
             )
 
     def _watch(self) -> None:
-        """Restart it whenever it ends. Meanwhile the training waits, for at most rollout.vllm_server_timeout."""
+        """Restart the server whenever it ends. Meanwhile the training waits, for at most
+        rollout.vllm_server_timeout."""
         while not self.stopping.is_set():
             if (code := self.process.poll()) is None:
                 if self.problem and self._is_up() and self._is_announced():
@@ -211,7 +216,7 @@ class _Server:
             self.stopping.wait(PAUSE_SECONDS)
             try:
                 self._restart(self.find())
-            except (OSError, StageError) as error:  # no host; no memory, process, or space on the disk: try again later
+            except (OSError, StageError) as error:  # no host, memory, process or disk space: try again later
                 if not self.stopping.is_set():
                     self.log.error("%s cannot be started again: %s", self.name, error)
 

@@ -1,9 +1,9 @@
-"""Notice that a training hangs: which process stands still, and in what.
+"""Notices that a training hangs, which process stands still, and where in the code.
 
-The stage looks at the processes' records (`grpo_core.system.progress`) and counts for how long each has not moved. Only
-time in which it looked counts: while the stage itself is stopped, or its machine sleeps, nothing does. If a process has
-stood still for longer than its limit, the stage writes the reason into the file HANG. On each machine, the supervisor
-sees that (`tasks.processes.stacks`) and makes its processes write their Python stacks. Then the stage ends all.
+The stage looks at the processes' records (`grpo_core.system.progress`) and counts how long each has not moved. Time in
+which the stage itself is stopped, or its machine sleeps, does not count. If a process has stood still for longer than
+its limit, the stage writes the reason into the file HANG. On each machine, the supervisor sees that
+(`tasks.processes.stacks`) and makes its processes write their Python stacks. Then the stage ends all of them.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from tasks.processes.run import ProcessError
 from tasks.processes.stacks import HANG
 
 CHECK_SECONDS = 2.0
-STACKS_SECONDS = 15.0  # in which all processes have written their stacks, or do not
+STACKS_SECONDS = 15.0  # to wait for all processes to write their stacks
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
 class HangError(ProcessError):
-    """A training that was ended since it hung; the message says what stands still, for how long, in what and where."""
+    """Raised for a training that was ended because it hung; the message says what stands still, for how long and
+    where."""
 
 
 @dataclass
 class Stillness:
-    """For how long each process has not moved, in seconds of those in which it was looked at."""
+    """Time for which each process has not moved, in seconds; counts only while this process looks."""
 
     seconds: dict[int, float] = field(default_factory=dict)
     moves: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def look(self, records: Sequence[Record], passed: float) -> None:
-        """`passed`: seconds since the last look. At most twice the planned ones count: if there were more, this process
-        was stopped too. A process that a debugger has stopped counts as moving."""
+        """Update the times. `passed`: seconds since the last look, of which at most twice the planned interval counts:
+        if more passed, this process was stopped too. A process that a debugger has stopped counts as moving."""
         for record in records:
             now = (record.pid, record.moves)
             if self.moves.get(record.rank) != now or _state(record) == psutil.STATUS_TRACING_STOP:
@@ -51,10 +52,12 @@ class Stillness:
             self.moves[record.rank] = now
 
     def hanging(self, records: Sequence[Record]) -> list[Record]:
-        """The processes that hang, first the one that is stopped or has stood still longest; none if nothing hangs.
+        """Return the processes that hang, first the one that is stopped or has stood still longest; empty if nothing
+        hangs.
 
-        A process that waits for others does not hang, unless all of them wait: then they are all given. As long as one
-        at work is within its limit, nothing hangs: the others may wait for it where their records cannot say so (NCCL).
+        A process that waits for others does not hang, unless all wait: then all are returned. As long as one working
+        process is within its limit, nothing hangs: the others may be waiting for it without their records saying so
+        (NCCL).
         """
         blocking = [record for record in records if not record.waits] or records
         all_late = all(self.seconds[record.rank] > record.limit for record in blocking)
@@ -68,10 +71,10 @@ class Stillness:
 
 @contextmanager
 def watchdog(folder: Path, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[], None]]:
-    """Give a check of the training whose processes have their records in the folder, to be called again and again: it
-    looks every CHECK_SECONDS. The records are those of the block: before and after it, there are none.
+    """Give a function that checks the training whose processes keep their records in the folder. Call it again and
+    again: it looks every CHECK_SECONDS. Records are removed before and after the block.
 
-    The check raises HangError once the stacks are written. It is restartable, except for a reward function that hangs.
+    The check raises HangError once the stacks are written. The error is restartable, unless a reward function hangs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _remove_records(folder)
@@ -92,7 +95,7 @@ def watchdog(folder: Path, clock: Callable[[], float] = time.monotonic) -> Itera
         yield check
     finally:
         _remove_records(folder)
-        with suppress(OSError):  # the folder is not empty, or somebody has removed it
+        with suppress(OSError):  # the folder is not empty, or has been removed
             for file in folder.iterdir():
                 if not file.stat().st_size:
                     file.unlink()
@@ -105,7 +108,7 @@ def _remove_records(folder: Path) -> None:
 
 
 def _end(folder: Path, records: Sequence[Record], hanging: Sequence[Record], seconds: float) -> None:
-    """Have the stacks written, and raise HangError."""
+    """Wait until the stacks are written, and raise HangError."""
     first, before = hanging[0], {record.rank: _size(folder, record) for record in records}
     stopped = _is_stopped(first)  # until the stacks are written
     _write_reason(folder, first.name)
@@ -127,12 +130,12 @@ def _end(folder: Path, records: Sequence[Record], hanging: Sequence[Record], sec
 
 
 def _write_reason(folder: Path, text: str) -> None:
-    with suppress(OSError):  # a full disk is no reason to go on hanging
+    with suppress(OSError):  # a full disk must not keep the training hanging
         (folder / HANG).write_text(text)
 
 
 def _state(record: Record) -> str:
-    """The state of the process, if it is one of this machine; else ""."""
+    """State of the process, if it runs on this machine; else ""."""
     with suppress(psutil.Error):
         if record.is_here:
             return str(psutil.Process(record.pid).status())
@@ -144,7 +147,7 @@ def _is_stopped(record: Record) -> bool:
 
 
 def _await_stacks(folder: Path, records: Sequence[Record], before: dict[int, int]) -> None:
-    """Wait until all processes have written their stacks, or do not."""
+    """Wait until all processes have written their stacks, at most STACKS_SECONDS."""
     deadline, sizes = time.monotonic() + STACKS_SECONDS, before
     while time.monotonic() < deadline:
         time.sleep(0.5)
@@ -160,8 +163,8 @@ def _size(folder: Path, record: Record) -> int:
 
 
 def _place(folder: Path, record: Record, start: int) -> str:
-    """Where the main thread of the process is, in code that is no library if there is any, as a part of a sentence; ""
-    if it has written no stack."""
+    """Describe where the main thread of the process is, preferably outside libraries, as part of a sentence; "" if the
+    process has written no stack."""
     with suppress(OSError):
         written = (folder / f"{record.rank}.stacks").read_bytes()[start:].decode(errors="replace")
         frames = [*FRAME.finditer(written.rpartition("hread 0x")[2])]  # faulthandler's order: the main thread is last

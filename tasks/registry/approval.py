@@ -1,4 +1,4 @@
-"""A person's answer before a version that passes the gate becomes the champion, and the samples that they are shown."""
+"""A person's approval of a version that has passed the gate, and the samples shown to that person."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tasks.rendering.visible import shortened, visible
 
 WAITING, REJECTED = "waiting", "rejected"
 BY, WORDS = "promotion.by", "promotion.words"
-SHOWN = 3  # prompts that the version lost, and prompts that it won
+SHOWN = 3  # lost prompts, and won prompts
 LONGEST = 500  # characters of a prompt or completion
 
 
 class Approval(BaseModel):
-    """A person's answer to a version that passes."""
+    """A person's answer about a version that has passed the gate."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -33,7 +33,7 @@ class Approval(BaseModel):
 
 @dataclass(frozen=True)
 class Change:
-    """A prompt on which the candidate's outcome differs from the rival's, with the first completion of each; `gain`:
+    """A prompt on which candidate and rival have different outcomes, with the first completion of each. `gain`:
     candidate minus rival."""
 
     prompt: str
@@ -43,7 +43,7 @@ class Change:
 
 
 def decision_of(accepted: bool, asks: bool, force: bool, approval: Approval | None) -> str:
-    """What becomes of a version: promoted, refused, forced, waiting or rejected. `asks`: whether a person is asked."""
+    """Decision on a version: promoted, refused, forced, waiting or rejected. `asks`: whether a person is asked."""
     if approval and not approval.approved:
         return REJECTED
     if not accepted:
@@ -52,13 +52,13 @@ def decision_of(accepted: bool, asks: bool, force: bool, approval: Approval | No
 
 
 def tags_of(approval: Approval | None) -> dict[str, str | None]:
-    """The version's tags; None removes those of an earlier answer."""
+    """Tags of the version for this answer; None as a value removes that tag of an earlier answer."""
     by, words = (visible(approval.by), visible(approval.words)) if approval else (None, None)
     return {BY: by, WORDS: words or None}
 
 
 def largest_changes(config: RunConfig, candidate: Contestant, rival: Contestant) -> tuple[Change, ...]:
-    """The prompts of `promotion.set` that the candidate lost most on, then those on which it won most."""
+    """Prompts of `promotion.set` on which the candidate lost most, then those on which it won most."""
     metric = config.promotion.metric or deciding_metric(candidate.samples, config.accuracy_reward)
 
     def seen(contestant: Contestant) -> tuple[np.ndarray, list[str]]:

@@ -1,12 +1,12 @@
 """The champion of a registered model: the version that the alias `champion` names, however it was set.
 
-Promotion and rollback move the alias, which is one write in the registry. The decision is recorded in tags of the
-version. The champions in their order, and the number of attempts against each, are tags of the registered model: they
-are stored with the alias, and the UI shows them.
+Promotion and rollback move the alias, which is one write in the registry. Tags of the version record the decision. Tags
+of the registered model list the champions in order, and the number of attempts against each: they are stored with the
+alias, and the UI shows them.
 
-The writes are not one transaction. Their order lets the next promotion or rollback finish what a process that died has
-begun: first that there was an attempt (ATTEMPTS), then the decision (DECISION, or ROLLED_BACK_TO), then the alias, then
-the history, and last the time (DECIDED_AT, or ROLLED_BACK_AT).
+The writes are not one transaction. If the process dies in between, their order lets the next promotion or rollback
+finish the work: first the attempt (ATTEMPTS), then the decision (DECISION, or ROLLED_BACK_TO), then the alias, then the
+history, and last the time (DECIDED_AT, or ROLLED_BACK_AT).
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ RECORDED = ("config.toml", "evaluation/report.json", "evaluation/samples.parquet
 
 
 class PromotionError(GrpoError):
-    """A promotion or rollback that cannot be tried; the message says why and what to do."""
+    """Raised if a promotion or rollback cannot be tried; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a promotion. `against`: the champion's version, or "base" if there was none. `verdict`: the
-    gate's, None if the version is the champion already. `changes`: what a person is shown whom it waits for."""
+    """Outcome of a promotion. `against`: the champion's version, or "base" if there was none. `verdict`: the gate's;
+    None if the version is the champion already. `changes`: prompts shown to the person whose answer it waits for."""
 
     decision: str  # promoted, refused, forced, waiting, rejected or unchanged
     model: str
@@ -86,11 +86,11 @@ def promote(
     """Make a version the champion if it passes the gate, or if `force` is set; its tags `promotion.…` record which.
 
     version: its number or an alias. changes: `{"promotion": {…}}`, keys that differ from the configuration recorded
-    with the version. approval: a person's answer; without one, a version that passes and whose `promotion.approval` is
-    set waits for it: nothing is promoted, and this is called again with the answer. Concurrent promotions of a model
-    take turns, on all machines that share the storage root; each is held against the champion that the previous one
-    left. A promotion that was interrupted by the death of its process is finished. Raises PromotionError for a model or
-    a version that does not exist, or if another machine changed the champion meanwhile; ConfigError for wrong changes.
+    with the version. approval: a person's answer. If `promotion.approval` is set and there is no answer, a version that
+    passes is not promoted yet: call this again with the answer. Concurrent promotions of a model take turns, on all
+    machines that share the storage root; each is compared with the champion that the previous one left. If the process
+    of an earlier promotion died, that promotion is finished. Raises PromotionError if the model or the version does not
+    exist, or if another machine changed the champion meanwhile; ConfigError for wrong changes.
     """
     client, rules = connect(), _rules(changes or {})
     with model_lock(_model(client, name).name):
@@ -139,9 +139,9 @@ def check(name: str, version: str | None = None) -> None:
 
 
 def rollback(name: str) -> tuple[str | None, str]:
-    """Make the champion before the present one champion again; (version left, None if the alias was gone, version
-    returned to). A rollback that was interrupted by the death of its process is finished instead. Raises PromotionError
-    if there was no champion before, or if another machine changed the champion meanwhile."""
+    """Make the previous champion champion again. Returns the version left (None if the alias was gone) and the version
+    returned to. If the process of an earlier rollback died, finish that one instead. Raises PromotionError if there was
+    no champion before, or if another machine changed the champion meanwhile."""
     client = connect()
     with model_lock(_model(client, name).name):
         model = _model(client, name)
@@ -150,11 +150,12 @@ def rollback(name: str) -> tuple[str | None, str]:
             _tag(client, left, {ROLLED_BACK_AT: _now()})
             return str(left.version), history[-1]["version"]
         earlier = [it["version"] for it in reversed(reigns(history)) if it["version"] != present]
-        previous = next((it for it in earlier if _find_version(client, name, it)), None)  # one may have been deleted
+        # A version may have been deleted.
+        previous = next((it for it in earlier if _find_version(client, name, it)), None)
         if previous is None:
             before = f"version {present}" if present else "now"
             raise PromotionError(
-                f"{name} has had no champion before {before} that still exists: promote another version, or delete the "
+                f"{name} has no champion before {before} that still exists: promote another version, or delete the "
                 f"alias {CHAMPION!r} in MLflow to have none"
             )
         leaving = client.get_model_version(name, present) if present else None
@@ -174,27 +175,27 @@ def describe_rollback(name: str, left: str | None, version: str) -> str:
 
 
 def identity(version: ModelVersion) -> dict[str, Any]:
-    """What identifies a champion in an evaluation. The MLflow run is part of it: if a model is deleted and made again
-    under its name, its versions are numbered from 1 again."""
+    """Identity of a champion in an evaluation. It includes the MLflow run: if a model is deleted and made again under
+    the same name, its versions are numbered from 1 again."""
     return {"model_name": version.name, "version": str(version.version), "run_id": version.run_id}
 
 
 def present_champion(client: MlflowClient, name: str) -> ModelVersion | None:
-    """The version of a registered model that has the alias `champion`; None if there is none. Raises MlflowException if
-    the registry does not answer, so that this is not taken for none."""
+    """Return the version of a registered model that has the alias `champion`; None if there is none. Raises
+    MlflowException if the registry does not answer, since that does not mean that there is none."""
     model = _if_there(lambda: client.get_registered_model(name))
     number = model.aliases.get(CHAMPION) if model else None
     return client.get_model_version(name, number) if number else None
 
 
 def is_decided(name: str, version: str) -> bool:
-    """Whether a promotion of the version has been tried and has ended."""
+    """True if a promotion of the version has been tried and has ended."""
     with answering():
         return DECIDED_AT in connect().get_model_version(name, version).tags
 
 
 def _rules(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of [promotion] that change; null stands for "as recorded"."""
+    """Keys of [promotion] that change; null means "as recorded"."""
     if others := sorted(changes.keys() - {"promotion"}):
         raise ConfigError(
             f"changes of {', '.join(others)}: the version was trained and evaluated by its recorded configuration; "
@@ -230,7 +231,7 @@ def _find_version(client: MlflowClient, name: str, number: str) -> ModelVersion 
 
 
 def _if_there(ask: Callable[[], T]) -> T | None:
-    """The registry's answer; None if it says that there is no such thing. Other errors are raised."""
+    """Return the registry's answer; None if it says that the object does not exist. Other errors are raised."""
     try:
         return ask()
     except MlflowException as error:
@@ -240,8 +241,8 @@ def _if_there(ask: Callable[[], T]) -> T | None:
 
 
 def _see_champion(client: MlflowClient, model: RegisteredModel) -> tuple[str | None, list[Entry]]:
-    """The champion's version, None if there is none, and the history. If the history does not end with that champion,
-    the alias was moved by hand or by a process that died before it wrote the entry: the entry is added."""
+    """Return the champion's version, None if there is none, and the history. If the history does not end with that
+    champion, the alias was moved by hand, or by a process that died before it wrote the entry: add the entry."""
     champion, history = model.aliases.get(CHAMPION), json.loads(model.tags.get(HISTORY, "[]"))
     champion = None if champion is None else str(champion)
     if champion != (history[-1]["version"] if history else None):
@@ -256,14 +257,15 @@ def _see_champion(client: MlflowClient, model: RegisteredModel) -> tuple[str | N
 
 
 def _is_being_promoted(version: ModelVersion) -> bool:
-    """Return whether a promotion of this version was decided but not completely written, because the process died."""
+    """True if a promotion of this version was decided but not completely written, because the process died."""
     return version.tags.get(DECISION) in MADE_CHAMPION and DECIDED_AT not in version.tags
 
 
 def _being_rolled_back(
     client: MlflowClient, name: str, champion: str | None, history: list[Entry]
 ) -> ModelVersion | None:
-    """The version that a rollback to `champion` left, if the process died before all of that was written."""
+    """Version left by a rollback to `champion` whose process died before everything was written; None if there is
+    none."""
     number = next((entry["version"] for entry in reversed(history) if entry["version"] != champion), None)
     left = _find_version(client, name, number) if number else None
     if left and champion and left.tags.get(ROLLED_BACK_TO) == champion and ROLLED_BACK_AT not in left.tags:
@@ -272,7 +274,7 @@ def _being_rolled_back(
 
 
 def _why_no_champion(client: MlflowClient, name: str, history: list[Entry]) -> str:
-    """End of a reason if the model has no champion now and had one before; else empty."""
+    """End of a sentence, if the model had a champion but has none now: what became of it; else ""."""
     last = next((entry["version"] for entry in reversed(history) if entry["version"]), None)
     if last is None or history[-1]["version"]:
         return ""
@@ -281,13 +283,13 @@ def _why_no_champion(client: MlflowClient, name: str, history: list[Entry]) -> s
 
 
 def _refuse_another_champion(client: MlflowClient, name: str, seen: str | None) -> None:
-    """Raises PromotionError if the champion is not the one that was `seen`: machines that share no storage root do not
+    """Raises PromotionError if the champion is no longer the one `seen`: machines that share no storage root do not
     wait for each other's lock."""
     now = client.get_registered_model(name).aliases.get(CHAMPION)
     if (now and str(now)) != seen:
         raise PromotionError(
-            f"the champion of {name} was {_called(seen)} when this began and is {_called(now)} now: another machine or "
-            "person has changed it meanwhile. Nothing was changed here; start this again"
+            f"the champion of {name} was {_called(seen)} at the start and is {_called(now)} now: another machine or "
+            "person has changed it meanwhile. Nothing was changed here; start again"
         )
 
 
@@ -296,7 +298,7 @@ def _called(champion: str | None) -> str:
 
 
 def _crown(client: MlflowClient, name: str, version: str, how: str, history: list[Entry]) -> None:
-    # The alias first: if the process dies in between, the history must not name a champion that never was one.
+    # Set the alias first: if the process dies in between, the history must not name a champion that never was one.
     client.set_registered_model_alias(name, CHAMPION, version)
     _remember(client, name, version, how, history)
 
@@ -310,7 +312,8 @@ def _remember(client: MlflowClient, name: str, version: str | None, how: str, hi
 def _judge(
     client: MlflowClient, candidate: ModelVersion, champion: str | None, rules: Mapping[str, Any], attempt: int
 ) -> tuple[Verdict, tuple[Change, ...] | None]:
-    """The gate's verdict, and what a person is shown whose approval the version needs; None if it needs none."""
+    """Return the gate's verdict, and the prompts to show to a person; None instead of these if no approval is
+    needed."""
     recorded = _recorded(client, candidate)
     try:
         config = parse_config(recorded.config)
@@ -324,13 +327,13 @@ def _judge(
     try:
         verdict = decide(config, trained, rival, attempt)
     except ValueError as error:
-        raise NotComparableError(f"{error}; a guard can be on what the evaluation recorded") from None
+        raise NotComparableError(f"{error}; a guard can use only metrics that the evaluation recorded") from None
     return verdict, largest_changes(config, trained, rival) if config.promotion.approval else None
 
 
 def _rival(client: MlflowClient, candidate: ModelVersion, recorded: _Recorded, champion: str | None) -> Contestant:
-    """What the candidate has to beat: the champion as evaluated beside it, or as evaluated by itself on the same
-    prompts with the same settings (the reports then have the same key); the base model if there is no champion."""
+    """Return what the candidate has to beat. This is the champion, as evaluated beside it or by itself on the same
+    prompts with the same settings (the reports then have the same key). Without a champion, it is the base model."""
     if champion is None:
         return Contestant("the base model", recorded.samples, "base")
     label, beside = f"champion version {champion}", recorded.report.get("champion")
@@ -341,8 +344,8 @@ def _rival(client: MlflowClient, candidate: ModelVersion, recorded: _Recorded, c
     if theirs.report["key"] != recorded.report["key"]:
         run = recorded.config["name"]
         raise NotComparableError(
-            f"it was not evaluated beside the {label}, and on other prompts or by other settings than that was: "
-            f"`grpo stage evaluate --run {run} --force` and `grpo stage register --run {run}` make a version that was"
+            f"it was not evaluated beside the {label}, but on other prompts or with other settings: "
+            f"`grpo stage evaluate --run {run} --force` and `grpo stage register --run {run}` make a version that is"
         )
     return Contestant(label, theirs.samples, "trained")
 
@@ -358,7 +361,7 @@ def _recorded(client: MlflowClient, version: ModelVersion) -> _Recorded:
     if missing:
         raise NotComparableError(
             f"version {version.version} has no {', '.join(missing)} in its MLflow run ({run_id or 'none'}), so "
-            "there is nothing to judge it by; `grpo stage register --run NAME` makes versions that have"
+            "there is nothing to judge it by; `grpo stage register --run NAME` makes a version that has"
         )
     with TemporaryDirectory() as local:
         config, report, samples = (
@@ -368,7 +371,8 @@ def _recorded(client: MlflowClient, version: ModelVersion) -> _Recorded:
 
 
 def _tags(outcome: Outcome, rules: Mapping[str, Any], attempt: int) -> dict[str, str | None]:
-    """The grounds of a decision. The decision is written later, once the champion is known to be still the same."""
+    """Tags with the grounds of a decision. The decision itself is written later, once the champion is known to be
+    unchanged."""
     gain = outcome.verdict.comparisons[0] if outcome.verdict and outcome.verdict.comparisons else None
     return {
         REASON: outcome.reason,

@@ -1,5 +1,5 @@
-"""The gate: decides whether a model version is better than the one in use and breaks no guard. Figures in, verdict out;
-knows no registry."""
+"""The gate: decides whether a model version is better than the one in use and breaks no guard. Takes figures and
+returns a verdict; does not access the registry."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from grpo_core.evaluation.outcomes import (
 from grpo_core.evaluation.statistics import POWER, Bounds, Difference, paired_difference
 from tasks.rendering import figures
 
-LEAST_COMPARED = 0.9  # share of a set's prompts, below which the unscored ones could decide
-LEAST_PROMPTS = 200  # with which an outcome of unknown range decides anything, see docs/explanation/evaluation.md
+LEAST_COMPARED = 0.9  # share of a set's prompts; with fewer, the unscored ones could decide
+LEAST_PROMPTS = 200  # to decide by an outcome of unknown range, see docs/explanation/evaluation.md
 
 
 class NotComparableError(LookupError):
-    """There is nothing to judge a version by; a forced promotion needs nothing."""
+    """Raised if there is nothing to judge a version by. A forced promotion does not need it."""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A policy and its outcomes: the columns `policy/…` of an evaluation's samples. `label`: its name in sentences."""
+    """A policy and its outcomes: the columns `policy/…` of an evaluation's samples. `label`: name in sentences."""
 
     label: str
     samples: pl.DataFrame
@@ -44,8 +44,8 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A metric of both contestants on a set, and the rule that it has to keep. `candidate`, `rival`: means over the
-    compared prompts. `difference`: candidate minus rival, paired."""
+    """A metric of both contestants on a set, and the rule for it. `candidate`, `rival`: means over the compared
+    prompts. `difference`: candidate minus rival, paired."""
 
     set: str
     metric: str
@@ -54,17 +54,18 @@ class Comparison:
     difference: Difference
     bounds: Bounds
     num_prompts: int
-    """Prompts of the set; on those that are not compared, the rival was not scored."""
+    """Number of prompts in the set. Those on which the rival was not scored are not compared."""
     num_unscored: int
-    """Rows of the set on which samples of the candidate count as the worst value, see `decide`."""
+    """Number of rows on which samples of the candidate count as the worst value, see `decide`."""
     rule: str = ""
     broken: str | None = None
-    """How the rule is broken, as part of a sentence; None if it is kept."""
+    """Description of how the rule is broken, as part of a sentence; None if it is kept."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`comparisons`: first the metric in which the candidate has to be better, then the guards in their order."""
+    """Verdict of the gate. `comparisons`: first the metric in which the candidate has to be better, then the guards in
+    order."""
 
     accepted: bool
     reason: str
@@ -72,12 +73,12 @@ class Verdict:
 
 
 def decide(config: RunConfig, candidate: Contestant, rival: Contestant, attempt: int = 1) -> Verdict:
-    """The verdict: accepted if the candidate is better by the rules of `config.promotion` and breaks no guard.
+    """Accept the candidate if it is better by the rules of `config.promotion` and breaks no guard.
 
-    attempt: how many comparisons with this rival there have been, this one included. Better: one-sided p-value of "not
-    better in the mean" at most `level_of` this attempt, and a mean gain of at least `min_gain`. The levels of all
-    attempts add up to 1 − confidence, so of candidates that are no better than a rival, the probability that any is
-    ever accepted is at most that; guards only refuse. A sample that a reward did not score counts as the worst value if
+    attempt: number of comparisons with this rival so far, this one included. "Better" means that the one-sided p-value
+    of "not better in the mean" is at most `level_of` this attempt, and that the mean gain is at least `min_gain`. The
+    levels of all attempts add up to 1 − confidence, so this bounds the probability of ever accepting any candidate that
+    is no better than the rival; guards only refuse. A sample that a reward did not score counts as the worst value if
     the reward scored the rival on the same prompt. Raises ValueError for a guard on a metric that the samples lack.
     """
     rules, level = config.promotion, level_of(attempt, config.promotion.confidence)
@@ -95,15 +96,15 @@ def decide(config: RunConfig, candidate: Contestant, rival: Contestant, attempt:
 
 
 def refuse_chosen_there(config: RunConfig, samples: pl.DataFrame) -> None:
-    """Raises NotComparableError if the version is an arm of a sweep, and the sweep has chosen it on prompts by which it
-    would be judged."""
+    """Raises NotComparableError if the version is an arm of a sweep, and prompts that would judge it were also used to
+    choose among the arms."""
     judged_on, unit = config.promotion.set, "task" if "task" in samples.columns else "prompt"
     judging, choosing = ({*map(repr, samples_of(samples, name)[unit])} for name in (judged_on, HELD_OUT))
     if config.registry.sweep and (shared := len(judging & choosing)):
         raise NotComparableError(
             f"it is an arm of the sweep {config.registry.sweep!r}, which chooses on {HELD_OUT!r}, and {shared:,} of "
             f"{len(judging):,} prompts of {judged_on!r} are among those: the best of several looks better there than "
-            "it is. Judge it on other prompts, a set in [[evaluation.sets]] that promotion.set names"
+            "it is. Judge it on other prompts: name a set in [[evaluation.sets]] by promotion.set"
         )
 
 
@@ -127,7 +128,7 @@ def _found(gain: Comparison, rival: Contestant) -> str:
 
 
 def _change(found: Comparison) -> str:
-    """A gain with its interval, as part of a sentence; without interval if nothing could be compared."""
+    """Write a gain with its interval, as part of a sentence; without interval if nothing could be compared."""
     difference = vars(found.difference)
     if not found.difference.num_prompts:
         return figures.gain(found.metric, difference)
@@ -144,7 +145,7 @@ def _compare(
     worst: Literal["lowest", "highest"],
     level: float | None = None,
 ) -> Comparison:
-    """`worst`: the end of the metric's range that the candidate's unscored samples count as."""
+    """Compare a metric on a set. `worst`: end of the metric's range that the candidate's unscored samples count as."""
 
     def outcomes_of(contestant: Contestant, unscored_as: pl.Series | None = None) -> np.ndarray:
         keys = (set, contestant.policy, metric, config.rewards, config.accuracy_reward)
@@ -191,31 +192,31 @@ def _held_to_gain(rules: PromotionConfig, gain: Comparison, level: float) -> Com
 
 
 def _mostly_unscored(found: Comparison) -> str | None:
-    """Why the prompts that were scored for both do not represent their set, as part of a sentence."""
+    """Return why the prompts scored for both do not represent their set, as part of a sentence; None if they do."""
     if found.difference.num_prompts >= LEAST_COMPARED * found.num_prompts:
         return None
     return (
-        f"{found.metric} on {found.set} was scored of both on {found.difference.num_prompts:,} of "
-        f"{found.num_prompts:,} prompts only, and a decision needs {LEAST_COMPARED:.0%} of them: see to it that the "
-        "reward can score the others, then evaluate again with `grpo stage evaluate --run RUN --force` and "
+        f"{found.metric} on {found.set} was scored for both on only {found.difference.num_prompts:,} of "
+        f"{found.num_prompts:,} prompts, and a decision needs {LEAST_COMPARED:.0%} of them: make the "
+        "reward score the others, then evaluate again with `grpo stage evaluate --run RUN --force` and "
         "`grpo stage register --run RUN`"
     )
 
 
 def _too_few(found: Comparison) -> str | None:
-    """Why these prompts are too few for a decision, as part of a sentence."""
+    """Return why these prompts are too few for a decision, as part of a sentence; None if they are enough."""
     if found.difference.num_prompts >= LEAST_PROMPTS or all(map(math.isfinite, found.bounds)):
         return None
     return (
-        f"nothing bounds {found.metric}, and {found.difference.num_prompts:,} prompts are too few to see what rarely "
-        f"goes far wrong: give the rewards a range or clip, or evaluate on {LEAST_PROMPTS} prompts or more"
+        f"{found.metric} has no bounds, and {found.difference.num_prompts:,} prompts are too few to show rare large "
+        f"losses: give the rewards a range or clip, or evaluate on {LEAST_PROMPTS} prompts or more"
     )
 
 
 def _held_to_guard(guard: Guard, config: RunConfig, candidate: Contestant, rival: Contestant) -> Comparison:
     below = _compare(config, candidate, rival, guard.set, guard.metric, "lowest")
     above = _compare(config, candidate, rival, guard.set, guard.metric, "highest") if below.num_unscored else below
-    # Nothing scored is NaN, which keeps no bound.
+    # If nothing was scored, the mean is NaN, which keeps no bound.
     keeps = {
         "max_drop": lambda bound: below.difference.low >= -bound,
         "max_rise": lambda bound: above.difference.high <= bound,

@@ -1,4 +1,4 @@
-"""The champions of a registered model in their order, kept in a tag of the model. An entry has the `version` (None: no
+"""The champions of a registered model in order, kept in a tag of the model. An entry has the `version` (None: no
 champion), `how` it became champion, and when (`at`)."""
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ CHARACTERS = 5000
 
 
 def written(history: Sequence[Entry]) -> str:
-    """The history as the tag's text."""
+    """Write the history as the tag's text."""
     return json.dumps(history, separators=(",", ":"))
 
 
 def bounded(history: Sequence[Entry]) -> list[Entry]:
-    """As much of a history as its tag can hold. Entries to which no rollback returns are dropped first, then the
-    others, both from the oldest on; the last entry, the champion, is never dropped."""
+    """Shorten a history to what its tag can hold. Entries to which no rollback returns are dropped first, then the
+    others, the oldest first; the last entry, the champion, is never dropped."""
     kept = list(history)
     while len(written(kept)) > CHARACTERS:
         needed = {id(entry) for entry in reigns(kept)}
@@ -30,7 +30,7 @@ def bounded(history: Sequence[Entry]) -> list[Entry]:
 
 
 def reigns(history: Sequence[Entry]) -> list[Entry]:
-    """The entries to which rollbacks return, the latest last: a rollback removes all that came after its target."""
+    """Entries to which rollbacks can return, the latest last: a rollback removes all that came after its target."""
     found: list[Entry] = []
     for entry in history:
         version = entry["version"]

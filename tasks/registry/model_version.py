@@ -1,4 +1,4 @@
-"""Makes a model version: a trained model's folder as an MLflow model, without a second copy of its weights."""
+"""Makes a model version: logs a trained model's folder as an MLflow model, without a second copy of its weights."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Example:
 def log_version(
     run_id: str, training: Path, scratch: Path, name: str, example: Example, tags: Mapping[str, Any], description: str
 ) -> tuple[str, str]:
-    """Make a version of registered model `name` from training/model, its adapter beside it; returns its number, and the
-    id of the logged model that it is.
+    """Make a version of registered model `name` from training/model, with its adapter beside it; returns the version's
+    number and the id of its logged model.
 
     If the artifact store is a folder of this file system, the weights there are hard links to the training's, and
     read-only: one file under two names. `scratch`: a folder that does not exist yet, beside the training's.
@@ -68,17 +68,17 @@ def log_version(
     source = f"models:/{model.model_id}"
     made = client.create_model_version(name, source, run_id, tags, description=description, model_id=model.model_id)
     linked = {MLFLOW_MODEL_VERSIONS: json.dumps([{"name": name, "version": str(made.version)}])}
-    client.set_logged_model_tags(model.model_id, linked)  # else its page says that it is not registered
+    client.set_logged_model_tags(model.model_id, linked)  # else its page would say that it is not registered
     return str(made.version), model.model_id
 
 
 def _write(training: Path, folder: Path, card: Model, example: Example) -> None:
     """Write training/model to `folder` in the form of MLflow's transformers flavour; the weights are links."""
-    bare = folder.with_name(folder.name + ".bare")  # without the weights, which MLflow would copy
+    bare = folder.with_name(folder.name + ".bare")  # has no weights, which MLflow would copy
     remove(bare)
     remove(folder)
     shutil.copytree(training / "model", bare, ignore=shutil.ignore_patterns("*" + WEIGHTS))
-    # It warns that a local folder has no model card and no licence on the hub.
+    # MLflow warns that a local folder has no model card and no licence on the hub.
     logging.getLogger("mlflow.transformers").setLevel(logging.ERROR)
     try:
         mlflow.transformers.save_model(
@@ -102,7 +102,7 @@ def _write(training: Path, folder: Path, card: Model, example: Example) -> None:
 
 
 def _link(source: Path | str, target: Path | str) -> None:
-    """Link a weights file if the file system can, otherwise copy it; copy any other file."""
+    """Link a weights file if the file system allows it, otherwise copy it; copy any other file."""
     if str(source).endswith(WEIGHTS):
         try:
             os.link(source, target)

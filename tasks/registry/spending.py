@@ -1,8 +1,8 @@
 """Counts the comparisons with each champion: every further one is a further chance to be accepted by luck.
 
 A tag of the registered model keeps the counts as JSON: by champion (its version, or "base"), the number of `attempts`
-and the digests of the `latest` comparisons in their order, of which the last has that number. The champion asked for
-last comes last. The tag remains when the compared versions are deleted.
+and the digests of the `latest` comparisons in order, the last of which has that number. The champion compared with last
+comes last. The tag remains when the compared versions are deleted.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ DIGEST_CHARACTERS = 12
 
 
 def take_number(text: str, against: str, comparison: Any, returning: Collection[str]) -> tuple[int, str]:
-    """The number of a comparison among all with the champion `against`, from 1, and the tag's new text.
+    """Number a comparison among all with the champion `against`, from 1; returns the number and the tag's new text.
 
-    text: the tag's, empty if there is none. comparison: any JSON that identifies it; the same comparison keeps its
-    number, a new one gets a number above all that were given for this champion. returning: champions to which a
+    text: of the tag, empty if there is none. comparison: any JSON that identifies the comparison. The same comparison
+    keeps its number; a new one gets a number above all given for this champion. returning: champions to which a
     rollback can return, or "base".
 
     If the text is too long for the column of MLflow's database, entries are removed in this order: digests of other
-    champions, then of this one, from the oldest on (a comparison whose digest is gone counts as a new attempt); then
-    the counts of other champions, those not in `returning` first.
+    champions, then of this one, the oldest first (a comparison whose digest is gone counts as a new attempt); then the
+    counts of other champions, those not in `returning` first.
     """
     tried: dict[str, Any] = json.loads(text or "{}")
     own = tried[against] = tried.pop(against, {"attempts": 0, "latest": []})

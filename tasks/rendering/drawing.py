@@ -1,4 +1,4 @@
-"""Pictures by matplotlib in one style: PNG for Prefect and MLflow, SVG for pages, in the colours of the page."""
+"""Draws pictures with matplotlib in one style: PNG for Prefect and MLflow, SVG in the page's colours for pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INK, BLUE, ORANGE, GREEN, PURPLE, GREY, RED = (
     *("#222222", "#3366aa", "#cc7722", "#2a8f6d", "#9a5fb0", "#7a7a7a", "#cc3333"),
 )
 LINE_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY, RED)
-PAGE_COLOURS = {  # in a page: variables of its style sheet, which follow its dark mode
+PAGE_COLOURS = {  # variables of the page's style sheet, which follow its dark mode
     INK: "currentColor",
     BLUE: "var(--blue)",
     ORANGE: "var(--orange)",
@@ -28,7 +28,7 @@ PAGE_COLOURS = {  # in a page: variables of its style sheet, which follow its da
     GREY: "var(--grey)",
     RED: "var(--red)",
 }
-STYLE: dict[Any, Any] = {  # for matplotlib, whose keys are literals to a type checker
+STYLE: dict[Any, Any] = {  # Any, since matplotlib's type for keys is a union of literals
     "font.size": 9,
     "text.parse_math": False,  # a category may be called "$5 to $10"
     "axes.titlesize": 10,
@@ -45,16 +45,16 @@ STYLE: dict[Any, Any] = {  # for matplotlib, whose keys are literals to a type c
     "svg.hashsalt": "grpo",
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
 }
-PANEL = (4.6, 2.35)  # inches: two beside each other on a desk, one on a phone
-SMOOTHED_FROM = 40  # points; fewer have markers
+PANEL = (4.6, 2.35)  # inches: two side by side on a desktop screen, one on a phone
+SMOOTHED_FROM = 40  # points; shorter lines have markers
 WINDOW = 10  # points of the running mean; the same for runs of any length, so that they can be compared
 MOST_POINTS = 600  # per line; more are averaged
 BINS = 40
-LONGEST_LABEL = 40  # characters of a category, which leave room for the picture
+LONGEST_LABEL = 40  # characters of a category; leaves space for the picture
 
 
 def svg(draw: Callable[[Any], None], size: tuple[float, float] = PANEL) -> str:
-    """The drawing of `draw(axes)` as an SVG element for a page: transparent, as wide as the page makes it."""
+    """Draw with `draw(axes)` and return an SVG element for a page: transparent, as wide as the page makes it."""
     with _figure(size) as figure:
         draw(figure.subplots())
         text = io.StringIO()
@@ -72,7 +72,7 @@ def svg(draw: Callable[[Any], None], size: tuple[float, float] = PANEL) -> str:
 
 
 def png(size: tuple[float, float], draw: Callable[[Any], None]) -> bytes:
-    """The drawing of `draw(figure)` as a PNG, on white."""
+    """Draw with `draw(figure)` and return a PNG on white."""
     picture = io.BytesIO()
     with _figure(size) as figure:
         draw(figure)
@@ -115,7 +115,7 @@ def plot(
 
 
 def finish(axes: Any, labels: int, xlabel: str = "update") -> None:
-    """Put whole numbers on the x axis, and a legend above the picture if there is more than one line."""
+    """Put integers on the x axis, and a legend above the picture if there is more than one line."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set(xlabel=xlabel)
@@ -131,7 +131,7 @@ def legend_above(axes: Any, labels: int) -> None:
 
 
 def recent_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean of each value and the `window` - 1 values before it; fewer at the beginning."""
+    """Mean of each value and the `window` - 1 values before it, or fewer at the beginning."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - window, 0)
@@ -158,7 +158,7 @@ def draw_curves(rows: Sequence[Row]) -> bytes:
 
 
 def draw_lengths(lengths: Mapping[str, Collection[float]], room: Mapping[str, int | None]) -> bytes:
-    """Histogram of the prompt lengths, one panel per data set; a line marks the longest allowed length if it is
+    """Draw a histogram of the prompt lengths, one panel per data set; a line marks the longest allowed length if it is
     near."""
     rows = -(-len(lengths) // 2)
 
@@ -180,7 +180,7 @@ def draw_lengths(lengths: Mapping[str, Collection[float]], room: Mapping[str, in
 
 
 def histogram(axes: Any, values: Mapping[str, Collection[float]], colours: Sequence[str]) -> None:
-    """Histogram of whole numbers, several series beside each other in the same bins."""
+    """Draw a histogram of integers, several series side by side in the same bins."""
     from matplotlib.ticker import MaxNLocator
 
     first, last = min(map(min, values.values())), max(map(max, values.values()))

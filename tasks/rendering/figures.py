@@ -10,12 +10,11 @@ from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
 
 NONE = "–"
-LIKELY = 0.1  # a difference that is not shown is called likely if the contrary is less probable than this
+LIKELY = 0.1  # an unproven difference is called likely if the contrary is less probable than this
 
 
 def metric_of(config: RunConfig, evaluation: Mapping[str, Any]) -> str:
-    """The metric by which the run's policies are compared: accuracy or reward. `evaluation`: the receipt of
-    evaluate."""
+    """Metric by which the run's policies are compared: accuracy or reward. `evaluation`: receipt of evaluate."""
     return config.promotion.metric or str(evaluation["deciding_metric"])
 
 
@@ -29,7 +28,7 @@ def percent(value: float) -> str:
 
 
 def number(value: float) -> str:
-    """0.436, 245.3, 12,345, 1.5e-05"""
+    """Format a number: 0.436, 245.3, 12,345, 1.5e-05."""
     if math.isnan(value):
         return NONE
     size = abs(value)
@@ -38,12 +37,12 @@ def number(value: float) -> str:
 
 
 def amount(metric: str, value: float) -> str:
-    """A metric's value, in per cent if it is a share."""
+    """Format a metric's value, in per cent if it is a share."""
     return percent(value) if is_share(metric) else number(value)
 
 
 def interval(metric: str, found: Mapping[str, Any]) -> str:
-    """[75.9, 82.9], in the metric's unit."""
+    """Format an interval, in the metric's unit: [75.9, 82.9]."""
     scale, form = (100, ".1f") if is_share(metric) else (1, ".3f")
     if math.isnan(found["low"]):
         return ""
@@ -51,19 +50,19 @@ def interval(metric: str, found: Mapping[str, Any]) -> str:
 
 
 def gain(metric: str, found: Mapping[str, Any]) -> str:
-    """+35.4 points, or +0.354"""
+    """Format a gain: +35.4 points, or +0.354."""
     if math.isnan(found["mean"]):
         return NONE
     return f"{100 * found['mean']:+.1f} points" if is_share(metric) else f"{found['mean']:+.3f}"
 
 
 def detectable(metric: str, found: Mapping[str, Any]) -> str:
-    """6.1 points, or 0.061"""
+    """Format the smallest detectable gain: 6.1 points, or 0.061."""
     return size(metric, found["minimum_detectable"])
 
 
 def size(metric: str, difference: float) -> str:
-    """6.1 points, or 0.061: a difference without a sign."""
+    """Format a difference without a sign: 6.1 points, or 0.061."""
     return (
         NONE
         if math.isnan(difference)
@@ -74,7 +73,7 @@ def size(metric: str, difference: float) -> str:
 
 
 def verdict(metric: str, found: Mapping[str, Any], other: str) -> str:
-    """The result of a paired difference (a `Difference` as in report.json), in a sentence."""
+    """Describe the result of a paired difference (a `Difference` as in report.json) in a sentence."""
     from grpo_core.evaluation.statistics import POWER  # imports scipy, too slow for `grpo status`
 
     n, by = found["num_prompts"], size(metric, abs(found["mean"]))
@@ -96,14 +95,14 @@ def verdict(metric: str, found: Mapping[str, Any], other: str) -> str:
 
 
 def tone(found: Mapping[str, Any]) -> str:
-    """The result of a paired difference: better, worse or open."""
+    """Result of a paired difference: better, worse or open."""
     if found["p_value"] <= 1 - found["confidence"]:
         return "better"
     return "worse" if found["high"] < 0 else "open"
 
 
 def probability(value: float) -> str:
-    """A probability as text; one that is nearly 1 or 0 is not rounded to it."""
+    """Format a probability; one near 1 or 0 is not rounded to it."""
     return "> 99.9%" if value > 0.999 else "< 0.1%" if value < 0.001 else percent(value)
 
 
@@ -112,7 +111,7 @@ def p_value(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """2 h 05 min, 3 min 10 s, 12 s, 0.42 s"""
+    """Format a duration: 2 h 05 min, 3 min 10 s, 12 s, 0.42 s."""
     whole = round(seconds)
     if whole >= 3600:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

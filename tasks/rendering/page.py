@@ -1,4 +1,4 @@
-"""A self-contained HTML page of text, charts and tables. Text from outside (data, names) is escaped."""
+"""Renders a self-contained HTML page of text, charts and tables. Text from outside (data, names) is escaped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Cell = str | tuple[str, str]  # text, or text and a smaller line below it
 
 @dataclass(frozen=True)
 class Table:
-    """`words`: whether the cells are words rather than figures."""
+    """A table. `words`: True if the cells are words rather than figures."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -33,11 +33,11 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
-    """`legend`: label → colour, of all charts. `samples`: by evaluation set. `rollouts`: samples one below the other,
-    whose tokens a reader colours by one of `colours` (name → meaning), at first by `colour`. `trajectories`: samples by
-    title, and `folded`: long texts, both opened by a click.
+    """A section of the page. `legend`: label → colour, for all charts. `samples`: by evaluation set. `rollouts`:
+    samples one below the other, whose tokens the reader can colour by one of `colours` (name → meaning), initially by
+    `colour`. `trajectories`: samples by title, and `folded`: long texts, both opened by a click.
 
-    Empty parts are left out of the page, and so is a section without any.
+    Empty parts are left out of the page, and so is a section whose parts are all empty.
     """
 
     title: str
@@ -61,7 +61,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`tone`: better, worse or open."""
+    """A verdict. `tone`: better, worse or open."""
 
     tone: str
     headline: str
@@ -70,7 +70,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Tile:
-    """One large figure; `policy`: the policy that it belongs to, or ""."""
+    """One large figure. `policy`: the policy that it belongs to, or ""."""
 
     label: str
     figure: str
@@ -86,7 +86,7 @@ def render(
     tiles: Sequence[Tile] = (),
     links: Mapping[str, str] | None = None,
 ) -> str:
-    """The page as HTML. `links`: text → address."""
+    """Render the page as HTML. `links`: text → address."""
     return _template().render(
         title=title,
         subtitle=subtitle,
@@ -102,7 +102,7 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("tasks.rendering"),
         autoescape=True,
-        finalize=lambda value: visible(value) if type(value) is str else value,  # not what is HTML already
+        finalize=lambda value: visible(value) if type(value) is str else value,  # HTML is left as it is
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -1,4 +1,4 @@
-"""Sections on a training for the page of its run: curves, plan and outcome, time, data, configuration."""
+"""Sections about a training for the page of its run: curves, plan and outcome, time, data, configuration."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def curves(record: Record) -> Section:
 
 
 def _of_sources(record: Record, *names: str) -> Iterator[tuple[Metric, str, dict[str, str]]]:
-    """Panels of these metrics with a line for each source of prompts."""
+    """Panels of these metrics with one line per source of prompts."""
     for name in names:
         lines = {f"{name}/{source}": source for source in record.config.evaluated_sources}
         yield replace(TRAINED[name], label=f"{TRAINED[name].label} by source"), "", lines
@@ -134,14 +134,14 @@ def plan_and_outcome(record: Record) -> Section:
 
 
 def _sources(record: Record) -> Iterator[Table]:
-    """What the plan says about each of several sources."""
+    """Table of the plan's figures per source, if there are several."""
     if rows := [*source_table(record.plan.get("sources", {}))]:
         head = [name.replace("_", " ") for name in rows[0]]
         yield Table(head, [[*row] for row in rows[1:]], "Prompts of each source, over the run")
 
 
 def _events(result: Mapping[str, Any], max_staleness: int) -> Iterator[str]:
-    """Sentences on what happened to the training, which was configured with this `max_staleness`."""
+    """Yield sentences about events in the training. `max_staleness`: the configured value."""
     if step := result["stopped_early_at_step"]:
         yield f"Stopped early after update {step:,}: held-out figures had stopped getting better."
     if (best := result["best_step"]) is not None:
@@ -157,7 +157,7 @@ def _events(result: Mapping[str, Any], max_staleness: int) -> Iterator[str]:
 
 
 def _first_findings(findings: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
-    """The first finding of each rule, and how many there were."""
+    """First finding of each rule, and the number of its findings."""
     counts: dict[str, int] = {}
     for found in findings:
         counts[found["rule"]] = counts.get(found["rule"], 0) + 1
@@ -173,8 +173,8 @@ def _finding(found: tuple[Mapping[str, Any], int]) -> str:
 def time_of_updates(rows: Sequence[Row], plan: Plan) -> dict[str, np.ndarray]:
     """Seconds of each update, by activity. (N,) each
 
-    A row repeats the seconds of its generation batch for each update that uses the batch; they count for the update
-    that sampled it.
+    The rows of all updates that use a generation batch repeat its seconds; here they count only for the update that
+    sampled it.
     """
     newest, sampled = -1, []
     for row in rows:
@@ -188,7 +188,7 @@ def time_of_updates(rows: Sequence[Row], plan: Plan) -> dict[str, np.ndarray]:
 
 
 def stage_times(record: Record, evaluation: float) -> list[tuple[str, float]]:
-    """Seconds of each stage that precedes registration, of training and evaluation by what took them.
+    """Seconds of each stage before registration; training and evaluation are divided by activity.
 
     `evaluation`: duration of the evaluation.
     """
@@ -273,7 +273,7 @@ def data_section(record: Record) -> Section:
 
 
 def _pass_rates(record: Record) -> Iterator[Chart]:
-    """How many training prompts have which pass rate, of a run with a probe that scored any."""
+    """Histogram of the training prompts' pass rates, if the run's probe scored any."""
     found = record.probe
     if not found.get("scored"):
         return
@@ -292,7 +292,7 @@ def _pass_rates(record: Record) -> Iterator[Chart]:
 
 
 def configuration(record: Record, keys: Mapping[str, str], commit: str) -> Section:
-    """`commit`: of the code that it was trained with; "" if unknown."""
+    """Section about the configuration. `commit`: of the code that the run was trained with; "" if unknown."""
     config = record.config
     lineage = [[stage, key[:DIGITS]] for stage, key in keys.items()]
     versions = [["python", platform.python_version()], *([name, found] for name, found in _versions())]

@@ -1,4 +1,4 @@
-"""Runs side by side: how their parameters differ, their figures, and whether one is better than the first."""
+"""Compares runs: how their parameters differ, their figures, and whether one is better than the first."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tasks.rendering.drawing import series
 from tasks.rendering.page import Cell, Chart, Section, Table, Verdict, render
 from tasks.reports.record import Record
 
-LAST = 0.1  # share of the updates that count as the end of a training
+LAST = 0.1  # share of the updates that counts as the end of a training
 ENDS = (
     *("reward", "completions/mean_length", "conversations/mean_turns"),
     *("frac_reward_zero_std", "entropy", "kl", "grad_norm"),
 )
 CURVES = ("reward", "eval_reward", "eval_accuracy", *ENDS[1:-1], "step_time")
-Records = Mapping[str, Record]  # by the run's name as shown; the others are compared with the first
+Records = Mapping[str, Record]  # by the run's displayed name; all are compared with the first
 
 
 @dataclass(frozen=True)
 class Paired:
-    """A run minus the first on one evaluation set, by metric (a `Difference` as in report.json); or why they cannot be
-    paired."""
+    """Difference of a run to the first on one evaluation set, by metric (a `Difference` as in report.json); or the
+    reason why they cannot be paired."""
 
     differences: Mapping[str, Mapping[str, Any]]
     obstacle: str = ""
@@ -46,13 +46,13 @@ def parameters_that_differ(records: Records) -> dict[str, list[str]]:
 
 
 def evaluation_sets(records: Records) -> list[str]:
-    """Names of the evaluation sets of all runs, in the order of the runs."""
+    """Names of all runs' evaluation sets, in the order of the runs."""
     return [*dict.fromkeys(name for record in records.values() for name in record.evaluation["sets"])]
 
 
 def paired_with_first(records: Records, name: str, pairs: int = 1) -> dict[str, Paired]:
-    """Each other run's trained policy minus that of the first, prompt by prompt of the evaluation set `name`. `pairs`:
-    see `comparison`."""
+    """Compare each other run's trained policy with that of the first, prompt by prompt of the evaluation set `name`.
+    `pairs`: see `comparison`."""
     (_, first), *others = records.items()
     return {label: _pair(first, other, name, pairs) for label, other in others}
 
@@ -70,7 +70,7 @@ def _pair(first: Record, other: Record, name: str, pairs: int) -> Paired:
 
 
 def simultaneous(confidence: float, intervals: int) -> float:
-    """Confidence of each of several intervals that all hold together with `confidence` (Bonferroni)."""
+    """Confidence of each interval, so that all of them hold together with `confidence` (Bonferroni)."""
     return 1 - (1 - confidence) / intervals
 
 
@@ -82,7 +82,7 @@ def outcomes_per_prompt(record: Record, name: str, metric: str, policy: str = "t
 
 
 def _what_differs(first: Record, other: Record) -> str:
-    """Why the outcomes of two evaluations cannot be paired."""
+    """Return why the outcomes of two evaluations cannot be paired."""
     differing = [
         f"{key} ({' / '.join(values)})"
         for key, values in parameters_that_differ({"first": first, "other": other}).items()
@@ -97,13 +97,13 @@ def _what_differs(first: Record, other: Record) -> str:
 
 
 def _asked(record: Record) -> dict[str, list[Any]]:
-    """The prompts of each evaluation set."""
+    """Prompts of each evaluation set."""
     first = record.samples.filter(record.samples["sample"] == 0).sort("row")
     return {name: of_set["prompt"].to_list() for (name,), of_set in first.group_by("set", maintain_order=True)}
 
 
 def end_of_training(record: Record) -> dict[str, str]:
-    """How a training ended: its counts, and the means of its last updates."""
+    """Figures of a training's end: its counts, and means over its last updates."""
     rows = record.metrics[-max(1, round(LAST * len(record.metrics))) :]
     found = {"updates": f"{len(record.metrics):,}"}
     if record.result:
@@ -119,8 +119,8 @@ def end_of_training(record: Record) -> dict[str, str]:
 
 
 def comparison(records: Records, pairs: int = 1) -> list[Section]:
-    """The comparison without the curves. `pairs`: of how many pairs these were taken, whose intervals are to hold
-    together; 0 compares nothing prompt by prompt."""
+    """Sections of the comparison, without the curves. `pairs`: number of pairs whose intervals should hold together, of
+    which these are some; 0: compare nothing prompt by prompt."""
     labels = [*records]
     differing = [[key, *values] for key, values in parameters_that_differ(records).items()]
     ends = {label: end_of_training(record) for label, record in records.items()}
@@ -163,7 +163,7 @@ def _evaluation(records: Records, name: str, pairs: int) -> Section:
 
 
 def _together(records: Records, pairs: int) -> str:
-    """In how far intervals hold together, as the end of a title."""
+    """End of a title that says with which confidence all intervals hold together."""
     if pairs < 2:
         return ""
     confidence = next(iter(records.values())).config.evaluation.confidence
@@ -176,7 +176,8 @@ def _certainty(metric: str, found: Mapping[str, Any]) -> tuple[Cell, Cell]:
 
 
 def _figures(sets: Sequence[Mapping[str, Any] | None], first: str) -> Iterator[list[Cell]]:
-    """One row per metric, one column per run; above them the base model's value of the metric `first`."""
+    """Rows of a table, one per metric, with one column per run; the first row is the base model's value of the metric
+    `first`."""
     for policy, metric in (("base", first), *(("trained", metric) for metric in EVALUATED)):
         found = [of_run["policies"][policy].get(metric) if of_run else None for of_run in sets]
         if any(found):
@@ -188,7 +189,7 @@ def _figures(sets: Sequence[Mapping[str, Any] | None], first: str) -> Iterator[l
 
 
 def comparison_page(records: Records) -> str:
-    """The comparison as a self-contained HTML page."""
+    """Render the comparison as a self-contained HTML page."""
     first, *_ = records
     return page_of(" · ".join(records), f"compared with {first}", records, [*_verdicts(records)])
 
@@ -196,7 +197,7 @@ def comparison_page(records: Records) -> str:
 def page_of(
     title: str, what: str, records: Records, verdicts: Sequence[Verdict], before: Sequence[Section] = (), pairs: int = 1
 ) -> str:
-    """A page that compares runs, with the sections `before` first. `what`: its subtitle; `pairs`: as in
+    """Render a page that compares runs, with the sections `before` first. `what`: subtitle; `pairs`: as in
     `comparison`."""
     parameters, *evaluations, end = comparison(records, pairs)
     colours = dict(zip(records, drawing.LINE_COLOURS, strict=False))
@@ -213,7 +214,7 @@ def page_of(
 
 
 def _verdicts(records: Records) -> Iterator[Verdict]:
-    """A verdict on each other run against the first, on the held-out prompts."""
+    """Yield a verdict on each other run against the first, on the held-out prompts."""
     first, metric = next(iter(records)), _metric(records)
     for label, paired in paired_with_first(records, HELD_OUT).items():
         if paired.obstacle:
@@ -229,7 +230,7 @@ def _verdicts(records: Records) -> Iterator[Verdict]:
 
 
 def _metric(records: Records) -> str:
-    """The metric by which the first run compares policies."""
+    """Metric by which the first run compares policies."""
     return next(iter(records.values())).metric
 
 

@@ -1,4 +1,4 @@
-"""Conversations on the report: what was said turn by turn, and by whom."""
+"""Conversations in the report: who said what, turn by turn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TURNS = {  # colours of a conversation's turns
 
 
 def in_training(record: Record) -> Section:
-    """Conversations that were trained on. Empty without tools and environment."""
+    """Section with conversations that were trained on; empty without tools and environment."""
     best_and_worst = {
         f"update {row['step']}: {which} advantage": [trained_on(row)]
         for batch in record.batches
@@ -35,13 +35,14 @@ def in_training(record: Record) -> Section:
 
 
 def _ends(batch: pl.DataFrame) -> dict[str, dict[str, Any]]:
-    """The rows of highest and lowest advantage; none if no row has an advantage."""
+    """Rows of highest and lowest advantage; empty if no row has an advantage."""
     ordered = batch.filter(pl.col("advantage").is_finite()).sort("advantage", descending=True, maintain_order=True)
     return {"highest": ordered.row(0, named=True), "lowest": ordered.row(-1, named=True)} if ordered.height else {}
 
 
 def trained_on(row: Mapping[str, Any], name: str = "in training", pieces: Sequence[Any] = ()) -> dict[str, Any]:
-    """A row of completions/, as `_sample` of the report gives one of an evaluation. `pieces`: its tokens, coloured."""
+    """Convert a row of completions/ to the form in which the report's `_sample` gives evaluated samples. `pieces`: its
+    coloured tokens."""
     masks = row.get("trained_tokens")
     advantage = f"advantage {figures.number(row['advantage'])}"
     return {
@@ -70,7 +71,7 @@ def trained_on(row: Mapping[str, Any], name: str = "in training", pieces: Sequen
 
 
 def rewards_line(row: Mapping[str, Any], prefix: str = "rewards/") -> str:
-    """What each reward gave, before its weight: `numeric_match 1.000, length –`."""
+    """Write each reward's value, before its weight: `numeric_match 1.000, length –`."""
     given = {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
     return ", ".join(
         f"{visible(name)} {figures.NONE if value is None else figures.number(value)}" for name, value in given.items()
@@ -78,7 +79,8 @@ def rewards_line(row: Mapping[str, Any], prefix: str = "rewards/") -> str:
 
 
 def conversation(sample: Mapping[str, Any], policy: str) -> dict[str, Any]:
-    """A policy's conversation in a row of samples.parquet: its turns and what they are, its rewards and its failure."""
+    """Convert a policy's conversation in a row of samples.parquet: its turns and their kinds, its rewards and its
+    failure."""
     return {
         "turns": [_turn(message) for message in json.loads(sample[f"{policy}/conversation"])],
         "counts": ", ".join(
@@ -96,7 +98,7 @@ def conversation(sample: Mapping[str, Any], policy: str) -> dict[str, Any]:
 
 
 def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What was said; `kind`: policy, environment, or failed for an answer that says what was wrong with a call."""
+    """Convert a message to a turn. `kind`: policy, environment, or failed for an answer that reports a wrong call."""
     content, is_policy = message["content"], message["role"] == "assistant"
     return {
         "who": "" if is_policy else visible(message.get("name", message["role"])),
@@ -112,5 +114,5 @@ def _call(function: Mapping[str, Any]) -> str:
 
 
 def messages(prompt: Any) -> list[tuple[str, str]]:
-    """(role, text) of each message; a plain prompt is one message without a role."""
+    """(role, text) of each message; a text prompt is one message without a role."""
     return [(role, shortened(text)) for role, text in turns(prompt)]

@@ -1,4 +1,4 @@
-"""What a run has cost: GPU hours, tokens, and money if the configuration has a price."""
+"""Costs of a run: GPU hours, tokens, and money if the configuration has a price."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tasks.stages.files import read_json
 from tasks.stages.table import EVALUATE, PROBE, TRAIN
 from tasks.tracking.runs import HARDWARE, RUN_FILE
 
-NO_GPU = "CPU"  # what the name of hardware without a GPU begins with
+NO_GPU = "CPU"  # prefix of the name of hardware without a GPU
 
 
 @dataclass(frozen=True)
 class Cost:
-    """`gpu_hours`: GPUs held by probe, training and evaluation times the hours of these stages; None without a GPU, or
-    if the hardware is not known. `at_least`: the training was interrupted, and of interrupted attempts only the
-    updates count. `tokens`: completion tokens that the training sampled, None before it has finished. `price`: of a GPU
-    hour, None if the configuration has none.
+    """Cost of a run. `gpu_hours`: GPUs held by probe, training and evaluation, times the hours of these stages; None
+    without a GPU, or if the hardware is unknown. `at_least`: True if the training was interrupted, since only the
+    updates of interrupted attempts count. `tokens`: completion tokens that the training sampled, None before it has
+    finished. `price`: per GPU hour; None if the configuration has none.
     """
 
     gpu_hours: float | None
@@ -36,12 +36,12 @@ class Cost:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """As metrics of MLflow."""
+        """The cost as MLflow metrics."""
         known = {"cost/gpu_hours": self.gpu_hours, "cost/money": self.money, "cost/sampled_tokens": self.tokens}
         return {name: float(value) for name, value in known.items() if value is not None}
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """(what, figure) as people read them."""
+        """Yield (name, figure) for people."""
         front = "at least " if self.at_least else ""
         yield "completion tokens sampled", figures.NONE if self.tokens is None else f"{self.tokens:,}"
         yield "GPU hours", figures.NONE if self.gpu_hours is None else f"{front}{figures.number(self.gpu_hours)}"
@@ -50,7 +50,7 @@ class Cost:
 
 
 def sum_metrics(costs: Iterable[Cost]) -> dict[str, float]:
-    """The sums of metrics that all of these have, such as of a sweep's arms."""
+    """Sum the metrics that all of these costs have, for example a sweep's arms."""
     each = [it.metrics for it in costs]
     return {name: sum(it[name] for it in each) for name in each[0] if all(name in it for it in each)}
 

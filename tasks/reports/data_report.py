@@ -1,4 +1,4 @@
-"""The data report of validate: figures, a picture of the prompt lengths and a table, as files and in Prefect."""
+"""Writes the data report of validate: figures, a picture of the prompt lengths and a table, as files and in Prefect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FINDINGS_IN_TABLE = 100
 
 
 def count_findings(findings: pl.DataFrame, checks: Mapping[str, str]) -> list[dict[str, Any]]:
-    """For each rule that was broken: its severity and how many rows of each dataset break it."""
+    """Severity of each broken rule, and number of rows per dataset that break it."""
     if findings.is_empty():
         return []
     counts = findings.group_by("check", "dataset", "column").len("rows").sort("check", "dataset", "column")
@@ -30,7 +30,7 @@ def count_findings(findings: pl.DataFrame, checks: Mapping[str, str]) -> list[di
 
 
 def count_shared(findings: pl.DataFrame) -> list[dict[str, Any]]:
-    """How many prompts of one part of the data are in another too, by the rule that says so."""
+    """Number of prompts of one part of the data that are also in another, by rule."""
     shared = findings.filter(pl.col("other") != pl.col("dataset"))
     return shared.group_by("dataset", "other", "check").len("rows").sort("dataset", "other", "check").to_dicts()
 
@@ -67,7 +67,7 @@ def write_report(
 
 
 def markdown(report: Mapping[str, Any], findings: pl.DataFrame, folder: Path) -> str:
-    """The report as Markdown, for Prefect."""
+    """Write the report as Markdown, for Prefect."""
     parts = ["# Data report", *(f"**{escape(problem)}**" for problem in report["shape"])]
     datasets = [
         (name, f"{part['rows_read']:,}", f"{part['num_prompts']:,}", part["source"])
@@ -108,7 +108,7 @@ def _rehearsal_table(rehearsal: Mapping[str, Any]) -> str:
 
 
 def _environments_table(environments: Mapping[str, Any]) -> str:
-    """What each environment took and gave on a few rows."""
+    """Table of each environment's figures on a few rows."""
     rows = [
         (name, str(found["rows"]), what, f"{part['seconds']:.3f} s", f"{part['tokens']:,}", f"{part['raised']:,}")
         for name, found in environments.items()

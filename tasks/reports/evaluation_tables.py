@@ -9,7 +9,7 @@ from tasks.rendering import figures as as_text
 
 
 def verdicts(report: Mapping[str, Any], metric: str) -> list[str]:
-    """For each set and each policy that the trained one is compared with, a sentence on the metric."""
+    """Sentences on the metric: one per set and policy that the trained one is compared with."""
     return [
         f"{name}: {as_text.verdict(metric, differences[metric], other)}"
         for name, figures in report["sets"].items()
@@ -18,7 +18,7 @@ def verdicts(report: Mapping[str, Any], metric: str) -> list[str]:
 
 
 def rows_of(figures: Mapping[str, Any]) -> Iterator[list[str]]:
-    """A set's report as the rows of a table, its head first. One row per metric: its mean under each policy, then the
+    """Yield a set's report as the rows of a table, head first. One row per metric: its mean under each policy, then the
     trained policy minus each other one, in points if the metric is a share."""
     policies, differences = figures["policies"], figures["differences"]
     yield [

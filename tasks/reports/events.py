@@ -1,8 +1,7 @@
-"""Events in Prefect that automations and other systems act on: how runs, sweeps, trainings and promotions
-ended.
+"""Emits events in Prefect about the ends of runs, sweeps, trainings and promotions, for automations and other systems.
 
-docs/reference/events.md has them in one table. Payloads are flat and have no NaN: templates of automations name their
-keys, and JSON has none. Their texts are `shortened`: Prefect's server refuses large events.
+docs/reference/events.md lists them in one table. Payloads are flat, since automations' templates name their keys, and
+contain no NaN, which JSON cannot represent. Texts are `shortened`, since Prefect's server refuses large events.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from tasks.stages.run_directory import CONFIG, run_folder
 from tasks.stages.table import EVALUATE, REGISTER, TRAIN
 from tasks.tracking.runs import HARDWARE, RUN_FILE, run_address, version_address
 
-FAILURE = "Flow run encountered an exception: "  # what Prefect puts before the error
+FAILURE = "Flow run encountered an exception: "  # Prefect's prefix of the error
 
 
 def announce(event: str, kind: str, name: str, payload: Mapping[str, Any], related: Sequence[Any] = ()) -> None:
-    """Emit an event of the resource grpo.KIND.NAME. A server that does not answer is no error."""
+    """Emit an event of the resource grpo.KIND.NAME. It is not an error if the server does not answer."""
     resource = {"prefect.resource.id": f"grpo.{kind}.{name}", "prefect.resource.name": name}
     emit_event(event, resource, related=[*related], payload={key: _plain(value) for key, value in payload.items()})
 
@@ -54,7 +53,7 @@ def announce_end(flow: Any, flow_run: FlowRun, state: State) -> None:
 
 
 def _end_of(flow_run: FlowRun, state: State) -> tuple[FlowRun, str, str] | None:
-    """A flow run, how it ended, and why; None if it is scheduled again after a crash: then it has not ended."""
+    """Return the flow run, how it ended, and why; None if it is scheduled again after a crash and so has not ended."""
     with get_client(sync_client=True) as client:
         known = client.read_flow_run(flow_run.id)
     if state.is_crashed() and known.state and known.state.is_scheduled():
@@ -84,7 +83,7 @@ def _announce_sweep(sweep: str, ended: str, reason: str, flow_run_id: str, figur
 
 
 def _sweep_figures(sweep: str) -> dict[str, Any]:
-    """What came of a sweep: the chosen arm with its figures on the held-out prompts, and its model version."""
+    """Results of a sweep: the chosen arm with its figures on the held-out prompts, and its model version."""
     choice, arms = read_choice(sweep)
     said, gain = describe(choice), choice.best.gain
     registered = REGISTER.read_receipt(run_folder(choice.arm))
@@ -141,7 +140,7 @@ def _training_figures(run: Path, config: RunConfig) -> dict[str, Any]:
 
 
 def _if_known(figures: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The figures; none if they cannot be read: what is done is worth more than what an event says of it."""
+    """Return the figures; none if they cannot be read, since an event must not fail work that is done."""
     try:
         return figures()
     except Exception as error:
@@ -150,7 +149,7 @@ def _if_known(figures: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_figures(run: Path, config: RunConfig) -> dict[str, Any]:
-    """What came of a run whose stages are all done: verdict, figures on the held-out prompts, cost, model version."""
+    """Results of a run whose stages are all done: verdict, figures on the held-out prompts, cost, model version."""
     report = EVALUATE.read_receipt(run)
     metric, rival = figures.metric_of(config, report), rival_of(report)
     found, said = report["sets"][HELD_OUT], headline(report, metric)
@@ -190,7 +189,7 @@ def _hardware(run: Path) -> str:
 
 
 def _addresses(run: Path) -> dict[str, str]:
-    """The address of the training's run in MLflow, if there is one."""
+    """Address of the training's run in MLflow, if there is one."""
     folders = [folder for folder in (TRAIN.partial(run), TRAIN.path(run)) if read_json(folder / RUN_FILE)]
     return {"mlflow_url": run_address(folders[0])} if folders else {}
 

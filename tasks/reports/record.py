@@ -1,4 +1,4 @@
-"""The record of a finished run, read from its directory or, for a run of another machine, from MLflow."""
+"""Reads the record of a finished run from its directory or, for a run on another machine, from MLflow."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ TRACKED = re.compile(r"[0-9a-f]{32}|.+@.+|.+/\d+")  # an MLflow run id, MODEL@AL
 
 
 class NotEvaluatedError(GrpoError):
-    """A run without an evaluation; the message says how to make one."""
+    """Raised for a run without an evaluation; the message says how to make one."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """`data`, `plan`, `result`, `evaluation`, `probe`: the receipts of validate, plan, train, evaluate and probe, empty
-    if the stage is not part of the run. `seconds`: of each stage that has been done. `metrics`: one row per update.
-    `findings`: of the health policy. `batches`: completions of the first and of the last generation batch, if they are
-    there. `samples`: those of the evaluation. `hardware`: where it was trained, "" if unknown."""
+    """Record of a run. `data`, `plan`, `result`, `evaluation`, `probe`: receipts of validate, plan, train, evaluate and
+    probe; empty if the stage is not part of the run. `seconds`: of each stage that is done. `metrics`: one row per
+    update. `findings`: of the health policy. `batches`: completions of the first and the last generation batch, if they
+    exist. `samples`: of the evaluation. `hardware`: where the run was trained, "" if unknown."""
 
     config: RunConfig
     data: dict[str, Any]
@@ -50,7 +50,7 @@ class Record:
 
     @property
     def metric(self) -> str:
-        """The metric by which policies are compared: accuracy or reward."""
+        """Metric by which policies are compared: accuracy or reward."""
         return metric_of(self.config, self.evaluation)
 
     @property
@@ -60,7 +60,8 @@ class Record:
 
 
 def load_record(reference: str) -> Record:
-    """The record of a run under the storage root, by its name; else by an MLflow run id, MODEL@ALIAS or MODEL/VERSION.
+    """Load the record of a run under the storage root, by its name; else by an MLflow run id, MODEL@ALIAS or
+    MODEL/VERSION.
 
     Raises UnknownRunError if there is no such run, NotEvaluatedError if it has not been evaluated.
     """
@@ -79,12 +80,12 @@ def load_record(reference: str) -> Record:
 def read_record(
     run: Path, config: RunConfig | None = None, training: Path | None = None, evaluation: Path | None = None
 ) -> Record:
-    """The record in a run's directory. `config`: the run's, if it is parsed already; `training`, `evaluation`: where
-    those outputs are, if elsewhere. Raises NotEvaluatedError if there is no evaluation."""
+    """Read the record in a run's directory. `config`: the run's, if it is already parsed; `training`, `evaluation`:
+    paths of those outputs, if elsewhere. Raises NotEvaluatedError if there is no evaluation."""
     training, evaluation = training or TRAIN.path(run), evaluation or EVALUATE.path(run)
     if not (evaluation / EVALUATE.receipt).is_file():
         if missing := [stage.name for stage in STAGES[: STAGES.index(EVALUATE)] if not stage.read_receipt(run)]:
-            what = f"{', '.join(missing)} of it {'has' if len(missing) == 1 else 'have'} not been done"
+            what = f"its {', '.join(missing)} {'has' if len(missing) == 1 else 'have'} not been done"
             raise NotEvaluatedError(
                 f"run {run.name!r} has no evaluation: {what}. `grpo status {run.name}` says more; to go on: "
                 f"grpo run {run / CONFIG}"
@@ -113,7 +114,8 @@ def read_record(
 
 
 def _tracked(reference: str) -> tuple[str, str | None] | None:
-    """The MLflow run of this name, and for a model version the folder there with its record; None if there is none."""
+    """Find the MLflow run of this name, and for a model version the folder there with its record; None if there is
+    none."""
     import mlflow
 
     from tasks.registry.champion import RECORD
@@ -135,8 +137,8 @@ def _tracked(reference: str) -> tuple[str, str | None] | None:
 
 
 def _download(reference: str, run_id: str, record: str | None) -> Record:
-    """The record that register logged to the MLflow run, where the training's files are at the top. `record`: the
-    folder with the configuration and evaluation of one of its versions; None: those of the latest."""
+    """Download the record that register logged to the MLflow run, in which the training's files are at the top.
+    `record`: folder with the configuration and evaluation of one of its versions; None: those of the latest."""
     import mlflow
 
     with tempfile.TemporaryDirectory() as folder:

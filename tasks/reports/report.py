@@ -1,4 +1,4 @@
-"""report.html: what a run did and whether it helped, on one self-contained page."""
+"""Writes report.html: what a run did and whether it helped, on one self-contained page."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def write_report(
 
 
 def report_page(record: Record, seconds: float, keys: Mapping[str, str], mlflow_run: str, commit: str) -> str:
-    """The page as HTML. `seconds`: duration of the evaluation. `keys`: lineage keys by stage. `mlflow_run`: its
-    address. `commit`: of the code that it was trained with; "" if unknown."""
+    """Render the page as HTML. `seconds`: duration of the evaluation. `keys`: lineage keys by stage. `mlflow_run`:
+    address of the run in MLflow. `commit`: of the code that the run was trained with; "" if unknown."""
     sections = [
         _evaluation(record),
         account.curves(record),
@@ -73,8 +73,8 @@ def report_page(record: Record, seconds: float, keys: Mapping[str, str], mlflow_
 
 
 def headline(evaluation: Mapping[str, Any], metric: str) -> Verdict:
-    """Whether the trained policy is better than the champion, or where there is none than the base: with its figures,
-    on the held-out prompts."""
+    """Verdict on the held-out prompts, with figures: is the trained policy better than the champion or, without a
+    champion, than the base?"""
     found, rival = evaluation["sets"][HELD_OUT], rival_of(evaluation)
     gain = found["differences"][rival][metric]
     sentence = figures.verdict(metric, gain, _title(evaluation, rival))
@@ -96,7 +96,7 @@ def headline(evaluation: Mapping[str, Any], metric: str) -> Verdict:
 
 
 def rival_of(evaluation: Mapping[str, Any]) -> str:
-    """The policy that the trained one has to beat: the champion, or where there is none the base."""
+    """Policy that the trained one has to beat: the champion or, without a champion, the base."""
     return "champion" if evaluation["champion"] else "base"
 
 
@@ -138,7 +138,7 @@ def _evaluation(record: Record) -> Section:
 
 
 def _judge(evaluation: Mapping[str, Any]) -> str:
-    """The reward that says which completions are right, or that of each source."""
+    """Name the reward that decides which completions are right, or that of each source."""
     given = evaluation["accuracy_reward"]
     return given if isinstance(given, str) else " or ".join(f"{name} ({source})" for source, name in given.items())
 
@@ -179,7 +179,7 @@ def _set_tables(evaluation: Mapping[str, Any], name: str, headlined: str) -> Ite
 
 
 def _forest(evaluation: Mapping[str, Any], metric: str) -> Iterator[Chart]:
-    """A chart of the policies' metric on each set and category that has a scored prompt."""
+    """Chart of the policies' metric on each set and category with a scored prompt."""
 
     def points(found: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
         figures_of = {policy: of_one[metric] for policy, of_one in found["policies"].items()}
@@ -229,8 +229,8 @@ def _before_and_after(record: Record) -> Section:
 
 
 def _kinds(record: Record, name: str) -> dict[str, dict[str, Any]]:
-    """The prompts by what changed from base to trained: how many of each kind, and a few examples from all over the
-    set."""
+    """Group the prompts by what changed from base to trained: the number of each kind, and a few examples from all over
+    the set."""
     of_set, metric = record.samples.filter(pl.col("set") == name), record.metric
     before, after = (_outcomes(record, of_set, policy) for policy in ("base", "trained"))
     same = after == before
@@ -258,13 +258,14 @@ def _spread(rows: np.ndarray, count: int) -> np.ndarray:
 
 
 def _outcomes(record: Record, of_set: pl.DataFrame, policy: str) -> np.ndarray:
-    """The policy's outcome on each prompt of a set's samples, by the run's metric. (N,)"""
+    """Outcome of the policy on each prompt of a set's samples, by the run's metric. (N,)"""
     keys = (record.metric, record.config.rewards, record.evaluation["accuracy_reward"])
     return outcomes(of_set, of_set["set"][0], policy, *keys)
 
 
 def _sample(record: Record, of_prompt: pl.DataFrame) -> dict[str, Any]:
-    """A prompt with the first completion of each policy; of several, how many are right, or their mean reward."""
+    """Prompt with the first completion of each policy; if there are several, also the number that is right, or their
+    mean reward."""
     of_prompt = of_prompt.sort("sample")
     first = of_prompt.row(0, named=True)
     policies = []
@@ -295,7 +296,7 @@ def _sample(record: Record, of_prompt: pl.DataFrame) -> dict[str, Any]:
 
 
 def _mark(record: Record, sample: pl.DataFrame, policy: str) -> tuple[str, str]:
-    """The mark of one completion, and its tone: right, wrong, or "" if neither."""
+    """Mark of one completion, and its tone: right, wrong, or "" if neither."""
     [outcome] = _outcomes(record, sample, policy)
     if np.isnan(outcome):
         return "not scored", ""

@@ -1,4 +1,4 @@
-"""Rollouts of a training to read: which ones, what each is shown with, and all of them as one page."""
+"""Selects rollouts of a training for people to read, adds what is shown with each, and renders them as one page."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 STEPS = re.compile(r"(\d+)(?:-(\d+))?")
 PROMPTS_SHOWN = 5
 ON_DEMAND = " or ".join(f"--colour {name}" for name in COMPUTED) + " colours tokens by figures of the trained policy."
-LONGEST_PROMPT = 80  # characters, where prompts are listed
+LONGEST_PROMPT = 80  # characters of a prompt in a list
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The chosen rollouts of a run. `figures`: of all that fit; `rows`: the first of them, whole; `recorded`: how many
-    the training has sampled so far. `prompt`: the row of train.parquet that they are all about, or None."""
+    """The selected rollouts of a run. `figures`: of all that match; `rows`: complete rows of the first of them;
+    `recorded`: number of rollouts that the training has sampled so far; `prompt`: the row of train.parquet to which all
+    belong, or None."""
 
     config: RunConfig
     order: Order
@@ -52,7 +53,7 @@ class Rollouts:
 
     @property
     def colours(self) -> dict[str, str]:
-        """What their tokens can be coloured by, and what it means."""
+        """Figures by which the tokens can be coloured: name → meaning."""
         kept = {"age": "ages", **dict.fromkeys(COMPUTED, "trained_logprobs")}
         return {
             name: meaning
@@ -64,7 +65,7 @@ class Rollouts:
     def summary(self) -> str:
         kinds = {"worst": "worst first", "best": "best first", "longest": "longest first", "step": "in their order"}
         fit = self.figures.height
-        those = f"{fit:,}" if fit == self.recorded else f"{fit:,} that fit (of {self.recorded:,})"
+        those = f"{fit:,}" if fit == self.recorded else f"{fit:,} that match (of {self.recorded:,})"
         return f"{len(self.rows):,} of {those} rollouts, {kinds[self.order]}."
 
 
@@ -77,14 +78,14 @@ def choose_rollouts(
     text: str | None = None,
     prompt: str | None = None,
 ) -> Rollouts:
-    """Rollouts of a run's training, which may still be under way.
+    """Select rollouts of a run's training, which may still be under way.
 
-    order: worst and best by reward; of equal ones, by advantage, then the newer one. reward: the name of the reward
-    that is meant, instead of the weighted sum. steps: `N` or `N-M`, the updates that they were sampled for. text: what
-    prompt or completion has to contain. prompt: the row of a prompt in train.parquet, or text that only this prompt
+    order: worst and best are by reward; equal ones by advantage, then the newer first. reward: name of the reward to
+    use instead of the weighted sum. steps: `N` or `N-M`, the updates for which they were sampled. text: text that the
+    prompt or completion has to contain. prompt: row of a prompt in train.parquet, or text that only this prompt
     contains.
 
-    Raises NoRolloutsError if there are none, and for a reward, steps or a prompt that there are not.
+    Raises NoRolloutsError if there are none, or if the reward, the steps or the prompt do not exist.
     """
     config = read_config(run)
     names = [it.name for it in config.rewards]
@@ -95,7 +96,7 @@ def choose_rollouts(
     if not files:
         raise NoRolloutsError(
             f"run {run.name!r} has sampled nothing yet ({training / 'completions'} is empty); "
-            f"`grpo status {run.name}` says what it has done"
+            f"`grpo status {run.name}` shows its progress"
         )
     found = read_figures(files, config.rewards)
     recorded, last = found.height, max(found["step"].to_list(), default=0)
@@ -107,7 +108,9 @@ def choose_rollouts(
     if text:
         found = with_text(files, found, text)
     if found.is_empty():
-        raise NoRolloutsError(f"none of the {recorded:,} rollouts, of updates 1 to {last}, fits; ask for less")
+        raise NoRolloutsError(
+            f"none of the {recorded:,} rollouts, of updates 1 to {last}, matches; give fewer conditions"
+        )
     found = _sorted(found, order, f"rewards/{reward}" if reward else "reward")
     return Rollouts(config, order, found, read_rows(files, found.head(limit)), recorded, row)
 
@@ -131,7 +134,7 @@ def _read_steps(steps: str) -> tuple[int, int]:
 
 
 def _find_prompt(prompt: str, files: Sequence[Path]) -> int:
-    """The row of a prompt that was sampled, by its number or by text that no other contains."""
+    """Find the row of a sampled prompt by its number, or by text that no other prompt contains."""
     there = prompts_of(files)
     if prompt.isdecimal() and int(prompt) in there:
         return int(prompt)
@@ -151,7 +154,7 @@ def _find_prompt(prompt: str, files: Sequence[Path]) -> int:
 
 
 def by_step(rollouts: Rollouts) -> Table:
-    """How the followed prompt did, update by update: completions, mean and best reward, length."""
+    """Table of the followed prompt's figures per update: completions, mean and best reward, length."""
     per_step = (
         rollouts.figures.group_by("step")
         .agg(
@@ -182,14 +185,14 @@ def _number(value: float | None) -> str:
 
 
 def with_trained_policy(run: Path, rollouts: Rollouts) -> Rollouts:
-    """The rollouts with `trained_logprobs` and `entropies`: figures of each token under the trained policy, which is
-    loaded for that. Raises NoRolloutsError if there is none yet."""
+    """Add `trained_logprobs` and `entropies` to the rollouts: figures of each token under the trained policy, which is
+    loaded for that. Raises NoRolloutsError if there is no trained policy yet."""
     from grpo_core.evaluation.token_figures import token_figures  # imports torch
 
     model = TRAIN.path(run) / "model"
     if not model.is_dir():
         raise NoRolloutsError(
-            f"run {run.name!r} has no trained policy yet ({model}), under which {' and '.join(COMPUTED)} are computed; "
+            f"run {run.name!r} has no trained policy yet ({model}), from which {' and '.join(COMPUTED)} are computed; "
             "colour by advantage or surprise until its training is done"
         )
     samples = [(row["prompt_ids"], row["completion_ids"]) for row in rollouts.rows]
@@ -202,7 +205,7 @@ def with_trained_policy(run: Path, rollouts: Rollouts) -> Rollouts:
 
 
 def pieces_of(rollouts: Rollouts, tokenizer: Any) -> list[list[Piece]]:
-    """The tokens of each of the rollouts, coloured; the strongest shade is for the largest of these rollouts."""
+    """Colour the tokens of each rollout; the largest value among these rollouts gets the strongest shade."""
     advantages = [abs(row["advantage"]) for row in rollouts.rows if row["advantage"] == row["advantage"]]
     ages = [max(row["ages"]) for row in rollouts.rows if row.get("ages")]
     strongest = {"advantage": max(advantages, default=0.0), "age": float(max(ages, default=0))}
@@ -210,8 +213,8 @@ def pieces_of(rollouts: Rollouts, tokenizer: Any) -> list[list[Piece]]:
 
 
 def rollouts_page(rollouts: Rollouts, tokenizer: Any = None, colour: str = "", note: str = "") -> str:
-    """The rollouts as a self-contained HTML page. tokenizer: what decodes their tokens; None shows no tokens. colour:
-    what they are coloured by at first. note: why there are no tokens."""
+    """Render the rollouts as a self-contained HTML page. tokenizer: decodes their tokens; None shows no tokens. colour:
+    initial colouring. note: reason why there are no tokens."""
     config = rollouts.config
     pieces = pieces_of(rollouts, tokenizer) if tokenizer is not None else [[] for _ in rollouts.rows]
     samples = [
@@ -257,7 +260,7 @@ def _followed(rollouts: Rollouts) -> Section:
 
 
 def describe(row: Mapping[str, Any]) -> str:
-    """One line on a rollout: update, prompt, reward, advantage, length."""
+    """Describe a rollout in one line: update, prompt, reward, advantage, length."""
     cut = ", cut off" if row["truncated"] else ""
     return (
         f"update {row['step']} · prompt {row['row']} · reward {figures.number(row['reward'])} · "

@@ -1,7 +1,7 @@
-"""The arms of a sweep side by side: which is chosen, which others may be the best, and one page with all of that.
+"""Compares the arms of a sweep: which is chosen, which others may be the best, and one page with all of that.
 
-The choice is on the held-out prompts. An interval of one arm among several has to hold for whichever is looked at: they
-are simultaneous (Bonferroni), so that with the stated confidence all of them hold, that of the chosen arm too.
+The choice is made on the held-out prompts. Since the chosen arm is one of several, all intervals are simultaneous
+(Bonferroni): with the stated confidence all of them hold together, including that of the chosen arm.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ OWN_KEYS = ("name", "seed")  # in which the arms of one setting differ
 
 @dataclass(frozen=True)
 class Setting:
-    """The arms that differ in their seed alone. `arms`: by seed, the arm's name; `value`: mean of the metric over its
-    arms; `gain`: over the base model; `may_be_best`: no other setting is shown to be better."""
+    """Arms that differ only in their seed. `arms`: name of the arm by seed; `value`: mean of the metric over the arms;
+    `gain`: over the base model; `may_be_best`: True if no other setting is shown to be better."""
 
     label: str
     arms: Mapping[int, str]
@@ -49,9 +49,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Choice:
-    """`settings`: the best first. `arm`: the chosen one, of the first setting the best seed. `by_seeds`: whether seeds
-    are the unit of the intervals; otherwise prompts are. `confidence`: with which all intervals hold together;
-    `stopped`: arms that were stopped early, with the reasons; `searched`: how many arms a search has proposed."""
+    """The choice among a sweep's arms. `settings`: the best first. `arm`: the chosen one, which is the best seed of the
+    first setting. `by_seeds`: True if seeds are the unit of the intervals; otherwise prompts are. `confidence`: with
+    which all intervals hold together. `stopped`: arms that were stopped early, with the reasons. `searched`: number of
+    arms that a search has proposed."""
 
     metric: str
     settings: Sequence[Setting]
@@ -63,7 +64,7 @@ class Choice:
 
     @property
     def num_settings(self) -> int:
-        """All that were tried: those that were stopped allow for luck too."""
+        """Number of all settings tried, including stopped ones, since each was a chance to be best by luck."""
         return len(self.settings) + len(self.stopped)
 
     @property
@@ -72,13 +73,13 @@ class Choice:
 
 
 class NoChoiceError(GrpoError):
-    """Arms among which none can be chosen; the message says why."""
+    """Raised if none of the arms can be chosen; the message says why."""
 
     exit_status = 1
 
 
 def read_arms(sweep: str) -> dict[str, Record]:
-    """The records of a sweep's arms that have been evaluated, by the arm's name."""
+    """Read the records of a sweep's evaluated arms, by the arm's name."""
     records = {}
     for name, run in sorted(find_runs().items()):
         if name.startswith(arm_prefix(sweep)) and (config := read_config(run)).registry.sweep == sweep:
@@ -90,13 +91,14 @@ def read_arms(sweep: str) -> dict[str, Record]:
 
 
 def read_choice(sweep: str) -> tuple[Choice, dict[str, Record]]:
-    """The choice among the arms of a sweep, and their records. Raises NoChoiceError, see `make_choice`."""
+    """Make the choice among the arms of a sweep; returns it and the arms' records. Raises NoChoiceError, see
+    `make_choice`."""
     arms = read_arms(sweep)
     return make_choice(arms, stopped_arms(sweep), len(read_trials(sweep))), arms
 
 
 def read_outcomes(sweep: str, names: Collection[str]) -> dict[str, float]:
-    """By the names of those of these arms that have been evaluated the figure by which a choice compares them."""
+    """Figure by which a choice compares arms, for each of these arms that has been evaluated."""
     arms = {name: record for name, record in read_arms(sweep).items() if name in names}
     metric = _metric(arms)
     means = {
@@ -111,13 +113,13 @@ def _metric(arms: Records) -> str:
 
 
 def make_choice(arms: Records, stopped: Mapping[str, str] = MappingProxyType({}), searched: int = 0) -> Choice:
-    """The best setting on the held-out prompts, and which others may be the best.
+    """Choose the best setting on the held-out prompts, and determine which others may be the best.
 
     With several seeds per setting, seeds are the unit: trainings of two settings are paired by seed, and the prompts
-    are taken as given. Otherwise distinct prompts are. A setting may be the best unless another one is better than it
+    are taken as given. Otherwise distinct prompts are the unit. A setting may be the best unless another one is better
     at the level (1 − confidence) / (number of settings − 1): the best one is among these with at least `confidence`.
-    `stopped`: arms that were stopped early, with the reasons; they count among the settings. `searched`: how many arms
-    a search has proposed. Raises NoChoiceError if no arm was evaluated, or if their outcomes cannot be paired.
+    `stopped`: arms that were stopped early, with the reasons; they count among the settings. `searched`: number of arms
+    that a search has proposed. Raises NoChoiceError if no arm was evaluated, or if outcomes cannot be paired.
     """
     if not arms:
         raise NoChoiceError("no arm of the sweep has been evaluated: there is nothing to choose from")
@@ -137,7 +139,7 @@ def make_choice(arms: Records, stopped: Mapping[str, str] = MappingProxyType({})
     bounds = bounds_of(metric, next(iter(arms.values())).config)
 
     def difference(before: Mapping[int, np.ndarray], after: Mapping[int, np.ndarray], level: float) -> Any:
-        """Between two settings, by seed the outcomes of the arm."""
+        """Compare two settings, each given as the arms' outcomes by seed."""
         if not by_seeds:
             (rival,), (policy,) = before.values(), after.values()
             return paired_difference(rival, policy, 1 - level, bounds)
@@ -163,7 +165,8 @@ def make_choice(arms: Records, stopped: Mapping[str, str] = MappingProxyType({})
 
 
 def _settings(arms: Records) -> dict[str, dict[int, str]]:
-    """The arms of each setting by seed; settings by the keys in which they differ: `train.learning_rate=1e-05`."""
+    """Arms of each setting by seed. A setting is named by the keys in which settings differ:
+    `train.learning_rate=1e-05`."""
     values = {
         name: {
             key: value
@@ -182,7 +185,7 @@ def _settings(arms: Records) -> dict[str, dict[int, str]]:
 
 
 def describe(choice: Choice) -> Verdict:
-    """The choice in a sentence, with the gain over the base model."""
+    """Describe the choice in a sentence, with the gain over the base model."""
     best, metric = choice.best, choice.metric
     gain = asdict(best.gain)
     gained = f"{figures.gain(metric, gain)} {figures.interval(metric, gain)}".strip()
@@ -200,7 +203,7 @@ def describe(choice: Choice) -> Verdict:
 
 
 def choice_section(choice: Choice, arms: Records) -> Section:
-    """The settings, the best first."""
+    """Section with the settings, the best first."""
     metric, unit = choice.metric, "seeds" if choice.by_seeds else "prompts"
     rows = []
     for setting in choice.settings:
@@ -221,8 +224,8 @@ def choice_section(choice: Choice, arms: Records) -> Section:
     )
     if choice.searched:
         text += (
-            f" {choice.searched} arms were proposed by Optuna, from the figures of earlier arms on the same prompts. "
-            "The intervals allow for the number of settings, not for that, and may be too narrow."
+            f" Optuna proposed {choice.searched} arms from the figures of earlier arms on the same prompts. "
+            "The intervals allow for the number of settings, not for this search, and may be too narrow."
         )
     if choice.by_seeds:
         text += " Intervals are Student's over seeds; the prompts are taken as given."
@@ -235,15 +238,15 @@ def choice_section(choice: Choice, arms: Records) -> Section:
 
 
 def _costs(costs: Sequence[Cost]) -> Iterator[str]:
-    """GPU hours and money of several arms together, where these are known of all."""
+    """Total GPU hours and money of several arms, if known for all of them."""
     total = sum_metrics(costs)
     for name in ("cost/gpu_hours", "cost/money"):
         yield figures.number(total[name]) if name in total else figures.NONE
 
 
 def shown_arms(choice: Choice, arms: Records) -> tuple[dict[str, Record], int]:
-    """The best arm of each of the best settings, as many as curves can be told apart, the chosen one first; and of how
-    many pairs of arms these are, 0 if prompts are not the unit. Names are without the sweep's."""
+    """Best arm of each of the best settings, the chosen one first, as many as there are distinguishable curves; and the
+    total number of pairs of arms, 0 if prompts are not the unit. Names omit the sweep's."""
     names = [choice.arm, *(next(iter(setting.arms.values())) for setting in choice.settings[1:])]
     if choice.by_seeds:
         names = [*dict.fromkeys([choice.arm, *(name for it in choice.settings for name in it.arms.values())])]
@@ -253,13 +256,13 @@ def shown_arms(choice: Choice, arms: Records) -> tuple[dict[str, Record], int]:
 
 
 def sweep_sections(choice: Choice, arms: Records) -> list[Section]:
-    """The choice and the comparison, without curves."""
+    """Sections of the choice and the comparison, without curves."""
     shown, pairs = shown_arms(choice, arms)
     return [choice_section(choice, arms), *comparison(shown, pairs)]
 
 
 def sweep_page(sweep: str, choice: Choice, arms: Records) -> str:
-    """All of it as a self-contained HTML page."""
+    """Render the sweep as a self-contained HTML page."""
     shown, pairs = shown_arms(choice, arms)
     what = f"{len(arms)} arms" + (f", the first {len(shown)} with curves" if len(shown) < len(arms) else "")
     return page_of(sweep, what, shown, [describe(choice)], [choice_section(choice, arms)], pairs)

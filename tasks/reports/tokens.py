@@ -1,4 +1,4 @@
-"""Tokens as pieces of text, each with the figures that it is coloured by."""
+"""Splits tokens into pieces of text, each with the figures that it is coloured by."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 from tasks.rendering.visible import visible
 
 LEVELS = 8  # shades of a colour
-LIMITS = {"surprise": 5.0, "ratio": 2.0, "entropy": 3.0}  # nats (of a ratio: its logarithm) of the strongest shade
-MOST_TOKENS = 3000  # of a completion; of a longer one the first two thirds and the last third
-LONGEST_CHARACTER = 8  # tokens whose bytes may be one character
+LIMITS = {"surprise": 5.0, "ratio": 2.0, "entropy": 3.0}  # nats of the strongest shade; for a ratio, of its logarithm
+MOST_TOKENS = 3000  # shown of a completion: two thirds from its beginning, one third from its end
+LONGEST_CHARACTER = 8  # most tokens whose bytes may form one character
 COLOURED_BY = {
     "advantage": "advantage of the completion",
     "surprise": "surprise: −log p when it was sampled, in nats",
-    "age": "how often the engine has got new weights since it was sampled",
+    "age": "number of times the engine got new weights since it was sampled",
     "ratio": "ratio: p under the trained policy, divided by p when it was sampled",
     "entropy": "entropy of the trained policy where it stands, in nats",
 }
-COMPUTED = ("ratio", "entropy")  # on demand, since records do not hold them
+COMPUTED = ("ratio", "entropy")  # computed on demand, since records do not contain them
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A token, or several whose bytes make one character. `levels`: from 0 to LEVELS by what colours it, negative for a
-    negative advantage and a ratio below 1; empty for tokens of the environment, which are not trained. `title`: the
-    figures as text."""
+    """A token, or several whose bytes form one character. `levels`: shade for each colouring, from 0 to LEVELS,
+    negative for a negative advantage or a ratio below 1; empty for tokens of the environment, which are not trained.
+    `title`: the figures as text."""
 
     text: str
     levels: Mapping[str, int]
@@ -35,7 +35,7 @@ class Piece:
 
 
 def coloured_pieces(row: Mapping[str, Any], tokenizer: Any, strongest: Mapping[str, float]) -> list[Piece]:
-    """The tokens of a row of completions/. `strongest`: the size of advantage and age that gets the strongest shade."""
+    """Colour the tokens of a row of completions/. `strongest`: advantage and age that get the strongest shade."""
     ids = row["completion_ids"]
     masks = row.get("trained_tokens") or [1] * len(ids)
     if len(ids) <= MOST_TOKENS:
@@ -49,7 +49,7 @@ def coloured_pieces(row: Mapping[str, Any], tokenizer: Any, strongest: Mapping[s
 def _coloured(
     row: Mapping[str, Any], masks: Sequence[int], tokenizer: Any, strongest: Mapping[str, float], start: int, stop: int
 ) -> Iterator[Piece]:
-    """The tokens from `start` to `stop`."""
+    """Colour the tokens from `start` to `stop`."""
     limits = {**LIMITS, **strongest}
     for text, first, last in _decoded(row["completion_ids"][start:stop], tokenizer):
         places = slice(start + first, start + last)
@@ -76,8 +76,8 @@ def _level(value: float, strongest: float) -> int:
 
 
 def _decoded(ids: Sequence[int], tokenizer: Any) -> Iterator[tuple[str, int, int]]:
-    """Text of each token with the places of its first and of the one after its last: tokens that are no whole
-    character by themselves stay together."""
+    """Yield the text of each token, its index, and the index after it; tokens that only together form a character stay
+    together."""
 
     def decode(some: Sequence[int]) -> str:
         return tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,5 +1,5 @@
-"""The arms of a sweep: runs that differ in a few keys and name the same sweep (registry.sweep). What one arm has made,
-another one whose output would be the same takes over."""
+"""The arms of a sweep: runs that differ in a few keys and name the same sweep (registry.sweep). An arm copies a stage's
+output from another arm if its own would be the same."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from grpo_core.config.run import RunConfig
 from tasks.stages.run_directory import find_runs, storage_root
 from tasks.stages.table import Stage
 
-OF_ONE_RUN = {"lineage_key", "made_from", "inputs", "made", "made_at", "seconds"}  # in a receipt, beside the facts
+# Fields of a receipt that are not copied.
+OF_ONE_RUN = {"lineage_key", "made_from", "inputs", "made", "made_at", "seconds"}
 
 
 def sweep_folder(sweep: str) -> Path:
-    """Where a sweep keeps what belongs to no single arm: its comparison, its MLflow run."""
+    """Folder for what belongs to no single arm of a sweep: its comparison, its MLflow run."""
     return storage_root() / "sweeps" / sweep
 
 
 def arm_prefix(sweep: str) -> str:
-    """What the names of a sweep's arms begin with."""
+    """Prefix of the names of a sweep's arms."""
     return f"{sweep}."
 
 
 def other_arms(run: Path, config: RunConfig) -> list[Path]:
-    """The directories of the other arms of a run's sweep; empty if the run is no arm."""
+    """Directories of the other arms of a run's sweep; empty if the run is not an arm."""
     if not (sweep := config.registry.sweep):
         return []
     runs = sorted(find_runs().items())
@@ -34,8 +35,8 @@ def other_arms(run: Path, config: RunConfig) -> list[Path]:
 
 
 def arm_with_output(stage: Stage, run: Path, config: RunConfig, origin: Mapping[str, Any]) -> Path | None:
-    """Another arm whose output of the stage is the one that this run would make. `origin`: its lineage key, and what it
-    is made from. Only outputs that are interchangeable are looked for."""
+    """Find another arm whose output of the stage is the one that this run would make. `origin`: lineage key of that
+    output and the inputs it is made from. Searches only for interchangeable outputs."""
     if stage.content is None:
         return None
     for other in other_arms(run, config):
@@ -47,8 +48,8 @@ def arm_with_output(stage: Stage, run: Path, config: RunConfig, origin: Mapping[
     return None
 
 
-def take_over(stage: Stage, other: Path, partial: Path) -> dict[str, Any]:
-    """Copy the stage's output of another arm to `partial`; returns the facts of its receipt, and whose they are."""
+def copy_output(stage: Stage, other: Path, partial: Path) -> dict[str, Any]:
+    """Copy the stage's output of another arm to `partial`; returns the facts of its receipt, and that arm's name."""
     if stage.receipt:
         shutil.copytree(stage.path(other), partial, dirs_exist_ok=True)
     facts = {key: value for key, value in stage.read_receipt(other).items() if key not in OF_ONE_RUN}

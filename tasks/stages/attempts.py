@@ -1,5 +1,5 @@
-"""Between two attempts of a flow run: task runs that a killed attempt left open, retries that Prefect loses, and runs
-that a machine had to give up."""
+"""Cleans up between two attempts of a flow run: task runs that a killed attempt left open, retries that Prefect loses,
+and runs that a machine had to give up."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.runtime import flow_run
 from prefect.states import AwaitingRetry, Crashed
 
-# By then the interrupted process has gone, and its runner if that was told to end too: a runner that starts the next
-# attempt while it still watches this one loses track of it. Runners take 28 s to end and look 10 s ahead.
+# Time until the interrupted process has ended, and its runner if that was told to end too: a runner that starts the
+# next attempt while it still watches this one loses track of it. Runners take 28 s to end and look 10 s ahead.
 RETURN_SECONDS = 40
 MOST_STOPS = 5  # at the same point of a run
 
 
-def close_left_open() -> None:
+def crash_task_runs_left_open() -> None:
     """Mark task runs that an earlier attempt of this flow run left running as crashed. Call this when a flow begins."""
     if (flow_run.run_count or 0) < 2:
         return
@@ -31,7 +31,7 @@ def close_left_open() -> None:
             client.set_task_run_state(left_open.id, Crashed(message="the process that ran it was killed"), force=True)
 
 
-def keep_retry(flow: Any, flow_run: FlowRun, state: Any) -> None:
+def restore_lost_retry(flow: Any, flow_run: FlowRun, state: Any) -> None:
     """Hook for `on_crashed`: schedule again a retry that was lost when the failed attempt's process ended.
 
     Prefect shows a run as failed before its process has ended, and then reports the process's exit status as a crash,
@@ -43,19 +43,20 @@ def keep_retry(flow: Any, flow_run: FlowRun, state: Any) -> None:
             client.set_flow_run_state(flow_run.id, AwaitingRetry(message=states[-2].message))
 
 
-def come_back(what: str) -> bool:
-    """Schedule this flow run again after a signal that was no cancellation, such as that of a machine that is needed
-    for something else. `what`: what was interrupted, and what is saved.
+def schedule_again(what: str) -> bool:
+    """Schedule this flow run again after a signal that was not a cancellation, for example because the machine is
+    needed for something else. `what`: what was interrupted, and what is saved.
 
-    Returns False, and leaves the run's state as it is, if the run was cancelled, or if it was stopped MOST_STOPS times
-    already with nothing saved in between.
+    Returns False, and leaves the run's state as it is, if the run was cancelled, or if it has been stopped MOST_STOPS
+    times with nothing saved in between.
     """
     with get_client(sync_client=True) as client:
         states = sorted(client.read_flow_run_states(flow_run.id), key=lambda known: known.timestamp)
         stops = [known.message for known in states if known.name == "AwaitingRetry"][-MOST_STOPS:]
         if states[-1].is_cancelling() or states[-1].is_final() or stops == [what] * MOST_STOPS:
             return False
-        if not states[-1].is_scheduled():  # as Prefect's own answer to SIGTERM in a container may have it already
+        # Prefect's own response to SIGTERM in a container may have scheduled it already.
+        if not states[-1].is_scheduled():
             later = datetime.now(UTC) + timedelta(seconds=RETURN_SECONDS)
             client.set_flow_run_state(flow_run.id, AwaitingRetry(scheduled_time=later, message=what))
     return True

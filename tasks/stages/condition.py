@@ -1,4 +1,5 @@
-"""Which stages of a run are up to date, and why the others are not. Imports no Prefect: `grpo status` is quick."""
+"""Determines which stages of a run are up to date, and why the others are not. Doesn't import Prefect, to keep `grpo
+status` quick."""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ from grpo_core.errors import ConfigError
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json
 from tasks.stages.lineage import lineage_inputs, what_changed
-from tasks.stages.parts import key_of
+from tasks.stages.parts import hash_values
 from tasks.stages.run_directory import CONFIG
 from tasks.stages.table import PLAN, Receipt, Stage, stages_of
 
 MARKER = "lineage.json"  # in an unfinished output: the lineage key and inputs that it is being made from
-CHANGES_NAMED = 3  # of those that make a stage stale
+CHANGES_NAMED = 3  # of the changes that make a stage stale
 
 
 @dataclass(frozen=True)
 class Condition:
-    """Whether a stage's output is what the run's configuration and inputs give now, and why not."""
+    """State of a stage's output: is it what the run's configuration and inputs would give now, and if not, why?"""
 
     state: Literal["up to date", "stale", "missing"]
     reason: str = ""
@@ -36,22 +37,22 @@ class Condition:
 
 
 def conditions(run: Path, config: RunConfig) -> dict[str, Condition]:
-    """Each stage's condition; the pipeline would run those that are not up to date.
+    """Condition of each stage; the pipeline would run those that are not up to date.
 
-    A stage is stale if its lineage key differs from that of configuration and inputs now, or if a stage that it was
-    made from has been made again since, or will be.
+    A stage is stale if its lineage key differs from that of the present configuration and inputs, or if a stage that it
+    was made from has been made again since, or will be.
     """
     inputs = lineage_inputs(config)
     stages = stages_of(config)
     receipts = {stage.name: stage.read_receipt(run) for stage in stages}
     found: dict[str, Condition] = {}
     for stage in stages:
-        saved, receipt = saved_progress(stage, run, key_of(inputs[stage.name])), receipts[stage.name]
+        saved, receipt = saved_progress(stage, run, hash_values(inputs[stage.name])), receipts[stage.name]
         damaged = Condition("missing", f"{stage.receipt_path(run).relative_to(run)} is damaged")
         try:
             reason = _why_stale(stage, receipt, config, inputs, receipts) or _why_soon_stale(stage, config, found)
             gone = [name for name in stage.files(receipt) if not (stage.path(run) / name).exists()] if receipt else []
-        except (AttributeError, KeyError, TypeError):  # JSON, but not what the stage wrote
+        except (AttributeError, KeyError, TypeError):  # JSON, but not as the stage wrote it
             found[stage.name] = damaged
             continue
         if not receipt:
@@ -67,13 +68,14 @@ def conditions(run: Path, config: RunConfig) -> dict[str, Condition]:
 
 
 def made_at(stage: Stage, run: Path) -> float:
-    """When the stage was done, in seconds since 1970; if its receipt does not say, when the receipt was written."""
+    """Time at which the stage was done, in seconds since 1970; if its receipt does not say, that of the receipt's
+    file."""
     made = stage.read_receipt(run).get("made_at")
     return made if isinstance(made, float | int) else stage.receipt_path(run).stat().st_mtime
 
 
 def saved_progress(stage: Stage, run: Path, key: str) -> str:
-    """How much is saved of an unfinished training that the next attempt continues; "" if there is none."""
+    """Describe the saved progress of an unfinished training that the next attempt continues; "" if there is none."""
     partial = stage.partial(run)
     if not stage.resumable or read_json(partial / MARKER).get("lineage_key") != key:
         return ""
@@ -86,23 +88,23 @@ def saved_progress(stage: Stage, run: Path, key: str) -> str:
 
 
 def saved_updates(folder: Path) -> int:
-    """Updates after which the newest checkpoint in a training's folder was saved; 0 without one."""
+    """Number of updates in the newest checkpoint in a training's folder; 0 without one."""
     names = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("checkpoints/*"))
     return max((int(name[1]) for name in names if name), default=0)
 
 
 def identity(receipt: Receipt, prompts: Collection[str]) -> Any:
-    """Identity of an output; if it has one for each data set, those of `prompts`."""
+    """Identity of an output; if it has one per data set, those of the data sets in `prompts`."""
     made = receipt.get("made")
     return {name: made.get(name) for name in prompts} if isinstance(made, dict) else made
 
 
 def refuse_outdated_inputs(stage: Stage, run: Path, config: RunConfig, force: bool = False) -> None:
-    """Raises StageError, with the commands to run first, if the stage would work on output that is not up to date."""
+    """Raises StageError, with the commands to run first, if an input of the stage is not up to date."""
     if not stage.is_asked(config):
         raise StageError(
             f"run {run.name!r} has no stage {stage.name}: {stage.asked_by} is not set in its configuration; "
-            f"{_how_to_have_it(stage, run, config)}"
+            f"{_how_to_add_stage(stage, run, config)}"
         )
     now = conditions(run, config)
     outdated = _outdated(stage, config, now)
@@ -120,8 +122,9 @@ def refuse_outdated_inputs(stage: Stage, run: Path, config: RunConfig, force: bo
     )
 
 
-def _how_to_have_it(stage: Stage, run: Path, config: RunConfig) -> str:
-    """The command that gives the run a stage that it has not asked for, or why it cannot have it."""
+def _how_to_add_stage(stage: Stage, run: Path, config: RunConfig) -> str:
+    """Return the command that adds a stage to a run whose configuration does not ask for it, or why that is
+    impossible."""
     from grpo_core.rewards.composition import check_curriculum  # imports numpy, which most commands do without
 
     values = config.model_dump(mode="json", exclude_unset=True)
@@ -147,24 +150,24 @@ def _why_stale(
     inputs: Mapping[str, Mapping[str, Any]],
     receipts: Mapping[str, dict[str, Any]],
 ) -> str:
-    """What has changed since `receipt`; "" if nothing that concerns the stage has. `inputs`: of each stage now.
+    """Describe what has changed since `receipt`; "" if nothing that concerns the stage has. `inputs`: each stage's
+    present lineage inputs.
 
-    An input that is up to date has to be the one that the stage was made from. One that is not will be made again
-    first.
+    An input that is up to date has to be the one that the stage was made from. Any other will be made again first.
     """
-    if receipt.get("lineage_key") != key_of(inputs[stage.name]):
+    if receipt.get("lineage_key") != hash_values(inputs[stage.name]):
         names = what_changed(receipt.get("inputs", {}), inputs[stage.name])
         others = f" and {len(names) - CHANGES_NAMED} more" if len(names) > CHANGES_NAMED else ""
         return f"changed: {', '.join(names[:CHANGES_NAMED])}{others}" if "inputs" in receipt else "inputs changed"
     for name, then in receipt.get("made_from", {}).items():
         now = receipts[name]
-        if now.get("lineage_key") == key_of(inputs[name]) and identity(now, stage.prompts(config)) != then:
+        if now.get("lineage_key") == hash_values(inputs[name]) and identity(now, stage.prompts(config)) != then:
             return f"{name} was made again"
     return ""
 
 
 def _why_soon_stale(stage: Stage, config: RunConfig, found: Mapping[str, Condition]) -> str:
-    """Names an input that will be made again and never comes out the same. Whether another input, made again, comes out
-    the same is known only then."""
+    """Name an input that will be made again and is then never the same; "" if there is none. For any other input, only
+    making it again shows whether it is the same."""
     outdated = (read.name for read in stage.inputs(config) if not found[read.name].is_up_to_date and not read.content)
     return next((f"{name} is {found[name].state}" for name in outdated), "")

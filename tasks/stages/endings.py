@@ -1,4 +1,4 @@
-"""What a flow that ends early says: the sentence of a GrpoError, or after a signal what is saved.
+"""Makes a flow that ends early say why in plain words: the message of a GrpoError, or after a signal what is saved.
 
 Prefect logs an exception with its traceback in the task and again in the flow, and calls every signal a crash. Here the
 traceback of a GrpoError goes only to errors.log in the run's directory (`tasks.stages.run`) and to Prefect's log at
@@ -26,7 +26,7 @@ from prefect.runtime import deployment
 from prefect.states import Cancelled
 
 from grpo_core.errors import GrpoError
-from tasks.stages.attempts import close_left_open, come_back
+from tasks.stages.attempts import crash_task_runs_left_open, schedule_again
 from tasks.stages.errors import ArmStopped, Interrupted
 
 P = ParamSpec("P")
@@ -35,25 +35,26 @@ REPEATED = tuple(f"Finished in state {name}(" for name in ("Failed", "Cancelled"
 LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
 
 
-def plain(work: Callable[P, R]) -> Callable[P, R]:
-    """Decorator for a flow's function, so that it ends in plain words.
+def end_in_plain_words(work: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a flow's function so that it ends in plain words.
 
     A GrpoError is raised to the caller, which prints it; in a deployment's run it is logged once. A signal cancels the
-    flow run, and the caller gets Interrupted. A deployment's run that gets a signal goes on later by itself
-    (`come_back`), unless it was cancelled: then the signal is raised again. An arm that fell behind is cancelled too.
+    flow run, and the caller gets Interrupted. A deployment's run that gets a signal continues later by itself
+    (`schedule_again`), unless it was cancelled: then the signal is raised again. An arm that fell behind is cancelled
+    too.
     """
 
     @functools.wraps(work)
-    def told(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in LOGGERS:
-            logging.getLogger(name).addFilter(_quieten)  # once, however often it is added
+            logging.getLogger(name).addFilter(_demote_repeated)  # takes effect once, however often it is added
         if threading.current_thread() is threading.main_thread():
-            # Once more, before the handler of polars, which can lose a Ctrl-C.
+            # Set Python's handler again, over that of polars, which can lose a Ctrl-C.
             signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
         try:
-            close_left_open()
-            # Tasks would inherit the run's tags. Prefect asks its server for a concurrency slot for each tag of a task,
-            # and waits two seconds where SQLite is busy with the end of the task before.
+            crash_task_runs_left_open()
+            # Keeps tasks from inheriting the run's tags: for each tag, Prefect asks its server for a concurrency slot,
+            # and waits two seconds if SQLite is still busy with the end of the task before.
             with TagsContext(current_tags=set()):
                 return work(*args, **kwargs)
         except Interrupted as error:
@@ -67,9 +68,9 @@ def plain(work: Callable[P, R]) -> Callable[P, R]:
         except (KeyboardInterrupt, TerminationSignal) as error:
             interrupted = Interrupted("interrupted", error)
         if deployment.id:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all is saved, and what follows is short
-            atexit.register(_leave)
-            if come_back(interrupted.what):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # everything is saved, and the rest is short
+            atexit.register(_exit_now)
+            if schedule_again(interrupted.what):
                 get_run_logger().info("%s; it goes on by itself, on this machine or another", interrupted.what)
                 raise Abort("the state of this flow run is set already")
             get_run_logger().info("%s", interrupted)
@@ -80,8 +81,8 @@ def plain(work: Callable[P, R]) -> Callable[P, R]:
             _call_hooks(context.flow, context.flow_run, cancelled)
         return cast(R, cancelled)
 
-    told.__signature__ = inspect.signature(work, eval_str=True)  # type: ignore[attr-defined]
-    return told
+    wrapper.__signature__ = inspect.signature(work, eval_str=True)  # type: ignore[attr-defined]
+    return wrapper
 
 
 def _call_hooks(flow: Flow[..., Any], flow_run: FlowRun, cancelled: State) -> None:
@@ -89,11 +90,11 @@ def _call_hooks(flow: Flow[..., Any], flow_run: FlowRun, cancelled: State) -> No
     for hook in flow.on_cancellation_hooks or []:
         try:
             hook(flow, flow_run, cancelled)
-        except Exception as error:  # as Prefect has it: the run is cancelled all the same
+        except Exception as error:  # as in Prefect, the run is cancelled all the same
             get_run_logger().warning("%s failed: %s", hook, error)
 
 
-def _leave() -> None:
+def _exit_now() -> None:
     """End the process of an interrupted run immediately. Called after Prefect has sent its logs and states.
 
     A normal exit frees everything that was imported. On a busy machine this takes so long that Prefect's runner kills
@@ -103,8 +104,8 @@ def _leave() -> None:
     os._exit(0)
 
 
-def _quieten(record: logging.LogRecord) -> bool:
-    """Log filter: demote to DEBUG the records that repeat how a run ended."""
+def _demote_repeated(record: logging.LogRecord) -> bool:
+    """Log filter: demote records to DEBUG if they repeat how a run ended."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, GrpoError) or str(record.msg).startswith(REPEATED):
         record.levelno, record.levelname = logging.DEBUG, logging.getLevelName(logging.DEBUG)

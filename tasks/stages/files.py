@@ -1,4 +1,4 @@
-"""Files of a run's directory: written whole or not at all, and kept when they are replaced."""
+"""Files in a run's directory: written completely or not at all, and kept when replaced."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from grpo_core.system.files import publish
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write the file whole or not at all, even if the process or the machine dies."""
+    """Write the file completely or not at all, even if the process or the machine dies."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text)
     publish(temporary, path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if the file is missing or damaged."""
+    """Read the JSON object in a file; empty if the file is missing or damaged."""
     try:
         found = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):

@@ -17,7 +17,7 @@ import psutil
 
 from grpo_core.errors import GrpoError
 
-# Longer than a supervised process gets to end, checkpoint included.
+# Longer than a supervised process is given to end, checkpoint included.
 ENDING_SECONDS = 60.0
 POLL_SECONDS = 0.1
 
@@ -25,7 +25,7 @@ _locks: set[int] = set()
 
 
 class RunInUseError(GrpoError):
-    """A run that another process writes into; the message says which process, since when and what to do."""
+    """Raised if another process writes into the run; the message says which process, since when and what to do."""
 
     exit_status = 1
 
@@ -49,14 +49,14 @@ def locked(run: Path, say: Callable[[str], None] = print, wait: bool = False) ->
 
 @contextmanager
 def holding(*descriptors: int) -> Iterator[None]:
-    """Let processes that are started in the block inherit these locked files, and close them after it."""
+    """Let processes started in the block inherit these locked files; close the files after it."""
     _locks.update(descriptors)
     try:
         yield
     finally:
         _locks.difference_update(descriptors)
         for descriptor in descriptors:
-            os.close(descriptor)  # unlocking it would take it from the supervised processes too
+            os.close(descriptor)  # unlocking would also unlock it for the supervised processes
 
 
 def held_locks() -> tuple[int, ...]:
@@ -84,7 +84,7 @@ def _acquire(descriptor: int, run: Path, say: Callable[[str], None], wait: bool)
 
 
 def lock(descriptor: int) -> bool:
-    """Try to lock an open file; returns whether it is locked now."""
+    """Try to lock an open file; returns True if this succeeds."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -102,7 +102,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _holder(descriptor: int) -> dict[str, Any]:
-    """What the holder wrote into the lock file; empty in the instant before it has."""
+    """Read the holder's entry in the lock file; empty until the holder has written it."""
     try:
         return json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:
@@ -110,7 +110,7 @@ def _holder(descriptor: int) -> dict[str, Any]:
 
 
 def _is_ending(holder: dict[str, Any]) -> bool:
-    """Whether the holder has died, or is an earlier attempt of this flow run: either way its processes are ending."""
+    """True if the holder has died, or is an earlier attempt of this flow run: either way, its processes are ending."""
     this = _this_process()
     retried = holder and holder["flow_run"] is not None and holder["flow_run"] == this["flow_run"]
     return bool(retried or (holder and holder["host"] == this["host"] and not psutil.pid_exists(holder["pid"])))

@@ -1,4 +1,4 @@
-"""Where MLflow is, and what to say when it does not answer."""
+"""The address of MLflow, and the error message if it does not answer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
 
 class TrackingError(GrpoError):
-    """MLflow that cannot be used: its address is wrong, it does not answer, or it refuses; the message says which."""
+    """Raised if MLflow cannot be used: its address is wrong, it does not answer, or it refuses; the message says
+    which."""
 
 
 def tracking_uri() -> str:
-    """$MLFLOW_TRACKING_URI, or a SQLite file under the storage root.
+    """Return $MLFLOW_TRACKING_URI, or the address of a SQLite file under the storage root.
 
     Raises TrackingError if the URI contains a password: links and receipts would show it.
     """
@@ -32,9 +33,9 @@ def tracking_uri() -> str:
 
 
 def describe(error: MlflowException) -> str:
-    """What is wrong with MLflow, and what to do."""
+    """Describe what is wrong with MLflow, and what to do."""
     if 400 <= error.get_http_status_code() < 500:
-        return f"MLflow at {tracking_uri()} refuses what it is asked: {error}"
+        return f"MLflow at {tracking_uri()} refuses the request: {error}"
     return (
         f"MLflow at {tracking_uri()} does not answer ({first_cause(error)}): start the server, then run the same "
         "again; without MLFLOW_TRACKING_URI, runs are kept in a SQLite file under the storage root"
@@ -42,7 +43,8 @@ def describe(error: MlflowException) -> str:
 
 
 def first_cause(error: BaseException) -> str:
-    """The operating system's message if there is one, else the error's own: MLflow's client wraps it several times."""
+    """Return the operating system's message if there is one, which MLflow's client wraps several times; else the
+    error's own."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

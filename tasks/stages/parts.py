@@ -1,8 +1,8 @@
-"""What a stage's output can depend on, in parts that people can name: configuration keys with their values, hashes of
-contents and of sources. The table of stages says which parts each stage depends on.
+"""Everything a stage's output can depend on, in named parts: configuration keys with their values, hashes of contents
+and of sources. The table of stages says which parts each stage depends on.
 
-Inputs are identified by their content: the same file under another name or in another folder is no reason to run a
-stage again.
+Inputs are identified by their content: a stage is not run again for the same file under another name or in another
+folder.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data import own_code
 from grpo_core.fingerprint import DIVISION, content_hash, determining, environment_parts, reward_parts
 
-# Keys that say how completions are drawn.
+# Keys that determine how completions are sampled.
 SAMPLING = tuple(
     f"rollout.{key}"
     for key in ("max_completion_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
 )
-WATCHING = ("registry.traces_per_batch",)  # keys of which no version follows
-Named = dict[str, Any]  # what outputs depend on, by the name that a person knows it by
+WATCHING = ("registry.traces_per_batch",)  # keys on which no version depends
+Named = dict[str, Any]  # values that outputs depend on, by names for people
 
 
 class Parts:
-    """The parts of one configuration, each computed when it is first asked for."""
+    """The parts of one configuration, each computed on first use."""
 
     def __init__(self, config: RunConfig):
         self.config = config
 
     def section(self, name: str) -> Named:
-        """The keys of a section of the configuration that results follow from."""
+        """Keys of a section of the configuration that results depend on."""
         return flatten({name: self._determining[name]})
 
     @cached_property
@@ -59,7 +59,7 @@ class Parts:
 
     @cached_property
     def reward_limits(self) -> Named:
-        """Keys of the rewards that only the rehearsal looks at."""
+        """Keys of the rewards that only the rehearsal reads."""
         return {
             f"rewards.{place}.{key}": value
             for place, reward in enumerate(self.config.rewards)
@@ -68,7 +68,7 @@ class Parts:
 
     @cached_property
     def environment_limits(self) -> Named:
-        """Keys of the environment that only the rehearsal looks at."""
+        """Keys of the environment that only the rehearsal reads."""
         limits = self.config.environment.model_dump(include={"tool_timeout", "memory_gib"})
         return flatten({"environment": limits}) if self.config.environment.is_used else {}
 
@@ -89,31 +89,32 @@ class Parts:
 
     @cached_property
     def curriculum(self) -> Named:
-        """Which prompts are trained on, if not all alike, and whether their pass rates are known before."""
+        """Keys of the curriculum: how prompts are selected, and whether their pass rates are known before; empty by
+        default."""
         keys = self.config.data.curriculum
         return {} if keys == CurriculumConfig() else flatten({"data": {"curriculum": keys.model_dump(mode="json")}})
 
     @cached_property
     def probe(self) -> Named:
-        """What the base model's pass rates follow from, beside the prompts and the model."""
+        """Everything except prompts and model that the base model's pass rates depend on."""
         sampling = {name: value for name, value in self.section("rollout").items() if name.startswith(SAMPLING)}
         asked = {"seed": self.config.seed, "data.curriculum.probe": self.config.data.curriculum.probe}
         return sampling | asked | self._passing
 
     @cached_property
     def steps(self) -> Named:
-        """What the plan's numbers follow from."""
+        """Everything that the plan's numbers depend on."""
         return self.prompts | self.section("rollout") | self.section("train")
 
     @cached_property
     def order(self) -> Named:
-        """What the counts of several sources follow from: by the seed an epoch's last prompts are dropped."""
+        """The seed, on which the counts of several sources depend: it decides which last prompts an epoch drops."""
         return {"seed": self.config.seed} if self.config.data.sources else {}
 
     @cached_property
     def model(self) -> Named:
         settings = self.section("model") | self._base_model
-        for key in ("model.name_or_path", "model.adapter"):  # their content counts
+        for key in ("model.name_or_path", "model.adapter"):  # their content counts, not their name
             del settings[key]
         if adapter := self.config.model.adapter:
             settings["content of the adapter"] = content_hash(adapter)
@@ -121,7 +122,7 @@ class Parts:
 
     @cached_property
     def memory(self) -> Named:
-        """Keys that only the plan looks at: those of memory, and of how a batch is divided."""
+        """Keys that only the plan reads: those of memory, and those that divide a batch."""
         division = {f"train.{key}": getattr(self.config.train, key) for key in sorted(DIVISION)}
         return division | {
             "algorithm.beta": self.config.algorithm.beta,
@@ -134,13 +135,13 @@ class Parts:
         """The trained policy."""
         held_out = flatten({"evaluation": self._determining["held_out"] or {}})
         evaluations = {f"{name} (while training)": value for name, value in held_out.items()}
-        # Of kind 'none', a training takes all prompts alike and reads no rates of a probe.
+        # With kind 'none', a training takes all prompts alike and reads no pass rates.
         taken = {} if self.config.data.curriculum.kind == "none" else self.curriculum | self._passing
         return self.steps | taken | {"seed": self.config.seed} | self.model | self.section("algorithm") | evaluations
 
     @cached_property
     def evaluation(self) -> Named:
-        """How the policy is evaluated, and on what."""
+        """Settings and prompts of the policy's evaluation."""
         keys = {
             key: value for key, value in self.section("evaluation").items() if not key.startswith("evaluation.sets.")
         }
@@ -148,7 +149,7 @@ class Parts:
 
     @cached_property
     def base_answers(self) -> Named:
-        """What the answers of the base model to the evaluated prompts follow from."""
+        """Everything that the base model's answers to the evaluated prompts depend on."""
         config = self.config
         sampled = config.evaluation.temperature > 0 or config.environment.is_used
         return {
@@ -164,14 +165,14 @@ class Parts:
 
     @cached_property
     def registration(self) -> Named:
-        # A version is judged by the rules recorded with it.
+        # Included because a version is judged by the rules recorded with it.
         rules = self.config.promotion.model_dump(mode="json", exclude={"automatic"})
         names = {key: value for key, value in self.section("registry").items() if key not in WATCHING}
         return names | {"name": self.config.name} | flatten({"promotion": rules})
 
     @cached_property
     def _passing(self) -> Named:
-        """What says how far a completion passes, where that is asked."""
+        """Keys that decide how far a completion passes; empty without a curriculum."""
         if not self.curriculum:
             return {}
         ranges = {f"rewards.{place}.range": reward.range for place, reward in enumerate(self.config.rewards)}
@@ -205,6 +206,6 @@ class Parts:
         return found
 
 
-def key_of(*values: Any) -> str:
-    """Hash of values that JSON can hold."""
+def hash_values(*values: Any) -> str:
+    """Hash of values that JSON can represent."""
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""Running a stage: skipped if its output is up to date, otherwise done and published."""
+"""Runs a stage: skips it if its output is up to date, otherwise does its work and publishes the output."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from prefect.states import Cancelled, Completed
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from grpo_core.system.files import publish
-from tasks.stages.arms import arm_with_output, take_over
+from tasks.stages.arms import arm_with_output, copy_output
 from tasks.stages.condition import MARKER, conditions, identity, refuse_outdated_inputs, saved_progress
 from tasks.stages.errors import ArmStopped, Interrupted, StageError
 from tasks.stages.files import read_json, remove, set_aside, write_text
 from tasks.stages.lineage import DIGITS, lineage_inputs, lineage_keys
 from tasks.stages.mlflow_address import describe
-from tasks.stages.parts import key_of
+from tasks.stages.parts import hash_values
 from tasks.stages.table import Stage
 
 ERRORS = "errors.log"  # in the run directory: the errors that ended its stages, with tracebacks
@@ -35,8 +35,8 @@ ERRORS = "errors.log"  # in the run directory: the errors that ended its stages,
 
 @dataclass(frozen=True)
 class Context:
-    """What a stage works with. `partial`: where it writes; renamed to its final name when the stage succeeds; `force`:
-    nothing that is there already may be taken over."""
+    """Paths and settings that a stage works with. `partial`: where it writes, renamed to the final name when the stage
+    succeeds; `force`: do not reuse any existing output."""
 
     config: RunConfig
     run: Path
@@ -49,13 +49,13 @@ def run_stage(
 ) -> State[None]:
     """Do `work` unless the output is up to date; with `force`, do it in any case.
 
-    `work` fills `Context.partial` and returns the receipt's content, to which the seconds that it took are added. A
-    resumable stage finds what an interrupted attempt at the same left there; any other starts with an empty folder. The
-    output that is replaced is kept.
+    `work` fills `Context.partial` and returns the receipt's content, to which its duration in seconds is added. A
+    resumable stage finds there what an interrupted attempt with the same key left; any other starts with an empty
+    folder. The output that is replaced is kept.
 
-    Raises StageError if the input is outdated, if the work refuses by a GrpoError, or if storage or MLflow fails. For
-    every error that ends the stage, the traceback is written to the run's ERRORS. A signal gives the state Cancelled,
-    whose result raises Interrupted; so does the end of an arm that fell behind, whose result raises ArmStopped.
+    Raises StageError if the input is outdated, if the work refuses by a GrpoError, or if storage or MLflow fails. The
+    traceback of every error that ends the stage is written to the run's ERRORS. A signal gives the state Cancelled,
+    whose result raises Interrupted; an arm that fell behind gives it too, and its result raises ArmStopped.
     """
     try:
         return _run_stage(stage, run, config, work, force)
@@ -65,7 +65,7 @@ def run_stage(
     except ArmStopped as stopped:
         return Cancelled(message=str(stopped), data=stopped)
     except Exception as error:
-        _note_down(stage, run, error)
+        _write_traceback(stage, run, error)
         if isinstance(error, GrpoError) and not isinstance(error, StageError):
             raise StageError(str(error)) from error
         if sentence := _advice(error):
@@ -74,13 +74,14 @@ def run_stage(
 
 
 def describe_interruption(stage: Stage, run: Path, config: RunConfig, signal: BaseException) -> Interrupted:
-    """The error of a stage that a signal ended, with what is saved of it."""
+    """Make the error of a stage that a signal ended; it says what is saved."""
     saved = saved_progress(stage, run, lineage_keys(config)[stage.name])
     return Interrupted(f"{stage.name} was interrupted" + (f", {saved}" if saved else ""), signal)
 
 
-def _note_down(stage: Stage, run: Path, error: Exception) -> None:
-    """Append the traceback to the run's ERRORS. If the storage refuses that too, the error itself is what counts."""
+def _write_traceback(stage: Stage, run: Path, error: Exception) -> None:
+    """Append the traceback to the run's ERRORS. If the storage refuses that too, do nothing: the error itself matters
+    more."""
     with suppress(OSError), (run / ERRORS).open("a") as file:
         file.write(f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} {stage.name}\n")
         file.write("".join(traceback.format_exception(error)) + "\n")
@@ -90,7 +91,7 @@ def _run_stage(
     stage: Stage, run: Path, config: RunConfig, work: Callable[[Context], dict[str, Any]], force: bool
 ) -> State[None]:
     log, inputs = get_run_logger(), lineage_inputs(config)[stage.name]
-    key, now = key_of(inputs), conditions(run, config)
+    key, now = hash_values(inputs), conditions(run, config)
     final = stage.path(run)
     if now[stage.name].is_up_to_date and not force:
         log.info("%s: up to date (lineage %s), skipped", stage.name, key[:DIGITS])
@@ -105,7 +106,7 @@ def _run_stage(
     other = None if force else arm_with_output(stage, run, config, origin)
     if other:
         log.info("%s: the same as that of %s, taken over", stage.name, other.name)
-        receipt = take_over(stage, other, partial)
+        receipt = copy_output(stage, other, partial)
     else:
         receipt = work(Context(config, run, partial, force))
     seconds = round(time.monotonic() - start, 3)
@@ -119,7 +120,7 @@ def _run_stage(
 
 
 def _prepare(stage: Stage, partial: Path, origin: Mapping[str, Any]) -> None:
-    """Make the place where the stage writes: what an interrupted attempt at the same left, or an empty folder."""
+    """Prepare the folder that the stage writes into: as an interrupted attempt with the same key left it, or empty."""
     if stage.resumable and partial.exists():
         left = read_json(partial / MARKER)
         if left == origin:
@@ -133,11 +134,11 @@ def _prepare(stage: Stage, partial: Path, origin: Mapping[str, Any]) -> None:
 
 
 def _advice(error: Exception) -> str:
-    """If MLflow or the storage failed: a sentence with the cause and what to do; "" for any other error."""
+    """Return the cause and what to do, in a sentence, if MLflow or the storage failed; "" for any other error."""
     from mlflow.exceptions import MlflowException
 
     if isinstance(error, MlflowException):
         return describe(error)
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename or 'storage'}; see to that, then run the same again"
+        return f"{error.strerror}: {error.filename or 'storage'}; solve that, then run the same again"
     return ""

@@ -2,7 +2,7 @@
 
     STORAGE/runs/NAME/     config.toml, rewards/ (copies of its own modules), dataset/, plan.json, training/,
                            evaluation/, registration.json, errors.log, .lock
-    STORAGE/sweeps/NAME/   what belongs to no single arm of a sweep
+    STORAGE/sweeps/NAME/   files of a sweep that belong to no single arm
     STORAGE/mlflow/        mlflow.db, artifacts/      (unless MLFLOW_TRACKING_URI is set)
     STORAGE/models/        the lock of each registered model
     STORAGE/pace/          measured paces of this machine
@@ -37,21 +37,22 @@ CONFIG = "config.toml"
 
 
 class UnknownRunError(GrpoError):
-    """A run that is not under the storage root; the message says where it was looked for and which runs exist."""
+    """Raised if a run is not under the storage root; the message says where it was searched and which runs exist."""
 
 
 def storage_root() -> Path:
-    """The folder that all stages share: $GRPO_STORAGE, else ./storage."""
+    """Folder that all stages share: $GRPO_STORAGE, else ./storage."""
     return Path(os.environ.get("GRPO_STORAGE", "storage")).resolve()
 
 
 def run_folder(name: str) -> Path:
-    """Where a run of this name is, or would be."""
+    """Directory of the run of this name, even if it does not exist."""
     return storage_root() / "runs" / name
 
 
 def read_config(run: Path) -> RunConfig:
-    """The run's configuration. Read it under the run's lock, then pass it on: another `grpo run` may replace it.
+    """Read the run's configuration. Call this under the run's lock, then pass the result on: another `grpo run` may
+    replace it.
 
     Raises ConfigError if it is not valid, as after a change of version.
     """
@@ -60,9 +61,9 @@ def read_config(run: Path) -> RunConfig:
 
 @contextmanager
 def open_run(config: RunConfig, say: Callable[[str], None] = print, wait: bool = False) -> Iterator[Path]:
-    """The run's directory, locked as by `locked`, with its resolved configuration and copies of the files of its own
-    rewards, tools, environments and columns written. Raises RewardError, EnvironmentsError or ConfigError if one cannot
-    be imported."""
+    """Lock the run's directory as `locked` does, and write its resolved configuration and copies of the files of its
+    own rewards, tools, environments and columns. Raises RewardError, EnvironmentsError or ConfigError if one cannot be
+    imported."""
     own = [reward for reward in config.rewards if ":" in reward.function]
     paths = {place_of(Path(file), reward.function): Path(file) for reward in own for file in files_of(reward)}
     paths |= {place_of(Path(file), name): Path(file) for file, name in own_code.files(config.data).items()}
@@ -77,19 +78,20 @@ def open_run(config: RunConfig, say: Callable[[str], None] = print, wait: bool =
 
 
 def kept_rewards(run: Path) -> dict[str, Path]:
-    """The copies of the run's own rewards' files, by their place below the folder of the copies."""
+    """Copies of the files of the run's own rewards, by their path below the folder of the copies."""
     folder = run / KEPT
     files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return {path.relative_to(folder).as_posix(): path for path in files}
 
 
 def find_runs() -> dict[str, Path]:
-    """The directories of all runs, by name."""
+    """Directories of all runs, by name."""
     return {path.parent.name: path.parent for path in (storage_root() / "runs").glob(f"*/{CONFIG}")}
 
 
 def find_run(name: str) -> Path:
-    """The directory of an earlier run. Raises UnknownRunError, which names the nearest runs, if there is none."""
+    """Return the directory of an earlier run. Raises UnknownRunError, which names the nearest runs, if there is
+    none."""
     folder, runs = storage_root() / "runs", find_runs()
     if name in runs:
         return runs[name]

@@ -1,7 +1,8 @@
-"""The table of stages, in the order in which they run. Everything else that handles stages reads it: the pipeline, the
+"""The table of stages, in the order in which they run. All code that handles stages reads it: the pipeline, the
 hand-over to GPU machines, the deployments, the command line, lineage and reports.
 
-To add a stage: its entry here, its task, and its documentation.
+To add a stage, write its entry here, its task, its deployments in prefect.yaml and docs/how-to/work-pools/*.yaml, and
+its documentation.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from grpo_core.data.places import PASS_RATES
 from grpo_core.fingerprint import content_hash, planned_values
 from tasks.rendering import figures
 from tasks.stages.files import read_json
-from tasks.stages.parts import Named, Parts, key_of
+from tasks.stages.parts import Named, Parts, hash_values
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -39,37 +40,37 @@ class Stage:
     meaning: str
     """What the stage does to a run, in one sentence."""
     output: str
-    """Where the output is, under the run directory."""
+    """Path of the output, relative to the run directory."""
     depends_on: Callable[[Parts], Named]
-    """The parts of the configuration that determine the output, of all the stages before too."""
+    """The parts of the configuration that determine the output, including those of all stages before."""
     key_figure: Callable[[RunConfig, Receipt], str]
-    """The figure that `grpo status` shows, given the receipt."""
+    """Gives the figure that `grpo status` shows, from the receipt."""
     receipt: str = ""
-    """The JSON file in the output that carries the lineage key; "" if the output itself is that file."""
+    """The JSON file in the output with the lineage key; "" if the output itself is that file."""
     gpu: bool = False
-    """Run it on a machine with a GPU, if there is such a deployment (GPU_DEPLOYMENT)."""
+    """True: run it on a machine with a GPU, if there is such a deployment (GPU_DEPLOYMENT)."""
     resumable: bool = False
-    """Whether an interrupted attempt leaves an unfinished output that the next attempt continues."""
+    """True: an interrupted attempt leaves an unfinished output, which the next attempt continues."""
     reads: tuple[Stage, ...] = ()
-    """The stages whose output it works on, as far as the run has them."""
+    """The stages whose output it reads, if the run has them."""
     unused: Callable[[RunConfig], Collection[Stage]] = lambda config: ()
-    """Those of `reads` whose output makes no difference in a run."""
+    """Gives those of `reads` whose output makes no difference in a run."""
     asked_by: str = ""
-    """The configuration key by which a run has this stage, if it is set; "": every run has it."""
+    """The configuration key that, if set, gives a run this stage; "": every run has it."""
     prompts: Callable[[RunConfig], Collection[str]] = lambda config: ()
-    """The validated data sets that it works on, if it reads those."""
+    """Gives the validated data sets that it reads."""
     content: Callable[[Path, Receipt], str | dict[str, str]] | None = None
-    """Identity of the output (a hash), or of each data set in it, given the output and its receipt. Outputs with the
-    same identity are interchangeable. None: every output counts as new."""
+    """Gives the identity of the output (a hash), or of each data set in it, from the output and its receipt. Outputs
+    with the same identity are interchangeable. None: every output counts as new."""
     files: Callable[[Receipt], Collection[str]] = lambda receipt: ()
-    """Files of the output that other stages read, beside the receipt."""
+    """Gives the files of the output that other stages read, except the receipt."""
 
     def is_asked(self, config: RunConfig) -> bool:
-        """Whether a run has this stage."""
+        """True if a run has this stage."""
         return not self.asked_by or bool(reduce(getattr, self.asked_by.split("."), config))
 
     def inputs(self, config: RunConfig) -> tuple[Stage, ...]:
-        """The stages whose output it works on in a run."""
+        """The stages whose output it reads in a run."""
         unused = self.unused(config)
         return tuple(read for read in self.reads if read.is_asked(config) and read not in unused)
 
@@ -77,14 +78,14 @@ class Stage:
         return run / self.output
 
     def partial(self, run: Path) -> Path:
-        """Where the output is made, until it is whole."""
+        """Path at which the output is made, until it is complete."""
         return run / f"{self.output}.partial"
 
     def receipt_path(self, run: Path) -> Path:
         return self.path(run) / self.receipt
 
     def read_receipt(self, run: Path) -> dict[str, Any]:
-        """The stage's figures; empty if it has not been done, or if the file is damaged."""
+        """Read the stage's figures; empty if it has not been done, or if the file is damaged."""
         return read_json(self.receipt_path(run))
 
     def load_task(self) -> Callable[..., State[None]]:
@@ -149,7 +150,7 @@ PLAN = Stage(
     key_figure=lambda config, receipt: f"{receipt['plan']['max_steps']:,} updates planned",
     reads=(VALIDATE, PROBE),
     prompts=lambda config: ("train",),
-    content=lambda output, receipt: key_of(planned_values(receipt["plan"])),  # no stage reads the forecasts
+    content=lambda output, receipt: hash_values(planned_values(receipt["plan"])),  # no stage reads the forecasts
 )
 TRAIN = Stage(
     name="train",

@@ -27,13 +27,13 @@ STOPPED = "stopped.json"  # in an unfinished training: why it was stopped
 
 
 def trainings_of(arms: Sequence[RunConfig]) -> dict[str, str]:
-    """The lineage key of each arm's training by the arm's name, in the order in which they run."""
+    """Lineage key of each arm's training, by the arm's name, in the order in which they run."""
     return {config.name: lineage_keys(config)[TRAIN.name] for config in arms}
 
 
 def write_rule(sweep: str, trainings: Mapping[str, str], level: float | None) -> None:
-    """Have arms stopped, or with the level None have none stopped. `trainings`: see `trainings_of`. A rule that has
-    stopped arms is kept, since its level is spent."""
+    """Write the rule by which arms are stopped; with `level` None, no arms are stopped. `trainings`: see
+    `trainings_of`. A rule that has stopped arms is kept, since its level is spent."""
     file, rule = sweep_folder(sweep) / RULE, read_rule(sweep)
     if level is not None:
         rule = {"trainings": {**trainings}, "level": level}
@@ -42,19 +42,19 @@ def write_rule(sweep: str, trainings: Mapping[str, str], level: float | None) ->
 
 
 def read_rule(sweep: str) -> dict[str, Any]:
-    """The rule by which the sweep stops arms, or has stopped some; empty if there never was one."""
+    """Read the rule by which the sweep stops arms, or has stopped some; empty if there never was one."""
     return read_json(sweep_folder(sweep) / RULE)
 
 
 def why_stopped(run: Path, config: RunConfig) -> str:
-    """Why the arm's training was stopped, if it was; "" if it was not, or if another training would be begun now."""
+    """Return why the arm's training was stopped; "" if it was not, or if a different training would start now."""
     folder = TRAIN.partial(run)
     same = read_json(folder / MARKER).get("lineage_key") == lineage_keys(config)[TRAIN.name]
     return read_json(folder / STOPPED).get("reason", "") if same else ""
 
 
 def stopped_arms(sweep: str) -> dict[str, str]:
-    """The arms of a sweep whose trainings were stopped, with the reasons."""
+    """Arms of a sweep whose trainings were stopped, with the reasons."""
     found = {
         name: read_json(TRAIN.partial(run) / STOPPED).get("reason", "")
         for name, run in sorted(find_runs().items())
@@ -64,8 +64,8 @@ def stopped_arms(sweep: str) -> dict[str, str]:
 
 
 class Race:
-    """An arm's training, held against those of the arms before it. Does nothing for a run that is no arm, or that no
-    rule stops. `folder`: where the training writes; `updates`: how many it does."""
+    """Compares an arm's training with those of the arms before it. Does nothing for a run that is not an arm, or if no
+    rule stops arms. `folder`: where the training writes; `updates`: its number of updates."""
 
     def __init__(self, run: Path, config: RunConfig, folder: Path, updates: int):
         self.folder, self.updates, self.seen = folder, updates, 0
@@ -85,14 +85,14 @@ class Race:
         self.rivals = [_training(other) for other in self.earlier if _asked(other) == _asked(run)]
 
     def look(self) -> None:
-        """Raises ArmStopped if the training has fallen behind. Cheap if it was not evaluated since the last look."""
+        """Raises ArmStopped if the training has fallen behind. Cheap if there was no evaluation since the last call."""
         if not self.earlier:
             return
         steps = sorted(path.name for path in (self.folder / HELD_OUT_SCORES).glob("step-*.parquet"))
         if len(steps) == self.seen:
             return
         self.seen, update = len(steps), int(steps[-1].removeprefix("step-").removesuffix(".parquet"))
-        if update == self.updates:  # what is trained already is evaluated too
+        if update == self.updates:  # a training that is done is not stopped, but evaluated
             return
         looks = [self._differences(step) for step in steps]
         of_looks = [[*look.values()] for look in looks]
@@ -105,8 +105,8 @@ class Race:
             raise ArmStopped(reason)
 
     def _differences(self, step: str) -> dict[str, np.ndarray]:
-        """On each held-out prompt this arm's reward after an update minus that of each earlier arm which has got there,
-        by its name."""
+        """This arm's reward minus that of each earlier arm on each held-out prompt after an update, by the earlier
+        arm's name. Includes only arms that were evaluated after this update."""
         own = self._rewards(self.folder, step)
         there = [training for training in self.rivals if (training / HELD_OUT_SCORES / step).exists()]
         return {training.parent.name: own - self._rewards(training, step) for training in there}
@@ -117,7 +117,7 @@ class Race:
 
 
 def _training(run: Path) -> Path:
-    """The arm's training, whole or as far as it came."""
+    """Folder of the arm's training, finished or not."""
     return TRAIN.path(run) if TRAIN.path(run).exists() else TRAIN.partial(run)
 
 

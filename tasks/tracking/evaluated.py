@@ -1,4 +1,4 @@
-"""What an evaluation found, on a logged model in MLflow: its figures by data set, and its answers as traces."""
+"""Logs an evaluation to a logged model in MLflow: figures by data set, and answers as traces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tasks.rendering import figures
 from tasks.tracking.sending import METRICS_PER_REQUEST
 from tasks.tracking.traces import Told, answered, send
 
-STANDINGS = ("worse", "better", "same", "not scored")  # in the order in which prompts are chosen
+STANDINGS = ("worse", "better", "same", "not scored")  # prompts are chosen in this order
 NOT_KEPT = "not kept; the figures of the policy at this update"
 
 
@@ -33,11 +33,11 @@ def log_figures(
     data: Mapping[str, tuple[str, str]],
     step: int,
 ) -> None:
-    """Log eval/SET/POLICY/METRIC, with the interval of what policies are compared by, and
+    """Log eval/SET/POLICY/METRIC, with the interval of the metric by which policies are compared, and
     eval/SET/difference/POLICY/METRIC/… for the trained policy minus each other.
 
-    Those of the trained policy are of its logged model too, with the data set. data: name and hash of the prompts of
-    each set; step: the updates that made the policy.
+    Figures of the trained policy are also logged to its logged model, with the data set. data: name and hash of the
+    prompts of each set; step: number of updates that made the policy.
     """
     metrics, now = [], round(1000 * time.time())
 
@@ -114,15 +114,16 @@ def send_evaluated(
     model_id: str,
     version: str,
 ) -> dict[str, dict[str, int]]:
-    """Send the trained policy's answers as traces of its logged model, up to registry.evaluation_traces of each set;
-    returns, for each other policy, how many of all held-out prompts it answers worse, better, … by STANDINGS.
+    """Send the trained policy's answers as traces of its logged model, up to registry.evaluation_traces per set;
+    returns, for each other policy, the number of held-out prompts that the trained one answers worse, better, …
+    (STANDINGS).
 
-    Tags `vs_base` and `vs_champion` say how the policy does on the prompt, by the metric that decides.
+    Tags `vs_base` and `vs_champion` contain the policy's standing on the prompt, by the metric that decides.
     """
     samples, evaluated = pl.read_parquet(samples_file), samples_file.stat().st_mtime_ns // 1_000_000
     told, counts = [], dict[str, dict[str, int]]()
     for name in report["sets"]:
-        if name in config.evaluated_sources:  # its prompts are among the held-out ones
+        if name in config.evaluated_sources:  # its prompts are part of the held-out ones
             continue
         of_set = samples.filter(pl.col("set") == name)
         rows = of_set.filter(pl.col("sample") == 0).sort("row").to_dicts()
@@ -133,7 +134,7 @@ def send_evaluated(
             range(len(rows)), key=lambda place: (min(STANDINGS.index(it[place]) for it in standings.values()), place)
         )
         for rank, place in enumerate(worst[: config.registry.evaluation_traces]):
-            at = evaluated - rank  # MLflow's table has the newest first: what was lost
+            at = evaluated - rank  # MLflow's table shows the newest first: here the worse answers
             against = {f"vs_{other}": found[place] for other, found in standings.items()}
             told.append(_answer(rows[place], name, report, config, tracked["run_id"], model_id, version, against, at))
     send(told, tracked["experiment_id"])
@@ -141,7 +142,7 @@ def send_evaluated(
 
 
 def standings_of(of_set: pl.DataFrame, name: str, report: Mapping[str, Any], config: RunConfig) -> dict[str, list[str]]:
-    """How the trained policy does on each row of a set, in their order, against each other policy: one of STANDINGS."""
+    """Standing of the trained policy against each other policy, one of STANDINGS for each row of a set, in order."""
     metric = figures.metric_of(config, report)
     values = {
         policy: outcomes(of_set, name, policy, metric, config.rewards, report["accuracy_reward"])

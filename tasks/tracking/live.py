@@ -1,4 +1,4 @@
-"""A training as Prefect shows it while it runs: its output in the log, its figures and curves in artifacts."""
+"""Shows a running training in Prefect: its output in the log, its figures and curves in artifacts."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tasks.rendering.visible import shortened
 from tasks.tracking.runs import run_page
 
 OUTPUT, CURVES = "output.log", "curves.png"
-LINES_PER_SECOND = 5.0  # into the log, on average; the same number again of warnings
+LINES_PER_SECOND = 5.0  # into the log, on average; warnings have the same rate in addition
 LINES_AT_ONCE = 50.0
-LINES_AGAIN = 10.0  # logged in a row after lines were left out: whole passages rather than single lines
-LAST_LINES = 20  # of the lines left out, logged at the end
+LINES_AGAIN = 10.0  # logged in a row after lines were left out, to show passages rather than single lines
+LAST_LINES = 20  # of the omitted lines, logged at the end
 LONGEST_LINE = 2000  # characters
 ALARM = re.compile(r"\b(error|warning|traceback)\b|\w(Error|Warning)\b", re.IGNORECASE)
-FINDING = re.compile(r"([\w.-]+: )?health:")  # after the name of the machine, of several
+FINDING = re.compile(r"([\w.-]+: )?health:")  # after the machine's name, if there are several
 MACHINE = re.compile(r"time/machine_\d+/tokens_per_second")
 TURNS, FAILED_CALLS = "conversations/mean_turns", "conversations/failed_tool_calls"  # per conversation
 SECONDS_BETWEEN_UPDATES = 2.0
@@ -53,9 +53,9 @@ class Output:
         self.file = path.open("a")
         self.log, self.clock = log, clock
         self.credit, self.counted = {True: LINES_AT_ONCE, False: LINES_AT_ONCE}, clock()  # by whether it is an alarm
-        self.needed = {True: 1.0, False: 1.0}  # credit before the next line is logged
+        self.needed = {True: 1.0, False: 1.0}  # credit that logging the next line needs
         self.left_out = 0
-        self.last: deque[str] = deque(maxlen=LAST_LINES)  # of the lines left out
+        self.last: deque[str] = deque(maxlen=LAST_LINES)  # of the omitted lines
 
     def line(self, line: str) -> None:
         self.file.write(line + "\n")
@@ -77,7 +77,7 @@ class Output:
         self._log(line)
 
     def close(self) -> None:
-        """Log the last lines that were left out."""
+        """Log the last omitted lines."""
         self._say_left_out(self.left_out - len(self.last))
         for line in self.last:
             self._log(line)
@@ -103,7 +103,7 @@ class Figures:
         self.inode = 0
 
     def read(self) -> Iterator[Row]:
-        """The rows that were not read yet, oldest first."""
+        """Yield the rows that have not been read yet, oldest first."""
         if not self.path.exists():
             return
         if self.file is None or self.path.stat().st_ino != self.inode:
@@ -111,7 +111,7 @@ class Figures:
             self.file, self.inode = self.path.open("rb"), self.path.stat().st_ino
         while (line := self.file.readline()).endswith(b"\n"):
             yield json.loads(line)
-        self.file.seek(-len(line), io.SEEK_CUR)  # a line that is still being written
+        self.file.seek(-len(line), io.SEEK_CUR)  # the line is still being written
 
     def close(self) -> None:
         if self.file is not None:
@@ -123,7 +123,7 @@ class Live:
 
     def __init__(self, metrics: Path, plan: Plan, log: Any):
         self.figures, self.plan, self.log = Figures(metrics), plan, log
-        self.rows: deque[Row] = deque(maxlen=ROWS + 1)  # the tokens of a row need the row before it
+        self.rows: deque[Row] = deque(maxlen=ROWS + 1)  # a row's tokens are counted from the row before
         self.progress = _id(create_progress_artifact(0.0, key="training-progress", description="starting"))
         self.table: UUID | None = None
         self.shown = time.monotonic()
@@ -134,7 +134,7 @@ class Live:
             self.show()
 
     def show(self) -> None:
-        """Show the newest figures. A server that does not answer must not end a training."""
+        """Show the newest figures. A server that does not answer does not end the training."""
         try:
             for row in self.figures.read():
                 if self.rows and row["step"] <= self.rows[-1]["step"]:  # the training went back
@@ -162,17 +162,18 @@ class Live:
 
 
 def _id(made: object) -> UUID:
-    """What Prefect's functions return here; to a type checker it may be a coroutine."""
+    """Narrow the type of what Prefect's functions return here; to a type checker it may be a coroutine."""
     return cast(UUID, made)
 
 
 def live_table(rows: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
-    """The newest ROWS updates, newest first; the time left assumes their mean pace for the rest of the plan."""
+    """Table of the newest ROWS updates, newest first; the time left assumes their mean pace for the rest of the
+    plan."""
     table: list[dict[str, Any]] = []
     for position, row in enumerate(rows):
         times = [earlier["step_time"] for earlier in rows[: position + 1]]
         before = rows[position - 1]["num_tokens"] if position else None
-        # The first update's tokens are all its own.
+        # All tokens of the first update are its own.
         tokens = row["num_tokens"] - (before or 0) if before is not None or row["step"] == 1 else None
         table.append(
             {
@@ -190,14 +191,14 @@ def live_table(rows: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
 
 
 def machines_line(row: Row) -> str:
-    """How fast each of several machines samples, as the end of a sentence; "" for a single one."""
+    """Sampling rate of each machine, as the end of a sentence; "" for a single machine."""
     rates = [f"{value:,.0f}" for name, value in row.items() if MACHINE.fullmatch(name)]
     return f"; the machines sample {', '.join(rates)} tokens/s" if rates else ""
 
 
 def show_curves(folder: Path) -> None:
-    """Draw the training's curves so far: a picture in `folder`, and an artifact with it and a link to the MLflow
-    run."""
+    """Draw the training's curves so far into a picture in `folder`, and make an artifact with it and a link to the
+    MLflow run."""
     metrics = folder / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     parts = [f"# Training\n\nMLflow run: {run_page(folder)}"]

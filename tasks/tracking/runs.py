@@ -1,4 +1,4 @@
-"""MLflow: the client, and the one MLflow run that all stages of a pipeline run write to."""
+"""MLflow: the client, and the single MLflow run to which all stages of a pipeline run write."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from tasks.tracking.view import SWEEP, VIEW, experiment_tags
 
 RUN_FILE = "mlflow.json"  # in a training's folder: run_id, experiment_id, start_time (ms), hardware of its MLflow run
 PARAMS_PER_REQUEST = 100  # MLflow's maximum
-REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}  # seconds; times
+REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}  # seconds; retries
 EARLIER_RUNS = 5
 FOREIGN_TABLES = [
     ("environment", "environment_factory"),
@@ -59,27 +59,28 @@ FOREIGN_TABLES = [
 HARDWARE = "hardware"  # tag of a run
 LINEAGE = "lineage.txt"  # among its artifacts
 TRAINING_MODE = "?workflowType=machine_learning"  # of MLflow's pages; by default they are for LLM applications
-SERVED_AT = "GRPO_MLFLOW_URL"  # where `grpo up` serves the SQLite file, in the environment of what it starts
+SERVED_AT = "GRPO_MLFLOW_URL"  # variable: address at which `grpo up` serves the SQLite file, set for its children
 
-# They log every attempt to reach a server that is down, a new database and a missing GPU: nothing to act on.
+# These log every attempt to reach a server that is down, a new database and a missing GPU: no action is needed.
 for library in ("urllib3.connectionpool", "mlflow.store.db.utils", "mlflow.system_metrics.system_metrics_monitor"):
     logging.getLogger(library).setLevel(logging.ERROR)
 
 
 def connect() -> mlflow.MlflowClient:
-    """A client of the tracking store, which is created if it does not exist. Raises TrackingError as `tracking_uri`."""
+    """Return a client of the tracking store, which is created if it does not exist. Raises TrackingError as
+    `tracking_uri` does."""
     (storage_root() / "mlflow").mkdir(parents=True, exist_ok=True)
     named = "MLFLOW_TRACKING_URI" in os.environ
     mlflow.set_tracking_uri(tracking_uri())
-    if not named:  # MLflow sets the variable; another storage root would no longer have its own store
+    if not named:  # MLflow sets the variable, which would then apply to other storage roots too
         os.environ.pop("MLFLOW_TRACKING_URI", None)
     return mlflow.MlflowClient()
 
 
 @contextmanager
 def brief_requests() -> Iterator[None]:
-    """Give up on a server that does not answer after seconds; by default MLflow tries for a quarter of an hour.
-    Variables that the environment sets are kept."""
+    """Give up within seconds if a server does not answer; by default, MLflow tries for a quarter of an hour. Variables
+    that the environment sets are kept."""
     mine = {name: value for name, value in REQUEST_LIMITS.items() if name not in os.environ}
     os.environ.update(mine)
     try:
@@ -91,7 +92,7 @@ def brief_requests() -> Iterator[None]:
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """Raises TrackingError, within seconds, if MLflow does not do what the body asks."""
+    """Raises TrackingError within seconds if MLflow refuses a request of the body or does not answer."""
     try:
         with brief_requests():
             yield
@@ -100,7 +101,7 @@ def answering() -> Iterator[None]:
 
 
 def open_tracking_run(config: RunConfig, run: Path, folder: Path) -> dict[str, Any]:
-    """The MLflow run of the training in `folder`, as RUN_FILE describes it. If there is none, it is made, with
+    """Return the MLflow run of the training in `folder`, as RUN_FILE describes it. If there is none, make it, with
     parameters, data and plan; a resumed training keeps its run.
 
     Raises TrackingError if a new run cannot be made: a training does not begin without one.
@@ -114,7 +115,7 @@ def open_tracking_run(config: RunConfig, run: Path, folder: Path) -> dict[str, A
 
 
 def read_tracking_run(training: Path) -> dict[str, Any]:
-    """run_id, experiment_id and start_time of a training's MLflow run. Raises StageError if RUN_FILE is gone."""
+    """Read run_id, experiment_id and start_time of a training's MLflow run. Raises StageError if RUN_FILE is gone."""
     if known := read_json(training / RUN_FILE):
         return known
     raise StageError(
@@ -134,7 +135,7 @@ def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
         HARDWARE: (hardware := name_hardware(find_gpu())),
         **_code_version(),
     }
-    with suppress(KeyError, OSError):  # a user without a name, as in some containers
+    with suppress(KeyError, OSError):  # in some containers, the user has no name
         tags[MLFLOW_USER] = getpass.getuser()
     name = config.name
     if sweep := config.registry.sweep:
@@ -152,7 +153,7 @@ def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
 
 
 def open_experiment(client: mlflow.MlflowClient, name: str) -> str:
-    """Id of the experiment of this name, which is made if there is none."""
+    """Return the id of the experiment of this name; make it if there is none."""
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         return client.create_experiment(name, _artifact_location(), experiment_tags())
@@ -163,7 +164,7 @@ def open_experiment(client: mlflow.MlflowClient, name: str) -> str:
 
 
 def _describe(client: mlflow.MlflowClient, run_id: str, config: RunConfig, run: Path) -> None:
-    """Log what is known before a training: parameters, plan, data, the source of its own rewards."""
+    """Log everything known before a training: parameters, plan, data, the source of its own rewards."""
     planned = PLAN.read_receipt(run)
     plan = {f"plan.{name}": str(value) for name, value in planned["plan"].items() if name != "sources"}
     plan |= {name: str(value) for name, value in flatten({"plan": {"sources": planned.get("sources", {})}}).items()}
@@ -173,15 +174,15 @@ def _describe(client: mlflow.MlflowClient, run_id: str, config: RunConfig, run: 
     client.log_inputs(run_id, _dataset_inputs(config, run))
     client.log_text(run_id, lineage_text(config), LINEAGE)
     for file in VALIDATE.path(run).iterdir():
-        if file.suffix != ".parquet":  # the report, its picture, the findings
+        if file.suffix != ".parquet":  # the report, its picture and the findings
             client.log_artifact(run_id, str(file), "dataset")
     for place, path in kept_rewards(run).items():
         client.log_artifact(run_id, str(path), str(PurePosixPath(KEPT, place).parent))
 
 
 def parameters(config: RunConfig) -> dict[str, str]:
-    """MLflow's parameters of a training: the configuration's values by their keys. A table whose keys are not ours, and
-    a list among a reward's arguments, is one value, as JSON: keys may have characters that MLflow refuses in a name."""
+    """MLflow's parameters of a training: the configuration's values by key. A table with users' keys, or a list among a
+    reward's arguments, becomes one value, as JSON: keys may have characters that MLflow refuses in a name."""
     values = config.model_dump(mode="json", exclude_none=True)
     for section, key in FOREIGN_TABLES:
         if isinstance(table := values[section].get(key), dict) and table:
@@ -197,12 +198,12 @@ def parameters(config: RunConfig) -> dict[str, str]:
 
 
 def lineage_text(config: RunConfig) -> str:
-    """The lineage keys of all stages, one per line: `validate 26dc974260cd…`."""
+    """Lineage keys of all stages, one per line: `validate 26dc974260cd…`."""
     return "".join(f"{stage} {key}\n" for stage, key in lineage_keys(config).items())
 
 
 def dataset_digests(run: Path) -> dict[str, str]:
-    """For each data set (train, eval, further evaluation sets), the shortened hash of its validated prompts."""
+    """Shortened hash of the validated prompts of each data set (train, eval, further evaluation sets)."""
     folder, names = VALIDATE.path(run), VALIDATE.read_receipt(run)["num_prompts"]
     return {name: content_hash(str(folder / f"{name}.parquet"))[:DIGITS] for name in names}
 
@@ -232,8 +233,8 @@ def _of_hub(source: Source) -> dict[str, str]:
 
 
 def _code_version() -> dict[str, str]:
-    """Tags: the commit of the repository that holds this code, and whether files differ from it; empty if there is
-    none."""
+    """Tags with the commit of the repository that holds this code, and whether files differ from it; empty if there is
+    no repository."""
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:
@@ -248,14 +249,14 @@ def _code_version() -> dict[str, str]:
 
 
 def trained_on_commit(client: mlflow.MlflowClient, run_id: str) -> dict[str, str]:
-    """The git commit of the code that a training ran on, and whether files differed from it; empty if unknown."""
+    """Git commit of the code that a training ran on, and whether files differed from it; empty if unknown."""
     tags = client.get_run(run_id).data.tags
     known = {"git.commit": tags.get(MLFLOW_GIT_COMMIT), "git.dirty": tags.get(MLFLOW_GIT_DIRTY)}
     return {name: value for name, value in known.items() if value}
 
 
 def commit_text(commit: Mapping[str, str]) -> str:
-    """A commit as `trained_on_commit` gives it, such as "bcdcd2a8e0af with uncommitted changes"."""
+    """Format a commit from `trained_on_commit`, such as "bcdcd2a8e0af with uncommitted changes"."""
     if not commit:
         return ""
     changes = " with uncommitted changes" if commit.get("git.dirty") == "True" else ""
@@ -312,8 +313,8 @@ def _earlier_throughput(config: RunConfig, hardware: str) -> Throughput | None:
 
 
 def _sample_seconds(run: Run) -> list[float]:
-    """Seconds in which each process sampled and scored a completion at the run's end; empty if its times do not tell:
-    samples were taken ahead, or groups replaced."""
+    """Seconds that each process needed to sample and score a completion at the run's end; empty if its times do not
+    show this, because samples were taken ahead or groups replaced."""
     params, metrics = run.data.params, run.data.metrics
     if params.get("rollout.max_staleness") != "0" or params.get("rollout.dynamic_sample") != "False":
         return []
@@ -325,7 +326,8 @@ def _sample_seconds(run: Run) -> list[float]:
 
 
 def _sampling(params: Mapping[str, str]) -> tuple[bool, dict[str, str]]:
-    """Whether completions are sampled or those of a recording, and the parameters that name environments and tools."""
+    """Return whether completions are sampled rather than taken from a recording, and the parameters that name
+    environments and tools."""
     names = ("environment.environment_factory", "environment.tools.")
     acting = {key: value for key, value in params.items() if key.startswith(names)}
     return params.get("rollout.engine") == "recorded", acting
@@ -344,7 +346,7 @@ def training_run_id(training: Path) -> str:
 
 
 def run_address(training: Path, tab: str = "") -> str:
-    """Address of a training's run in a browser, or of one of its tabs."""
+    """Address of a training's run, or of one of its tabs, in a browser."""
     known = read_tracking_run(training)
     below = f"/{tab}" if tab else ""
     return f"{experiment_address(known)}/runs/{known['run_id']}{below}{TRAINING_MODE}"
@@ -366,7 +368,7 @@ def version_address(name: str, version: str) -> str:
 
 
 def run_page(training: Path) -> str:
-    """The address as a Markdown link."""
+    """Markdown link to a training's run."""
     address = run_address(training)
     return f"[{address}]({address})" + ("" if _is_served() else " (while `grpo up` runs)")
 
@@ -381,7 +383,7 @@ def _is_served() -> bool:
 
 
 def _artifact_location() -> str | None:
-    """Where artifacts go: beside the SQLite file; None for a tracking server, which decides itself."""
+    """Location of artifacts: beside the SQLite file; None for a tracking server, which decides itself."""
     if tracking_uri().startswith("sqlite:"):
         return (storage_root() / "mlflow" / "artifacts").as_uri()
     return None

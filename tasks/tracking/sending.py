@@ -1,9 +1,9 @@
 """Sends a training's figures to MLflow while it runs, from a thread of its own: whatever the server does, training
 continues.
 
-metrics.jsonl is the source. SENT_FILE beside it holds the timestamp of the newest row that MLflow took. Rows are sent
-in their order, so a later attempt, or register, continues after that row. A row that is sent twice, because the answer
-or the timestamp was lost, is one row to MLflow: it identifies a figure by name, step, timestamp and value.
+The figures come from metrics.jsonl. SENT_FILE beside it holds the timestamp of the newest row that MLflow accepted.
+Rows are sent in order, so a later attempt, or register, continues after that row. A row sent twice, because the answer
+or the timestamp was lost, is one row to MLflow, which identifies a figure by name, step, timestamp and value.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SECONDS_BETWEEN_SENDINGS = 2.0
 SECONDS_BETWEEN_MEASUREMENTS = 10.0
 MEASUREMENTS_KEPT = 1000  # while the server does not answer
 LAST_SECONDS = 30.0  # to send what is left when a training has ended well
-CANCELLED_SECONDS = 3.0  # the same when it has not: a cancelled training should end soon
+CANCELLED_SECONDS = 3.0  # the same if it was cancelled or failed: it should end soon
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def sending(folder: Path, tracked: Mapping[str, Any], log: Any) -> Iterator[None
     """While the body runs, send MLflow the rows of `folder`'s metrics.jsonl as they are written, and the load of the
     machine; then the remaining rows, the picture of the curves, and how the training ended: FINISHED, FAILED or KILLED.
 
-    At the end this waits for a limited time; the log says what MLflow lacks then.
+    Waits at the end for a limited time; the log says what MLflow still lacks then.
     """
     sender = _Sender(folder, tracked, log)
     status, seconds = "FINISHED", LAST_SECONDS
@@ -72,8 +72,8 @@ def sending(folder: Path, tracked: Mapping[str, Any], log: Any) -> Iterator[None
 
 
 def send_rest(client: MlflowClient, run_id: str, folder: Path, log: Any) -> None:
-    """Send the rows of `folder`'s metrics.jsonl that MLflow has not taken, and log the progress. Errors of the client
-    are not caught."""
+    """Send the rows of `folder`'s metrics.jsonl that MLflow has not accepted, and log the progress. Errors of the
+    client are not caught."""
     rows = [*_unsent(folder, Figures(folder / "metrics.jsonl"))]
     for first in range(0, len(rows), ROWS_AT_ONCE):
         if first % ROWS_BETWEEN_LINES == 0:
@@ -82,7 +82,8 @@ def send_rest(client: MlflowClient, run_id: str, folder: Path, log: Any) -> None
 
 
 class _Sender:
-    """The thread that sends. It keeps what the server did not take, to try again: a batch of rows, and measurements."""
+    """The thread that sends. To try again, it keeps what the server did not accept: a batch of rows, and
+    measurements."""
 
     def __init__(self, folder: Path, tracked: Mapping[str, Any], log: Any):
         self.folder, self.tracked, self.log = folder, tracked, log
@@ -97,11 +98,11 @@ class _Sender:
     def run(self) -> None:
         client: MlflowClient | None = None
         run_id, answers = self.tracked["run_id"], True
-        # Not in the monitor's own thread, which stops for good at the first call that fails. Without the URI it would
-        # make a database in the current folder.
+        # The monitor's own thread is not used: it stops after the first failed call. Without the URI, the monitor would
+        # create a database in the current folder.
         monitor = SystemMetricsMonitor(run_id, tracking_uri=tracking_uri())
         with suppress(Exception):
-            _measure(monitor, 0)  # rates are since the previous measurement
+            _measure(monitor, 0)  # starts the interval over which the next rates are measured
         measured = time.monotonic()
         more = False
         while not (self.closed or self.given_up.is_set()):
@@ -114,7 +115,7 @@ class _Sender:
                     self.measurements.append(_measure(monitor, self.tracked["start_time"]))
             try:
                 if client is None:
-                    (new := connect()).update_run(run_id, status="RUNNING")  # an earlier attempt may have closed it
+                    (new := connect()).update_run(run_id, status="RUNNING")  # an earlier attempt may have ended the run
                     client = new
                 more = self._send_batch(client, run_id)
                 while self.measurements:
@@ -130,15 +131,15 @@ class _Sender:
                 answers = True
             except Exception as error:
                 if answers and not self.given_up.is_set():
-                    self.log.warning("MLflow does not take the figures, which is tried again: %s", first_cause(error))
+                    self.log.warning("MLflow does not accept the figures; trying again: %s", first_cause(error))
                 answers = more = False
         self.figures.close()
 
     def _send_batch(self, client: MlflowClient, run_id: str) -> bool:
-        """Send the next batch of rows; returns whether there was one."""
+        """Send the next batch of rows; returns True if there was one."""
         if not self.batch:
             self.batch = [*itertools.islice(self.rows, ROWS_AT_ONCE)]
-        if not self.batch:  # all known rows are sent; perhaps new ones are written by now
+        if not self.batch:  # all known rows are sent; look for new ones
             self.rows = _unsent(self.folder, self.figures)
             self.batch = [*itertools.islice(self.rows, ROWS_AT_ONCE)]
         if not self.batch:
@@ -149,10 +150,11 @@ class _Sender:
 
 
 def _unsent(folder: Path, figures: Figures) -> Iterator[Row]:
-    """The rows that are not read yet and that MLflow has not taken. A step that is repeated has a later timestamp."""
+    """Yield the rows that have not been read yet and that MLflow has not accepted. A repeated step has a later
+    timestamp."""
     sent = folder / SENT_FILE
     newest = 0.0
-    with suppress(FileNotFoundError, ValueError):  # empty after a power loss: MLflow ignores rows that it has already
+    with suppress(FileNotFoundError, ValueError):  # empty after a power loss; MLflow ignores rows that it already has
         newest = float(sent.read_text())
     return (row for row in figures.read() if row["timestamp"] > newest)
 
@@ -171,7 +173,8 @@ def _metrics(row: Row) -> list[Metric]:
 
 
 def _measure(monitor: SystemMetricsMonitor, start: int) -> list[Metric]:
-    """The load of the machine, under MLflow's names. `start`: of the run, in ms since 1970; steps are seconds since."""
+    """Load of the machine, under MLflow's names. `start`: of the run, in ms since 1970; steps are seconds since
+    then."""
     monitor.collect_metrics()
     figures = monitor.aggregate_metrics()
     for each in monitor.monitors:

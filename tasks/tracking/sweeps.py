@@ -1,4 +1,4 @@
-"""The MLflow run of a sweep, below which MLflow shows those of its arms."""
+"""The MLflow run of a sweep, under which MLflow shows the runs of its arms."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tasks.tracking.view import RESULT, SWEEP
 
 
 def open_sweep_run(sweep: str, experiment: str) -> str:
-    """Id of the sweep's MLflow run, running now; it is made if there is none, or if MLflow has lost it. Raises
-    TrackingError if MLflow does not answer."""
+    """Set the sweep's MLflow run to running and return its id; make the run if there is none, or if MLflow has lost it.
+    Raises TrackingError if MLflow does not answer."""
     file = sweep_folder(sweep) / RUN_FILE
     with answering():
         client = connect()
@@ -50,7 +50,7 @@ def _is_there(client: mlflow.MlflowClient, run_id: str) -> bool:
 
 
 def log_choice(sweep: str, note: str, result: str, metrics: Mapping[str, float], files: Mapping[str, Path]) -> None:
-    """Log what the sweep came to, to its MLflow run, which ends. `files`: folder among the artifacts → file."""
+    """Log the sweep's result to its MLflow run, and end the run. `files`: artifact folder → file."""
     client, run_id = connect(), read_json(sweep_folder(sweep) / RUN_FILE)["run_id"]
     with answering():
         client.set_tag(run_id, MLFLOW_RUN_NOTE, note)
@@ -63,6 +63,7 @@ def log_choice(sweep: str, note: str, result: str, metrics: Mapping[str, float],
 
 
 def end_sweep_run(sweep: str, status: str) -> None:
-    """End the sweep's MLflow run, if MLflow answers within seconds: what ended the sweep matters more."""
+    """End the sweep's MLflow run, if MLflow answers within seconds; errors are ignored, since what ended the sweep
+    matters more."""
     with suppress(MlflowException), brief_requests():
         connect().set_terminated(read_json(sweep_folder(sweep) / RUN_FILE)["run_id"], status)

@@ -1,7 +1,7 @@
-"""Completions as MLflow traces: what was asked, said and given for it, with tags to filter by.
+"""Sends completions as MLflow traces: prompt, answer and rewards, with tags to filter by.
 
-A trace's id follows from its run and its content, so sending it again changes nothing. No trainer is involved: rollouts
-are read from completions/, evaluated samples from samples.parquet.
+A trace's id is derived from its run and content, so sending it again changes nothing. The trainer is not involved:
+rollouts are read from completions/, evaluated samples from samples.parquet.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tasks.stages.files import write_text
 from tasks.stages.mlflow_address import first_cause, tracking_uri
 from tasks.tracking.sending import CANCELLED_SECONDS, LAST_SECONDS
 
-TRACED_FILE = "mlflow_traced"  # in a training's folder: when the newest generation batch that MLflow took was written
+TRACED_FILE = "mlflow_traced"  # in a training's folder: write time of the newest generation batch that MLflow accepted
 LONGEST_TEXT = 50_000  # characters of a message
 LONGEST_PREVIEW = 1000  # characters of prompt and completion in the table of traces: PostgreSQL refuses more
 LONGEST_TAG = 250
@@ -51,15 +51,15 @@ LINK = re.compile(r"\](?=[(:])")  # in a link, a picture and a definition of eit
 TRACES_PER_REQUEST = 25
 SECONDS_BETWEEN_BATCHES = 2.0
 SECONDS_AFTER_FAILURE = 60.0
-SHARE = 0.01  # of the time of a training that the thread may work
-MOST_AT_END = 25  # generation batches that are sent when the training has ended, which waits for it
+SHARE = 0.01  # of the training's time, for which the thread may work
+MOST_AT_END = 25  # generation batches sent after the training, which waits for it
 
 
 @dataclass(frozen=True)
 class Told:
-    """One completion to be traced. `identity`: what tells it from all others; `messages`: the turns after the prompt;
-    `tokens`: of prompt (None: not recorded) and completion; `time`: in ms since 1970; `run_id`, `model_id`: of MLflow,
-    "" for none; `others`: what other policies answered; `expected`: the right answer, if the data has it."""
+    """One completion to be traced. `identity`: unique among all completions; `messages`: the turns after the prompt;
+    `tokens`: of prompt (None: not recorded) and completion; `time`: in ms since 1970; `run_id`, `model_id`: MLflow's,
+    "" for none; `others`: answers of other policies; `expected`: the right answer, if the data has it."""
 
     name: str
     identity: Sequence[Any]
@@ -77,9 +77,9 @@ class Told:
 
 @contextmanager
 def tracing(folder: Path, tracked: Mapping[str, Any], config: RunConfig, log: Any) -> Iterator[None]:
-    """While the body runs, send MLflow rollouts of generation batches in `folder`, from a thread that takes SHARE of
-    the time; then those of at most MOST_AT_END of the batches that are left, for a limited time. If it is too short,
-    the next attempt sends the others, or register."""
+    """While the body runs, send MLflow rollouts of generation batches in `folder`, from a thread that uses SHARE of the
+    time; then, for a limited time, those of at most MOST_AT_END of the remaining batches. The next attempt, or
+    register, sends what is left."""
     if not config.registry.traces_per_batch:
         yield
         return
@@ -115,17 +115,17 @@ def _follow(
                 if not given_up.is_set():
                     _send_batch(file, written, folder, tracked, config)
             answers, pause = True, max(SECONDS_BETWEEN_BATCHES, (time.monotonic() - start) / SHARE)
-        except Exception as error:  # traces must neither end a training nor keep its figures from MLflow
+        except Exception as error:  # failed traces must neither end a training nor keep its figures from MLflow
             if answers and not given_up.is_set():
-                log.warning("MLflow does not take rollouts as traces, which is tried again: %s", first_cause(error))
+                log.warning("MLflow does not accept rollouts as traces; trying again: %s", first_cause(error))
             answers, pause = False, SECONDS_AFTER_FAILURE
         if is_last:
             return
 
 
 def send_rest_of_rollouts(tracked: Mapping[str, Any], folder: Path, config: RunConfig, log: Any) -> None:
-    """Send rollouts of the generation batches after the newest that MLflow has taken: of many, of MOST_AT_END. That it
-    does not take them is a warning."""
+    """Send rollouts of the generation batches after the newest that MLflow has accepted, at most MOST_AT_END batches.
+    If MLflow does not accept them, log a warning."""
     waiting = _unsent(folder) if config.registry.traces_per_batch else []
     if not waiting:
         return
@@ -134,12 +134,12 @@ def send_rest_of_rollouts(tracked: Mapping[str, Any], folder: Path, config: RunC
     try:
         for written, file in some:
             _send_batch(file, written, folder, tracked, config)
-    except Exception as error:  # a model version is worth more than its traces
-        log.warning("MLflow does not take rollouts as traces: %s", first_cause(error))
+    except Exception as error:  # a model version must not be lost because of its traces
+        log.warning("MLflow does not accept rollouts as traces: %s", first_cause(error))
 
 
 def _send_batch(file: Path, written: int, folder: Path, tracked: Mapping[str, Any], config: RunConfig) -> None:
-    """Send rollouts of a generation batch: of the update it was sampled for last, if it was sampled again."""
+    """Send rollouts of a generation batch; if it was sampled again, those of the update it was last sampled for."""
     figures = read_figures([file], config.rewards)
     newest = figures.filter(pl.col("step") == pl.col("step").max())
     chosen = newest[choose(newest["reward"].to_list(), newest["group"].to_list(), config.registry.traces_per_batch)]
@@ -150,26 +150,26 @@ def _send_batch(file: Path, written: int, folder: Path, tracked: Mapping[str, An
 
 
 def _spread(waiting: Sequence[tuple[int, Path]]) -> Sequence[tuple[int, Path]]:
-    """At most MOST_AT_END of these, evenly over them and with the last."""
+    """Choose at most MOST_AT_END of these, evenly spread and including the last."""
     return waiting[:: -max(1, -(-len(waiting) // MOST_AT_END))][::-1]
 
 
 def _unsent(folder: Path) -> list[tuple[int, Path]]:
-    """(time when it was written, in ns; file) of each generation batch that MLflow has not taken, the oldest first. One
-    that is sampled again is written again."""
+    """(write time in ns, file) of each generation batch that MLflow has not accepted, the oldest first. A batch that is
+    sampled again is written again."""
     try:
         newest = int((folder / TRACED_FILE).read_text())
-    except (FileNotFoundError, ValueError):  # empty after a power loss: MLflow keeps one of two equal traces
+    except (FileNotFoundError, ValueError):  # empty after a power loss; MLflow keeps one of two equal traces
         newest = 0
     found = [(file.stat().st_mtime_ns, file) for file in recorded_batches(folder)]
     return sorted((written, file) for written, file in found if written > newest)
 
 
 def choose(rewards: Sequence[float], groups: Sequence[int], count: int) -> list[int]:
-    """Places of `count` completions of a generation batch, from the reward and the group of each: the worst and the
-    best of the group with the lowest mean reward, those of the group with the highest, the worst of other groups evenly
-    over their order, then others. A completion that nothing scored, NaN, counts as the worst of its group, and not in
-    the group's mean."""
+    """Choose `count` completions of a generation batch, from the reward and the group of each; returns their indices.
+    In this order: the worst and the best of the group with the lowest mean reward, the same of the group with the
+    highest, the worst of other groups evenly over their order, then others. An unscored completion (NaN) counts as the
+    worst of its group, and is left out of the group's mean."""
     values = np.nan_to_num(np.array(rewards, dtype=float), nan=-np.inf)
     members: dict[int, list[int]] = {}
     for place in np.argsort(values, kind="stable"):
@@ -215,7 +215,7 @@ def _rollout(row: Mapping[str, Any], config: RunConfig, run_id: str, batch: str,
 
 
 def _age(row: Mapping[str, Any]) -> str:
-    """The end of what a rollout's weights are called, if it was sampled ahead."""
+    """End of the name of a rollout's weights, if it was sampled ahead; else ""."""
     oldest = max(row.get("ages") or [0])
     return f", its oldest token {oldest} earlier" if oldest else ""
 
@@ -229,7 +229,7 @@ def _figure(value: float) -> str:
 
 
 def send(told: Sequence[Told], experiment_id: str) -> None:
-    """Send these as traces. Errors of the client are raised; then some may have been sent."""
+    """Send these as traces. Raises the client's errors; some traces may have been sent then."""
     client = TracingClient(tracking_uri())
     for first in range(0, len(told), TRACES_PER_REQUEST):
         some = told[first : first + TRACES_PER_REQUEST]
@@ -273,12 +273,13 @@ def _info(it: Told, experiment_id: str) -> TraceInfo:
 
 
 def preview(text: str) -> str:
-    """The text as `shortened`, no longer than LONGEST_PREVIEW even where that writes more characters."""
+    """Return the `shortened` text, never longer than LONGEST_PREVIEW, although escaping may lengthen it."""
     return shortened(text, LONGEST_PREVIEW - 50)[:LONGEST_PREVIEW]
 
 
 def _assessments(it: Told) -> Iterator[Assessment]:
-    """One per reward, named after it; a reward that did not apply says so. And the right answer, if it is known."""
+    """Yield one assessment per reward, named after it, even if the reward did not apply; and the right answer, if
+    known."""
     for name, value in it.rewards.items():
         found = Feedback(
             name=name,
@@ -298,7 +299,7 @@ def _assessments(it: Told) -> Iterator[Assessment]:
 
 
 def _identified(it: Told, assessment: Assessment) -> Assessment:
-    """The assessment with an id of its own, by which MLflow knows it when it is sent again."""
+    """Give the assessment an id by which MLflow recognises it when it is sent again."""
     name = f"{type(assessment).__name__} {assessment.name}"
     digest = hashlib.blake2b(_trace_number(it) + name.encode(), digest_size=16).hexdigest()
     assessment.assessment_id = f"a-{digest}"
@@ -306,7 +307,8 @@ def _identified(it: Told, assessment: Assessment) -> Assessment:
 
 
 def _spans(it: Told) -> Iterator[Span]:
-    """The whole as a span; below it each turn of a conversation, and what others answered. None has a duration."""
+    """Yield a span for the whole; below it, one per turn of a conversation and per answer of another policy. None has a
+    duration."""
     asked = [{"role": role or "user", "content": _text(text)} for role, text in turns(it.prompt)]
     said = [{"role": role, "content": _text(text)} for role, text in turns(it.messages)]
     yield _span(it, 0, it.name, SpanType.CHAT_MODEL, {"messages": asked}, {"messages": said})
@@ -324,13 +326,13 @@ def _spans(it: Told) -> Iterator[Span]:
 
 
 def _text(text: str) -> str:
-    """The text for a page that renders it as Markdown: without its links, which hide where they lead, and pictures,
-    which the page would load from there."""
+    """Prepare the text for a page that renders Markdown: disable links, which hide their targets, and pictures, which
+    the page would load."""
     return LINK.sub("]\\\\", shortened(text, LONGEST_TEXT))
 
 
 def _span(it: Told, number: int, name: str, kind: str, inputs: Any, outputs: Any) -> Span:
-    """Span `number` of the trace; 0 is the one above all others."""
+    """Make span `number` of the trace; 0 is the root."""
 
     def identity(which: int) -> str:
         return base64.b64encode(
@@ -339,7 +341,7 @@ def _span(it: Told, number: int, name: str, kind: str, inputs: Any, outputs: Any
 
     values = {SpanAttributeKey.REQUEST_ID: trace_id(it), SpanAttributeKey.SPAN_TYPE: kind}
     values |= {SpanAttributeKey.OUTPUTS: outputs} | ({SpanAttributeKey.INPUTS: inputs} if inputs is not None else {})
-    start = it.time * 1_000_000 + number  # in their order
+    start = it.time * 1_000_000 + number  # keeps the spans in order
     return Span.from_dict(
         {
             "trace_id": base64.b64encode(_trace_number(it)).decode(),

@@ -1,8 +1,7 @@
-"""The runs of an experiment as MLflow first shows them: a saved view with the columns and charts that say what came of
-each run.
+"""The saved view in which MLflow first shows an experiment's runs, with columns and charts of each run's results.
 
-MLflow has no interface for saved views. This is the form in which its page keeps them (3.17), in a tag of the
-experiment: another release that does not know it shows its usual columns.
+MLflow has no interface for saved views. This is the form in which its page (3.17) keeps them in a tag of the
+experiment. A release that does not know this form shows its usual columns.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ COLUMNS = {  # and their widths in pixels
     "attributes.`Models`": 160,
     f"tags.`{SWEEP}`": 160,
 }
-CHARTS = {  # those that stand first, of the runs that are shown; MLflow hides the empty ones
+CHARTS = {  # shown first; MLflow hides empty ones
     "reward": "LINE",
     f"eval/{HELD_OUT}/trained/accuracy": "BAR",
     "cost/gpu_hours": "BAR",
@@ -45,7 +44,7 @@ SECTION = {"uuid": "first", "name": "To look at first", "display": True, "isReor
 
 
 def experiment_tags() -> dict[str, str]:
-    """Tags by which MLflow opens an experiment as model training, and which hold the view."""
+    """Tags of an experiment: they hold the view, and make MLflow open the experiment as model training."""
     state = {
         "orderByKey": "attributes.start_time",
         "orderByAsc": False,

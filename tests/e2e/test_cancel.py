@@ -162,7 +162,7 @@ def test_a_cancelled_training_saves_ends_and_goes_on_from_there(
         server.cancel(cancelled)
         _wait_until_ended(processes)
         server.wait(cancelled, "CANCELLED")
-        sentence = "train was interrupted, 3 of 6 updates saved; run the same again to go on"
+        sentence = "train was interrupted, 3 of 6 updates saved; run the same again to continue"
         said = server.messages_with(cancelled, sentence)
         assert said.count(sentence) == 1
         assert not any(word in said for word in ("Crash", "SIGKILL", "Traceback"))

@@ -32,9 +32,9 @@ FLOW, DEPLOYMENT = "serve-champion", "local"
 RUN = """
 import sys
 from pathlib import Path
-from flows.parameters.form import changes_of
+from flows.parameters.form import changes_from_overrides
 from flows.pipeline import pipeline
-pipeline("quickstart", changes_of(Path("configs/quickstart.toml"), sys.argv[1:]), return_state=True)
+pipeline("quickstart", changes_from_overrides(Path("configs/quickstart.toml"), sys.argv[1:]), return_state=True)
 """
 REFUSED = "from flows.pipeline import pipeline; pipeline('none', return_state=True)"
 PROMOTED = """
@@ -46,9 +46,9 @@ promote('the "sums"')
 INTERRUPTED = """
 from prefect import flow
 from tasks.reports.events import announce_end
-from tasks.stages.endings import plain
+from tasks.stages.endings import end_in_plain_words
 @flow(name="pipeline", flow_run_name="ctrl-c", on_cancellation=[announce_end])
-@plain
+@end_in_plain_words
 def interrupted():
     raise KeyboardInterrupt
 interrupted(return_state=True)
@@ -175,7 +175,7 @@ def test_a_failed_run_and_one_ended_by_ctrl_c_are_announced(listening: Set) -> N
     events = listening.prefect.events("grpo.run.failed", "grpo.run.cancelled")
     assert "preset = 'none': neither a preset" in events["grpo.run.failed"]["reason"]
     assert events["grpo.run.cancelled"]["resource"]["prefect.resource.id"] == "grpo.run.ctrl-c"
-    assert events["grpo.run.cancelled"]["reason"] == "interrupted; run the same again to go on"
+    assert events["grpo.run.cancelled"]["reason"] == "interrupted; run the same again to continue"
     said = listening.calls["/prefect"].get(timeout=SECONDS).said["text"]
     assert said.startswith("pipeline: run refused is Failed. http")
 

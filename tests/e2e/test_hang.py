@@ -13,7 +13,7 @@ import pytest
 
 from grpo_core.config.files import load_config
 from grpo_core.system.progress import RANKS
-from tasks.evaluate import _run
+from tasks.evaluate import _run_where_trained
 from tasks.processes.watchdog import HangError
 from tasks.stages.run import Context
 from tasks.train import run_training
@@ -90,7 +90,7 @@ class Trainings:
         shutil.copytree(self.model, run / "training" / "model")
         (folder := run / "evaluation").mkdir()
         command = ["-m", "grpo_core.evaluate", str(run), "--output", str(folder)]
-        _run(load_config(run / "config.toml"), command, logging.getLogger("stage"), folder, {})
+        _run_where_trained(load_config(run / "config.toml"), command, logging.getLogger("stage"), folder, {})
         report = json.loads((folder / "report.json").read_text())
         return {name: value for name, value in report.items() if name != "start_seconds"}
 

@@ -102,7 +102,7 @@ def test_a_sweep_that_was_killed_and_interrupted_goes_on_and_does_nothing_twice(
     made = _receipt(storage, first, "registration.json")["made_at"]
     interrupted, status = _until_stuck(command, 1, signal.SIGINT)
     assert status == 130, interrupted
-    assert "of 6 updates saved; run the same again to go on" in interrupted
+    assert "of 6 updates saved; run the same again to continue" in interrupted
 
     done = subprocess.run(command, capture_output=True, text=True, timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -174,7 +174,7 @@ def test_a_search_that_was_killed_goes_on_with_the_same_trials(command: list[str
     assert _receipt(storage, names[0], "registration.json")["made_at"] == made
     assert _receipt(storage, names[1], "training/result.json")["resumed_at_step"] == 3
     said = " ".join(done.stdout.split())
-    assert "3 arms were proposed by Optuna, from the figures of earlier arms on the same prompts" in said
+    assert "Optuna proposed 3 arms from the figures of earlier arms on the same prompts" in said
     assert "Bonferroni over 3 settings" in said
     client = mlflow.MlflowClient(f"sqlite:///{storage / 'mlflow' / 'mlflow.db'}")
     runs = client.search_runs([client.get_experiment_by_name("grpo").experiment_id])

@@ -89,9 +89,9 @@ def test_a_listed_module_s_own_rewards_and_nothing_that_it_imports(
     monkeypatch.setenv(allowed.MODULES, "team.rewards, house")
     names = [reward.name for reward in resolve_allowed("team", _rewards("house:graded", "house:doubled")).rewards]
     assert names == ["graded", "doubled"]
-    with pytest.raises(ConfigError, match=r"house:system': it is of the module 'posix', which the worker's"):
+    with pytest.raises(ConfigError, match=r"house:system': it is defined in the module 'posix', which the worker's"):
         resolve_allowed("team", _rewards("house:system"))
-    with pytest.raises(ConfigError, match=r"house:shell': it is of the module 'posix'"):
+    with pytest.raises(ConfigError, match=r"house:shell': it is defined in the module 'posix'"):
         resolve_allowed("team", _rewards("house:shell"))
     with pytest.raises(ConfigError, match=r"house\.sub:graded': a deployment's parameters"):
         resolve_allowed("team", _rewards("house.sub:graded"))
@@ -124,13 +124,13 @@ def test_no_environment_or_tool_of_a_module_that_the_worker_does_not_list(
     assert resolve_allowed("team", _rewards("environment")).rewards[0].name == "environment"
     assert "may name built-in environments and tools, those of its preset" in refused(tools=["acting:look"])
     assert refused(tools=["os:system"]).startswith("environment: 'os:system': a deployment's parameters may")
-    assert "environment_args: here they are taken only as a preset" in refused(environment_args={"size": 9})
-    assert "environment_args: here they are taken only as a preset" in refused(
+    assert "environment_args: here only a preset may set them" in refused(environment_args={"size": 9})
+    assert "environment_args: here only a preset may set them" in refused(
         environment_factory="openenv", environment_args={"url": "http://evil"}
     )
     monkeypatch.setenv(allowed.MODULES, "acting")
-    assert "it is of the module 'posix', which the worker's" in refused(tools=["acting:system"])
-    assert "it is of the module 'pathlib', which the worker's" in refused(environment_factory="acting:PurePath")
+    assert "it is defined in the module 'posix', which the worker's" in refused(tools=["acting:system"])
+    assert "it is defined in the module 'pathlib', which the worker's" in refused(environment_factory="acting:PurePath")
     assert "'acting:gone' cannot be imported" in refused(tools=["acting:gone"])
     config = resolve_allowed("team", {"environment": {"tools": ["acting:look"], "environment_args": {"size": 9}}})
     assert (config.environment.tools, config.environment.args_of("")) == (["acting:look"], {"size": 9})
@@ -181,7 +181,7 @@ def test_a_built_in_reward_that_looks_at_text_only_may_be_named_with_any_argumen
 @pytest.mark.parametrize("name", REACHING)
 def test_a_built_in_reward_that_reaches_further_may_not(name: str) -> None:
     """Such as the judge, who sends a key of the environment to an address, or a sandbox that is turned off."""
-    with pytest.raises(ConfigError, match="only with the args that a preset gives it"):
+    with pytest.raises(ConfigError, match="only have the args that a preset gives it"):
         resolve_allowed("team", _rewards(name, args={"sandbox": "none", "base_url": "http://evil", "model": "/"}))
 
 

@@ -144,9 +144,9 @@ def test_a_curve_is_drawn_for_what_any_of_the_runs_has() -> None:
         (["first", "slowr"], "no run 'slowr'"),
         (["first", "slowr"], "the nearest there: slower"),
         (["first", "unfinished"], "grpo stage evaluate --run unfinished"),
-        (["first", "refused"], "validate, plan, train of it have not been done"),
+        (["first", "refused"], "its validate, plan, train have not been done"),
         (["first"], "from two to 6 runs"),
-        (["first", "first"], "each named once"),
+        (["first", "first"], "each once"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_with_the_reason(runs: list[str], message: str) -> None:

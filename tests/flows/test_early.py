@@ -52,7 +52,12 @@ def config(tmp_path: Path) -> Path:
             2,
             "test: launch.kubernetes='gone.yaml': No such file or directory (looked in ",
         ),
-        ("seed=1", "config.toml", 2, "config.toml cannot be made: File exists; set GRPO_STORAGE to a folder that you "),
+        (
+            "seed=1",
+            "config.toml",
+            2,
+            "config.toml cannot be created: File exists; set GRPO_STORAGE to a folder that you ",
+        ),
     ],
 )
 def test_a_run_that_cannot_succeed_is_refused_by_one_sentence_before_any_server(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import validate
 
-from flows.parameters.form import CONFIGS, PRESETS, changes_of, more_changes, resolve
+from flows.parameters.form import CONFIGS, PRESETS, add_changes, changes_from_overrides, resolve
 from flows.pipeline import pipeline
 from flows.promotion import promote
 from grpo_core.config.files import describe_keys, load_config, parse_config
@@ -106,11 +106,11 @@ def test_changes_mean_what_set_means(changes: dict[str, Any]) -> None:
     path = CONFIGS / "quickstart.toml"
     assert not validate({"preset": "quickstart", "changes": changes}, SCHEMA)
     assert resolve("quickstart", changes) == resolve(str(path), changes) == load_config(path, sets)
-    assert resolve("quickstart", changes_of(path, sets)) == load_config(path, sets)
+    assert resolve("quickstart", changes_from_overrides(path, sets)) == load_config(path, sets)
 
 
 def test_a_key_within_a_list_changes_it_alone_whatever_else_is_changed() -> None:
-    changes = more_changes("quickstart", {"seed": 7}, {"rewards.0.weight": 3.0, "train.learning_rate": 0.5})
+    changes = add_changes("quickstart", {"seed": 7}, {"rewards.0.weight": 3.0, "train.learning_rate": 0.5})
     plain, changed = resolve("quickstart", {}), resolve("quickstart", changes)
     assert (changed.seed, changed.train.learning_rate) == (7, 0.5)
     assert [reward.weight for reward in changed.rewards] == [3.0, *(reward.weight for reward in plain.rewards[1:])]
@@ -123,7 +123,9 @@ def test_a_list_is_replaced_and_null_is_as_in_the_preset() -> None:
     assert [reward.name for reward in config.rewards] == ["length"]
     assert (config.train.max_steps, config.seed) == (80, 0)
     path = CONFIGS / "quickstart.toml"
-    assert changes_of(path, ["rewards.0.weight=2"]) == {"rewards": [{"function": "numeric_match", "weight": 2}]}
+    assert changes_from_overrides(path, ["rewards.0.weight=2"]) == {
+        "rewards": [{"function": "numeric_match", "weight": 2}]
+    }
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_what_would_fit_is_shown_whole_on_a_narrow_screen(config: Path, tmp_path
 def test_a_completion_longer_than_the_model_s_positions_is_refused(config: Path) -> None:
     answer = _json(config, "--max-completion-length", 64, status=2)
     assert "rollout.max_completion_length = 64: the model" in answer["errors"][0]
-    assert "takes 64 tokens, the prompt's among them" in answer["errors"][0]
+    assert "takes 64 tokens, prompt included" in answer["errors"][0]
 
 
 def test_a_recording_that_is_not_there_is_refused(config: Path, tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_ctrl_c_ends_a_plan_that_waits_after_it_has_read_data(config: Path) -> N
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--set", "train.max_steps=3"], "--set overrides keys of a configuration, and none is given: name its file"),
+        (["--set", "train.max_steps=3"], "--set overrides keys of a configuration, but no file is given: name one"),
         (["--rules", "trl-0.17", "--gpu", "H200", "--history"], "--gpu, --history: for this project's configurations"),
     ],
 )

@@ -75,7 +75,7 @@ def test_a_completion_is_shown_reward_by_reward_and_summed(config: Path) -> None
         ["length", "1", "1", "-2", "-2"],  # the tokenizer knows digits only
         ["reward", "", "", "", "-2"],
     ]
-    assert wordy[1][5] == "gate closed: form gives 0, 1 is asked"
+    assert wordy[1][5] == "gate closed: form gives 0, 1 is needed"
     assert wordy[2][5] == "clipped to 0.5 … 0.75; 0.5 … 0.75 becomes 0 … 1"
 
 
@@ -91,14 +91,14 @@ def test_a_conversation_is_answered_by_a_message(config: Path, tmp_path: Path) -
     ("arguments", "status", "said"),
     [
         (["--row", "24"], 2, "--row 24: data.train has 24 rows, counted from 0"),
-        (["--set", "rewards.0.args={}"], 2, "reward 'form' wants ['pattern']: neither in its args nor a column"),
+        (["--set", "rewards.0.args={}"], 2, "reward 'form' needs ['pattern']: neither in its args nor a column"),
         (["--set", "rewards.0.function=format_regx"], 2, "no built-in reward is called 'format_regx'"),
         (["--set", "data.train=none.parquet"], 2, "no such file"),
         (
             ["--set", "data.columns.prompt=promt"],
             2,
             "data.train has no column 'promt' (for data.columns.prompt = 'promt'); its columns are answer: "
-            "data.columns.prompt says what it is made of",
+            "set data.columns.prompt to what it should be made from",
         ),
         (["--set", "rewards.1.gate=shape"], 2, "rewards.1.gate='shape' is not among the rewards"),
         (["--set", "rewards.0.args={pattern='('}"], 1, "reward 'form' raised error"),

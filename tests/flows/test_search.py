@@ -48,7 +48,7 @@ def test_a_range_is_of_integers_if_both_ends_are(text: str, expected: Range) -> 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--range", RATE], "--range train.learning_rate: for --optuna N"),
+        (["--range", RATE], "--range train.learning_rate: only with --optuna N"),
         (["--optuna", "3", "--grid", "algorithm.beta=0.0,0.1"], "--optuna needs a range to search"),
         (["--optuna", "1", "--range", RATE], "--optuna 1: a sweep has from 2 to 256 arms"),
         (["--optuna", "3", "--range", "train.learning_rate=2:1"], "is not of the form LOW:HIGH"),
@@ -56,14 +56,14 @@ def test_a_range_is_of_integers_if_both_ends_are(text: str, expected: Range) -> 
         (["--optuna", "3", "--range", "train.learning_rate=1e-3:1e-1:lin"], "is not of the form LOW:HIGH"),
         (["--optuna", "3", "--range", "train.learning_rate=true:false"], "is not of the form LOW:HIGH"),
         (["--optuna", "3", "--range", "train.learning_rate"], "is not of the form section.key=LOW:HIGH"),
-        (["--optuna", "3", "--range", "algorithm.beta=0.0:0.1:log"], "a logarithmic scale has no 0; give a LOW above"),
+        (["--optuna", "3", "--range", "algorithm.beta=0.0:0.1:log"], "0 is not on a logarithmic scale"),
         (["--optuna", "3", "--range", RATE, "--range", RATE], "--range train.learning_rate: given twice"),
         (["--optuna", "3", "--range", RATE, "--grid", "train.learning_rate=1e-3,1e-2"], "it is in --grid too"),
-        (["--optuna", "3", "--range", RATE, "--seeds", "2"], "--optuna with several seeds: luck is nothing"),
-        (["--optuna", "3", "--range", "seed=0:9"], "--optuna with several seeds: luck is nothing"),
-        (["--optuna", "3", "--range", RATE, "--stop-early"], "--optuna with --stop-early: an arm that was stopped"),
-        (["--optuna", "3", "--range", "algorithm.beta=0:1"], "the ranges hold 2 combinations, which --grid tries"),
-        (["--optuna", "3", "--range", "evaluation.temperature=0.0:1.0"], "--range evaluation.temperature: its arms"),
+        (["--optuna", "3", "--range", RATE, "--seeds", "2"], "--optuna with several seeds: each proposal"),
+        (["--optuna", "3", "--range", "seed=0:9"], "--optuna with several seeds: each proposal"),
+        (["--optuna", "3", "--range", RATE, "--stop-early"], "--optuna with --stop-early: a stopped"),
+        (["--optuna", "3", "--range", "algorithm.beta=0:1"], "the ranges hold only 2 combinations; try them"),
+        (["--optuna", "3", "--range", "evaluation.temperature=0.0:1.0"], "--range evaluation.temperature: the arms"),
         (["--optuna", "3", "--range", "train.learning_rate=-1.0:1.0"],
          "arm train.learning_rate=-1.0: train.learning_rate = -1.0: Input should be greater than 0"),
         (["--optuna", "3", "--range", "train.max_steps=2.5:9"], "arm train.max_steps=2.5: train.max_steps = 2.5: "),
@@ -98,7 +98,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     done: list[dict[str, Any]] = []
     fate[0] = lambda number: None
 
-    def pipeline_of(config: Any) -> Callable[..., None]:
+    def make_pipeline(config: Any) -> Callable[..., None]:
         def run(preset: str, changes: dict[str, Any]) -> None:
             done.append({"name": config.name, **changes["train"], "beta": config.algorithm.beta})
             if error := fate[0](len(done)):
@@ -113,7 +113,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     nothing = SimpleNamespace(result=lambda: None)
     replaced = {
-        "pipeline_of": pipeline_of,
+        "make_pipeline": make_pipeline,
         "propose": propose,
         "get_run_logger": lambda: logging.getLogger("sweep"),
         "tags": lambda *_: nullcontext(),

@@ -20,7 +20,7 @@ from prefect.states import Cancelled, Completed, Failed
 from flows import sweep as flow
 from flows.cli import sweep as command
 from flows.parameters.arms import Load, Sweep, make_sweep, read_grid
-from flows.parameters.form import more_changes, resolve
+from flows.parameters.form import add_changes, resolve
 from grpo_core.config.files import load_config, parse_config, read_values, with_keys
 from grpo_core.errors import GrpoError
 from tasks.stages.arms import sweep_folder
@@ -47,7 +47,7 @@ def make(config: Path, *grid: str, seeds: int = 1, overrides: tuple[str, ...] = 
 
 @pytest.mark.parametrize("name", ["", ".", "a/b", "../x", "a b"])
 def test_a_name_that_cannot_begin_the_names_of_runs_is_refused(config: Path, name: str) -> None:
-    with pytest.raises(GrpoError, match=re.escape(f"--name {name!r}: it begins the names of the arms")):
+    with pytest.raises(GrpoError, match=re.escape(f"--name {name!r}: the arms' names begin with it")):
         make_sweep(loader(config), {"seed": [1, 2]}, 1, name)
 
 
@@ -120,22 +120,22 @@ def test_values_are_toml_or_plain_words(text: str, values: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("grid", "seeds", "overrides", "sentences"),
     [
-        ((), 1, (), ["a sweep needs what differs"]),
+        ((), 1, (), ["the arms of a sweep have to differ"]),
         (("train.beta",), 1, (), ["is not of the form section.key=value,value"]),
         (("seed=1,2", "seed=3,4"), 1, (), ["--grid seed: given twice"]),
         (("seed=1,2",), 2, (), ["--grid seed and --seeds: both set the seeds"]),
-        (("train.learning_rate=1e-3",), 1, (), ["1 arms: a sweep has from 2 to 256"]),
+        (("train.learning_rate=1e-3",), 1, (), ["1 arm: a sweep has from 2 to 256"]),
         (("train.max_steps=3,3",), 1, (), ["arms train.max_steps=3 and train.max_steps=3 are the same"]),
         (("train.learing_rate=1,2",), 1, (), ["train.learing_rate: unknown key; did you mean 'learning_rate'?"]),
         (("train.learning_rate=1e-3,fast",), 1, (), ["arm train.learning_rate=fast: train.learning_rate = 'fast': "]),
         (("rollout.num_generations=4,5", "algorithm.beta=0.0,0.1"), 1, (),
          ["arm rollout.num_generations=5, algorithm.beta=0.0; rollout.num_generations=5, algorithm.beta=0.1: ",
           "is not divisible by num_generations=5"]),
-        (("rewards.0.weight=1,2",), 1, (), ["--grid rewards.0.weight: its arms would be evaluated differently"]),
+        (("rewards.0.weight=1,2",), 1, (), ["--grid rewards.0.weight: the arms would be evaluated differently"]),
         (("rollout.max_completion_length=4,6",), 1, (), ["set evaluation.max_completion_length for all arms"]),
         (("promotion.confidence=0.9,0.95",), 1, (), ["the same for all arms of a sweep"]),
         (("name=a,b",), 1, (), ["the same for all arms of a sweep"]),
-        (('data={train="a", eval="b"},1',), 1, (), ["--grid data: its arms would be evaluated differently"]),
+        (('data={train="a", eval="b"},1',), 1, (), ["--grid data: the arms would be evaluated differently"]),
         (("seed=0,1",), 1, ("data.eval=gone.csv",), ["data.eval = 'gone.csv'"]),
         (("train.save_steps=" + ",".join(map(str, range(1, 300))),), 1, (), ["299 arms: a sweep has from 2 to 256"]),
     ],
@@ -162,7 +162,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a sweep does without Prefect, in its order; pipelines do nothing but fail as `fates` says."""
     done: list[str] = []
 
-    def pipeline_of(config: Any) -> Any:
+    def make_pipeline(config: Any) -> Any:
         def run(preset: str, changes: dict[str, Any]) -> None:
             done.append(f"{config.name} {json.dumps(changes['train'])}")
             if error := fates.get(config.train.learning_rate):
@@ -177,7 +177,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    monkeypatch.setattr(flow, "pipeline_of", pipeline_of)
+    monkeypatch.setattr(flow, "make_pipeline", make_pipeline)
     monkeypatch.setattr(flow, "get_run_logger", lambda: logging.getLogger("sweep"))
     monkeypatch.setattr(flow, "tags", lambda *_: nullcontext())
     monkeypatch.setattr(flow, "ending", lambda *_: nullcontext())
@@ -227,7 +227,7 @@ RANGES = ("rewards.1.range=[0.0, 1.0]",)
         (("--grid", "seed=1,2"), ("train.eval_steps=2", *RANGES), "--stop-early with several seeds"),
         (("--grid", "train.max_steps=2,3"), RANGES, "arm train.max_steps=2 is not evaluated while it trains"),
         (("--grid", "train.max_steps=2,3"), ("train.eval_steps=2", "rewards.1.function=char_length"),
-         "no range is known of the rewards"),
+         "the range of the rewards"),
         (("--grid", "train.learning_rate=0.1,0.2"), ("train.eval_steps=4", *RANGES), "none could be stopped. Give all"),
         (("--grid", "train.eval_steps=2,3"), RANGES, "none could be stopped. Give all"),
         (("--grid", "train.learning_rate=0.1,0.2"), ("train.eval_steps=2", "data.eval=two.parquet", *RANGES),
@@ -257,7 +257,7 @@ def test_the_level_of_stopping_is_spent_once_in_a_sweep(config: Path) -> None:
     stopping("train.learning_rate=0.1,0.2")  # goes on
     write_rule(sweep.name, {}, None)  # a command without --stop-early in between
     for grid, more in (("0.1,0.2,0.3", ()), ("0.2,0.1", ()), ("0.1,0.2", ("train.max_steps=8",))):
-        with pytest.raises(GrpoError, match=r"has stopped arms by the level 0\.05 already"):
+        with pytest.raises(GrpoError, match=r"has already stopped arms at level 0\.05"):
             stopping(f"train.learning_rate={grid}", more=more)
 
 
@@ -266,7 +266,7 @@ def test_a_table_of_keys_that_go_together_is_one_value_of_an_arm(config: Path) -
     sweep = make(config, grid, "train.learning_rate=0.1,0.2")
     kinds = [arm.config.data.curriculum.kind for arm in sweep.arms]
     assert kinds == ["none", "none", "band", "band"]
-    changes = more_changes(str(config), {"seed": 7}, sweep.arms[2].keys)
+    changes = add_changes(str(config), {"seed": 7}, sweep.arms[2].keys)
     assert resolve(str(config), changes) == sweep.arms[2].config.model_copy(update={"seed": 7})
 
 

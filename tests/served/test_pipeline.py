@@ -46,10 +46,10 @@ def _overrides(inputs: Path, *overrides: str) -> list[str]:
 
 
 def _run(inputs: Path, *overrides: str) -> Path:
-    from flows.parameters.form import changes_of
+    from flows.parameters.form import changes_from_overrides
     from flows.pipeline import pipeline
 
-    return pipeline("quickstart", changes_of(CONFIG, _overrides(inputs, *overrides)))
+    return pipeline("quickstart", changes_from_overrides(CONFIG, _overrides(inputs, *overrides)))
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def port(inputs: Path, storage: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def _run(inputs: Path, name: str, *overrides: str) -> Path:
-    from flows.parameters.form import changes_of
+    from flows.parameters.form import changes_from_overrides
     from flows.pipeline import pipeline
 
     values = [
@@ -60,7 +60,7 @@ def _run(inputs: Path, name: str, *overrides: str) -> Path:
         "registry.model_name=held",
         *overrides,
     ]
-    return pipeline("quickstart", changes_of(CONFIG, values))
+    return pipeline("quickstart", changes_from_overrides(CONFIG, values))
 
 
 def _until(done: Callable[[], bool]) -> None:

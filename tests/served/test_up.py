@@ -103,7 +103,7 @@ def test_a_second_up_on_a_taken_port_is_refused_before_anything_starts(served: S
         assert f"-port {taken}: the port is taken by a server of grpo over another storage, {served.storage}" in (
             refused.stderr
         )
-        assert "Nothing was started. Ports that are free: --prefect-port " in refused.stderr
+        assert "Nothing was started. Free ports: --prefect-port " in refused.stderr
     assert not (tmp_path / "mlflow").exists()
     assert not list((tmp_path / "prefect").iterdir())
 
@@ -120,7 +120,7 @@ def test_serving_another_storage_s_server_is_refused(served: Served, tmp_path: P
     for command in (["serve"], ["worker", "cpu"]):
         refused = run_grpo(tmp_path, *command, PREFECT_API_URL=api)
         assert refused.returncode == 2
-        assert f"is of the storage {served.storage}, and this is {tmp_path}" in refused.stderr
+        assert f"serves the storage {served.storage}, not {tmp_path}" in refused.stderr
 
 
 @pytest.mark.e2e

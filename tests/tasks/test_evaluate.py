@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 
 from grpo_core.config.files import parse_config
 from grpo_core.evaluation.statistics import Difference, Estimate
-from tasks.evaluate import _answers_of_another_arm, _markdown, _run, _shown
+from tasks.evaluate import _answers_of_another_arm, _escaped, _markdown, _run_where_trained
 from tasks.processes.launch import RETURN_SECONDS
 from tasks.processes.run import ProcessError
 from tasks.processes.watchdog import HangError
@@ -91,7 +91,7 @@ def test_an_evaluation_runs_where_the_training_ran(
         "tasks.evaluate.launch_with_restarts",
         lambda config, *_: found.append((config.train.num_processes, config.train.num_machines)),
     )
-    _run(parse_config(values | {"launch": launch}), ["-m", "work"], getLogger(), tmp_path, {})
+    _run_where_trained(parse_config(values | {"launch": launch}), ["-m", "work"], getLogger(), tmp_path, {})
     assert found == [expected]
 
 
@@ -110,7 +110,7 @@ def test_an_evaluation_begins_again_if_what_failed_was_not_its_own(
         patience.clear()
         config = parse_config(config_values(tmp_path, tmp_path, max_restarts=most))
         with pytest.raises(ProcessError, match=message):
-            _run(config, ["-m", "work"], getLogger(), tmp_path, {})
+            _run_where_trained(config, ["-m", "work"], getLogger(), tmp_path, {})
         assert patience == [0.0, *[RETURN_SECONDS] * min(most, 2)]
 
 
@@ -170,8 +170,8 @@ def test_of_a_run_that_is_to_gain_in_reward_people_are_told_the_reward() -> None
 
 @pytest.mark.parametrize("hostile", [*HOSTILE, "    indented"])
 def test_samples_are_shown_as_text(hostile: str) -> None:
-    assert render(_shown(hostile)) == (["p"], read(hostile))
+    assert render(_escaped(hostile)) == (["p"], read(hostile))
     conversation = [{"role": "user", "content": hostile}]
-    elements, text = render(_shown(conversation))
+    elements, text = render(_escaped(conversation))
     assert (elements, json.loads(text)[0].keys()) == (["p"], {"role", "content"})
-    assert [_shown(value) for value in (None, 1, 0.5, True)] == [None, 1, 0.5, True]
+    assert [_escaped(value) for value in (None, 1, 0.5, True)] == [None, 1, 0.5, True]

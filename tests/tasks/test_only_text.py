@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tasks.evaluate import _escaped
 from tasks.evaluate import _markdown as evaluation_markdown
-from tasks.evaluate import _shown
 from tasks.promotion import _markdown as promotion_markdown
 from tasks.promotion import _payload, _question
 from tasks.registry.approval import Approval, Change, tags_of
@@ -67,8 +67,8 @@ def test_tags_and_events_have_a_person_s_words_without_what_a_database_refuses(
 
 @each_text
 def test_samples_of_an_evaluation_are_shown_as_text(text: str) -> None:
-    _assert_only_text(_shown(text), text.strip())
-    _assert_only_text(_shown([{"role": "user", "content": text}]), "role")
+    _assert_only_text(_escaped(text), text.strip())
+    _assert_only_text(_escaped([{"role": "user", "content": text}]), "role")
 
 
 @pytest.mark.slow

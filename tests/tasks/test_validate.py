@@ -46,7 +46,7 @@ def test_held_out_prompts_that_cannot_promote_a_grade_without_range_are_named_be
     assert bool(warnings) == warns
     if warns:
         name = rewards[-1]["function"].rpartition(":")[2]
-        assert f"no range is known of '{name}': with {num_prompts} prompts in 'held-out'" in warnings[0]
+        assert f"the range of '{name}' is unknown: with {num_prompts} prompts in 'held-out'" in warnings[0]
 
 
 @pytest.mark.slow
@@ -56,8 +56,8 @@ def test_prompts_that_choose_the_model_may_not_judge_it_from_another_file(model_
     values = config_values(model_folder, tmp_path, load_best_model_at_end=True, eval_steps=1, save_steps=1)
     values["evaluation"]["sets"][0]["data"] = str(tmp_path / "final.parquet")
     assert screen(parse_config(values)).shape == [
-        "2 prompts of eval-final are in eval too: the training chooses its model by them, and 'final' then judges over "
-        "its promotion; leave them out of one of the two"
+        "2 prompts of eval-final are in eval too: the training chooses its model by them, so they cannot also decide "
+        "on its promotion ('final'); leave them out of one of the two"
     ]
     write_sums(tmp_path / "final.parquet", 70, 80)
     assert not screen(parse_config(values)).refused

@@ -1,24 +1,24 @@
-"""Machines that a scheduler gives, by one job for all of them. The stage needs no connection to them:
-they meet in a folder on the shared disk.
+"""Machines that a scheduler gives, by one job for all of them. The stage needs no connection to them: they exchange
+files in a folder on the shared disk.
 
 A scheduler is three functions (`Scheduler`), and `batch(SCHEDULER)` is the launcher. Each machine of the job runs
 `python -m tasks.processes.scheduled FOLDER`; its number, from 0, is in a variable that `scheduled.NUMBERS` names. For
 each machine, `tasks.processes.follow` runs here. FOLDER is new for each start of the processes, in the run's folder,
 and only this user can read it. For machine N it has
 
-    N.answer     what machine N answers to the start check, with its name, address and a free port
-    N.request    what to run there, and the environment, with its secrets: removed there as soon as it is read
+    N.answer     machine N's answer to the start check, with its name, address and a free port
+    N.request    the command to run there, and the environment with its secrets: removed as soon as it is read
     N.stage      the stage's sign of life for machine N, and whether to stop
     N.machine    the sign of life of machine N, whether it was told to stop, and in the end its exit status
-    told         is there once a machine was told to stop: all others are told by N.stage then
-    N.output     what the processes there print
+    told         exists once a machine was told to stop: then all others are told by N.stage
+    N.output     output of the processes there
     stage        the stage's sign of life until the requests are there
-    job          what the scheduler calls the job
-    job.log      for what the job itself prints, if the scheduler can write it there; its end is shown if the job fails
+    job          the scheduler's name of the job
+    job.log      output of the job itself, if the scheduler can write it there; its end is shown if the job fails
 
-The stage waits for a machine as long as the scheduler lets it wait. When the start of the processes ends, however it
-does, the job is cancelled and FOLDER removed. If the stage is killed, the machines end everything after
-SILENCE_SECONDS, and a job that is still waiting ends as soon as it runs; the next stage cancels what is left of it.
+The stage waits for machines as long as the scheduler does. When the processes have ended, in whatever way, the job is
+cancelled and FOLDER removed. If the stage is killed, the machines end everything after SILENCE_SECONDS, and a job that
+is still waiting ends as soon as it runs; the next stage cancels any job left over.
 """
 
 from __future__ import annotations
@@ -46,46 +46,45 @@ from tasks.stages.files import write_text
 
 PREFIX = ".machines-"
 LOOK_SECONDS = 5.0  # between looks at the job
-ANSWER_SECONDS = 300.0  # in which all machines of a running job have to answer; Python's first start there is slow
-END_SECONDS = 15.0  # in which a job ends by itself once its machines have ended
+ANSWER_SECONDS = 300.0  # for all machines of a running job to answer; Python's first start there is slow
+END_SECONDS = 15.0  # for a job to end by itself once its machines have ended
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a scheduler says of a job."""
+    """A job's state, as its scheduler reports it."""
 
     state: Literal["waiting", "running", "ended"]
-    """`ended`: nothing of it runs any more."""
+    """`ended`: no process of it runs any more."""
     reason: str = ""
-    """Why it is in this state, in the scheduler's words."""
+    """Reason of this state, in the scheduler's words."""
     ended_by: Literal["itself", "person", "scheduler"] = "itself"
     """`person`: somebody cancelled it. `scheduler`: pre-emption, time limit, a machine that failed."""
 
 
 class SchedulerError(StageError):
-    """A scheduler that refuses what it is asked, or does not answer; the message says what it says."""
+    """Raised if a scheduler refuses a request or does not answer; the message quotes it."""
 
 
 @dataclass(frozen=True)
 class Scheduler:
-    """Three functions. Each returns within 30 s, or raises SchedulerError."""
+    """The three functions of a scheduler. Each returns within 30 s, or raises SchedulerError."""
 
     name: str
     """Name of the scheduler in messages."""
     submit: Callable[[RunConfig, list[str], Path], str]
     """Submit a job that runs the command (an argv, the same on each machine) on RunConfig.num_machines machines, in
-    this working directory; the folder is FOLDER. The job is never started again by the scheduler itself, and a machine
-    that ends does not end the others. Returns what the scheduler calls the job, which has to identify it also for
-    another process."""
+    this working directory; the folder is FOLDER. The scheduler must not start the job again by itself, and a machine
+    that ends must not end the others. Returns the scheduler's name of the job, by which any process can find it."""
     look: Callable[[str], Job]
-    """State of the job. A job that the scheduler does not know any more has ended."""
+    """Return the state of the job. A job that the scheduler no longer knows has ended."""
     cancel: Callable[[str], None]
-    """Ask for the end of the job: SIGTERM to its machines, and some time later SIGKILL. Does nothing if it has
+    """Ask the scheduler to end the job: SIGTERM to its machines, and some time later SIGKILL. Does nothing if it has
     ended."""
 
 
 def batch(scheduler: Scheduler) -> Launcher:
-    """The launcher that takes machines from this scheduler."""
+    """Make the launcher that takes machines from this scheduler."""
     return partial(_machines, scheduler)
 
 
@@ -93,9 +92,9 @@ def batch(scheduler: Scheduler) -> Launcher:
 def _machines(
     scheduler: Scheduler, config: RunConfig, folder: Path, patience: float, say: Callable[[str], None]
 ) -> Iterator[list[Machine]]:
-    for left in folder.glob(f"{PREFIX}*"):  # by a stage that was killed
+    for left in folder.glob(f"{PREFIX}*"):  # left by a stage that was killed
         with suppress(FileNotFoundError):
-            _end(scheduler, (left / "job").read_text(), say, linger=0.0)
+            _end_job(scheduler, (left / "job").read_text(), say, linger=0.0)
         shutil.rmtree(left, ignore_errors=True)
     shared, job = _submit(scheduler, config, folder, patience)
     linger = 0.0
@@ -107,7 +106,7 @@ def _machines(
         nodes = collections.Counter(answer["name"] for answer in answers)
         machines = [
             Machine(
-                # Pods in the network of the same node have its name.
+                # Pods that use the network of the same node share its name.
                 name=answer["name"] if nodes[answer["name"]] == 1 else f"{answer['name']}-{number}",
                 command=["-m", "tasks.processes.follow", str(shared), str(number)],
                 address=answer["address"],
@@ -120,21 +119,21 @@ def _machines(
         try:
             yield machines
         except ProcessError as error:
-            raise _explained(error, scheduler, job) from error
+            raise _with_scheduler_reason(error, scheduler, job) from error
     finally:
-        _end(scheduler, job, say, linger)
+        _end_job(scheduler, job, say, linger)
         shutil.rmtree(shared, ignore_errors=True)
 
 
 def command(shared: Path) -> list[str]:
-    """What each machine runs, by this Python."""
+    """Command that each machine runs, by this Python."""
     path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
     return ["env", *path, "PYTHONSAFEPATH=1", sys.executable, "-m", "tasks.processes.scheduled", str(shared)]
 
 
 def _submit(scheduler: Scheduler, config: RunConfig, folder: Path, patience: float) -> tuple[Path, str]:
-    """FOLDER and the job. Each try has a FOLDER of its own: a scheduler that does not answer in time may have taken the
-    job nevertheless, and the machines of that one end without theirs."""
+    """Submit the job; returns FOLDER and the job. Each try has a FOLDER of its own: a scheduler that does not answer in
+    time may have accepted the job all the same, and its machines end once their FOLDER is gone."""
     deadline = time.monotonic() + patience
     while True:
         shared = folder.absolute() / f"{PREFIX}{secrets.token_hex(8)}"
@@ -151,9 +150,10 @@ def _submit(scheduler: Scheduler, config: RunConfig, folder: Path, patience: flo
 def _await_answers(
     scheduler: Scheduler, job: str, count: int, shared: Path, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """The answers of all machines to the start check, by number. Raises StageError if the job ends before."""
+    """Wait for the answers of all machines to the start check; returns them by number. Raises StageError if the job
+    ends before."""
     said, beats, next_beat, next_look = "", 0, 0.0, 0.0
-    deadline = float("inf")  # once the job runs, that of the answers
+    deadline = float("inf")  # of the answers; set once the job runs
     signs = [Signs(shared / f"{number}.answer") for number in range(count)]
     while True:
         for sign in signs:
@@ -166,7 +166,7 @@ def _await_answers(
         now = time.monotonic()
         if now >= next_beat:
             beats, next_beat = beats + 1, now + BEAT_SECONDS
-            with suppress(OSError):  # the next one may arrive
+            with suppress(OSError):  # the next sign may arrive
                 write_text(shared / "stage", json.dumps({"beats": beats}))
         if now >= next_look:
             next_look = now + LOOK_SECONDS
@@ -185,25 +185,27 @@ def _await_answers(
         if now > deadline:
             silent = ", ".join(str(number) for number, answer in enumerate(answers) if not answer)
             raise StageError(
-                f"{scheduler.name} runs job {job} for {ANSWER_SECONDS:g} s, and its machines {silent} have not "
+                f"{scheduler.name} has run job {job} for {ANSWER_SECONDS:g} s, but its machines {silent} have not "
                 f"answered in {shared}: the storage root (GRPO_STORAGE) has to be on a disk that all machines share, "
-                f"under the same path. {_tail(shared)}"
+                f"under the same path. {_output_tail(shared)}"
             )
         time.sleep(POLL_SECONDS)
 
 
 def _refuse_ended(found: Job, scheduler: Scheduler, job: str, shared: Path) -> None:
-    """Raises for a job that has ended before all its machines answered."""
+    """Raises StageError for a job that has ended before all its machines answered."""
     if found.ended_by == "person":
-        raise _cancelled(scheduler, job)
-    message = f"{scheduler.name} ended job {job} before all its machines had started: {found.reason}. {_tail(shared)}"
+        raise _cancelled_error(scheduler, job)
+    message = (
+        f"{scheduler.name} ended job {job} before all its machines had started: {found.reason}. {_output_tail(shared)}"
+    )
     if found.ended_by == "scheduler":
         raise TakenError(message, restartable=True)
     raise StageError(message)
 
 
-def _tail(shared: Path) -> str:
-    """The end of what the job has printed, as a sentence."""
+def _output_tail(shared: Path) -> str:
+    """Quote the end of the job's output, as a sentence."""
     try:
         with (shared / "job.log").open(errors="replace") as lines:
             return "The end of its output:\n" + "".join(collections.deque(lines, TAIL_LINES))
@@ -211,11 +213,11 @@ def _tail(shared: Path) -> str:
         return "It printed nothing"
 
 
-def _explained(error: ProcessError, scheduler: Scheduler, job: str) -> StageError:
-    """The error with the scheduler's reason, if it ended the job."""
+def _with_scheduler_reason(error: ProcessError, scheduler: Scheduler, job: str) -> StageError:
+    """Add the scheduler's reason to the error, if the scheduler ended the job."""
     found = _await_end(scheduler, job, ENDING_SECONDS if error.told else END_SECONDS)
     if found and found.ended_by == "person":
-        return _cancelled(scheduler, job)
+        return _cancelled_error(scheduler, job)
     if found and found.ended_by == "scheduler":
         error = ProcessError(
             f"{scheduler.name} ended job {job} ({found.reason}): {error}", error.restartable, error.told
@@ -223,14 +225,14 @@ def _explained(error: ProcessError, scheduler: Scheduler, job: str) -> StageErro
     return TakenError(str(error), restartable=True, told=True) if error.told else error
 
 
-def _cancelled(scheduler: Scheduler, job: str) -> StageError:
+def _cancelled_error(scheduler: Scheduler, job: str) -> StageError:
     return StageError(
         f"somebody cancelled job {job} in {scheduler.name}; run the stage again to go on from the newest checkpoint"
     )
 
 
 def _await_end(scheduler: Scheduler, job: str, seconds: float) -> Job | None:
-    """What the scheduler says of the job once it has ended; None if it has not after so many seconds."""
+    """Wait up to `seconds` until the job has ended, and return its state; None if it has not ended."""
     deadline, pause = time.monotonic() + seconds, POLL_SECONDS
     while True:
         with suppress(SchedulerError):
@@ -243,8 +245,8 @@ def _await_end(scheduler: Scheduler, job: str, seconds: float) -> Job | None:
         pause = min(2 * pause, LOOK_SECONDS)
 
 
-def _end(scheduler: Scheduler, job: str, say: Callable[[str], None], linger: float) -> None:
-    """See to it that the job ends: after `linger` seconds, in which it may end by itself, it is cancelled."""
+def _end_job(scheduler: Scheduler, job: str, say: Callable[[str], None], linger: float) -> None:
+    """End the job: give it `linger` seconds to end by itself, then cancel it."""
     if _await_end(scheduler, job, linger):
         return
     problem = "it still runs"

@@ -1,4 +1,4 @@
-"""A training's Job in Kubernetes: the user's template, and what the launcher sets in it. Asks no cluster."""
+"""A training's Job in Kubernetes: the user's template, and the fields that the launcher sets. Talks to no cluster."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DISRUPTED = {"type": "DisruptionTarget", "status": "True"}
 
 
 class MissingClientError(GrpoError):
-    """Kubernetes' Python client is not installed."""
+    """Raised if Kubernetes' Python client is not installed."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -46,27 +46,28 @@ class MissingClientError(GrpoError):
 
 
 def check_template(config: RunConfig) -> None:
-    """Raises ConfigError if the training's pods cannot be made from launch.kubernetes, MissingClientError if the client
-    is missing that knows what a Job may say. Does nothing with another launcher."""
+    """Raises ConfigError if the training's pods cannot be made from launch.kubernetes, and MissingClientError if the
+    client, which validates Jobs, is not installed. Does nothing with another launcher."""
     if config.launch.launcher == "kubernetes":
         read_template(config.launch.kubernetes)
 
 
 def read_template(path: str) -> dict[str, Any]:
-    """The Job that the file holds, without what the launcher sets. Raises as `check_template` does."""
+    """Read the Job in the file, without the launcher's fields. Raises as `check_template` does."""
     try:
         template = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"launch.kubernetes={path!r}: {error.strerror} (looked in {Path.cwd()})") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"launch.kubernetes={path!r} is no YAML file: {error}") from None
+        raise ConfigError(f"launch.kubernetes={path!r} is not a YAML file: {error}") from None
     if problem := _problem(template):
         raise ConfigError(f"launch.kubernetes={path!r}: {problem}")
     return dict(template)
 
 
 def _problem(template: Any) -> str | None:
-    """What is wrong with the template, as the end of a sentence. Its quantities become text, as the API has them."""
+    """Describe what is wrong with the template, as the end of a sentence; None if nothing is. Turns its quantities into
+    text, the API's form."""
     try:
         from kubernetes.client import V1Job
     except ImportError:
@@ -83,7 +84,7 @@ def _problem(template: Any) -> str | None:
         return "spec may hold `template` only, and status nothing: the launcher sets the rest"
     if len(containers := _at(template, ("spec", "template", "spec"))["containers"]) != 1:
         return (
-            f"spec.template.spec.containers has {len(containers)} containers, and the training is one; others can be "
+            f"spec.template.spec.containers has {len(containers)} containers, but the training is one; make others "
             "initContainers, with restartPolicy: Always if they should run beside it"
         )
     if not containers[0].get("image"):
@@ -97,11 +98,11 @@ def _problem(template: Any) -> str | None:
 def make_job(
     template: dict[str, Any], name: str, command: list[str], machines: int, owner: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The Job: `machines` pods with the indices 0, 1, …, each of which runs the command once.
+    """Make the Job: `machines` pods with the indices 0, 1, …, each of which runs the command once.
 
     A pod that ends by itself is not replaced, and does not end the others: the stage decides what happens then. A pod
-    that is pre-empted, evicted or drained ends the Job, which says so.
-    `owner`: the stage's own pod as an owner reference; Kubernetes removes the Job when that is removed.
+    that is pre-empted, evicted or drained ends the Job, which says so. `owner`: the stage's own pod as an owner
+    reference; Kubernetes removes the Job when that is removed.
     """
     job = copy.deepcopy(template)
     metadata, spec = job.setdefault("metadata", {}), job["spec"]
@@ -129,7 +130,7 @@ def make_job(
 
 
 def job_name(run: str, unique: str) -> str:
-    """A name for a run's Job, by Kubernetes' rule: lower-case letters, digits and dashes."""
+    """Name of a run's Job, by Kubernetes' rule: lower-case letters, digits and dashes."""
     words = re.sub("[^a-z0-9]+", "-", run.lower()).strip("-")
     room = LONGEST_NAME - len("grpo--") - len(unique)
     return "-".join(filter(None, ("grpo", words[:room].strip("-"), unique)))
@@ -143,7 +144,8 @@ def _at(template: dict[str, Any], place: tuple[str | int, ...]) -> Any:
 
 
 def _quantities_as_text(part: Any) -> None:
-    """Turn numbers in `limits` and `requests` into text: YAML has `cpu: 8` as a number, which the API takes as well."""
+    """Turn numbers in `limits` and `requests` into text: YAML reads `cpu: 8` as a number, which the API also
+    accepts."""
     if isinstance(part, list):
         for each in part:
             _quantities_as_text(each)

@@ -12,12 +12,12 @@ from grpo_core.config.run import RunConfig
 from tasks.processes.launchers.batch import Job, Scheduler, SchedulerError, batch
 
 COMMAND_SECONDS = 30.0
-# One task per node, with all that the job has there. A task that fails does not end the others: they save first.
+# One task per node, with all of the job's resources there. A task that fails does not end the others: they save first.
 SCRIPT = r"""#!/bin/sh
 exec srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --mpi=none --cpu-bind=none --input=none --export=ALL \
     {command}
 """
-# Variables that a job starts with. All others come with the request: Slurm keeps a job's environment.
+# Variables that a job starts with. All others come with the request, since Slurm stores a job's environment.
 VARIABLES = "HOME,LANG,LD_LIBRARY_PATH,LOGNAME,PATH,SHELL,USER"
 WAITING = {"CONFIGURING", "PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 RUNNING = {"COMPLETING", "RESIZING", "RUNNING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"}
@@ -45,13 +45,13 @@ def look(job: str) -> Job:
         shown = _run(["scontrol", "show", "job", job, "--oneliner"])
     except SchedulerError as error:
         if UNKNOWN in str(error):  # Slurm forgets jobs minutes after their end
-            return Job("ended", "Slurm knows it no more")
+            return Job("ended", "Slurm no longer knows it")
         raise
     return parse_job(shown)
 
 
 def parse_job(shown: str) -> Job:
-    """State of the job that `scontrol show job` shows in one line."""
+    """Read a job's state from the line that `scontrol show job` prints."""
     found = dict(re.findall(r"\b(JobState|Reason|NodeList|PreemptTime)=(\S+)", shown))
     state, preempted = found["JobState"], found.get("PreemptTime", "None") != "None"
     notes = [found["Reason"]] * (found["Reason"] != "None") + ["pre-empted"] * preempted
@@ -62,7 +62,7 @@ def parse_job(shown: str) -> Job:
         return Job("running", f"{state} on {found['NodeList']}")
     if state == "CANCELLED":
         return Job("ended", reason, "person")
-    # A pre-empted job that ends within its grace time has the state that its own exit status gives it.
+    # If a pre-empted job ends within its grace time, its state follows from its own exit status.
     return Job("ended", reason, "scheduler" if preempted or state in TAKEN else "itself")
 
 
@@ -71,7 +71,7 @@ def cancel(job: str) -> None:
 
 
 def _run(command: Sequence[str], script: str = "") -> str:
-    """What one of Slurm's commands prints."""
+    """Run one of Slurm's commands and return its output."""
     try:
         done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=COMMAND_SECONDS)
     except FileNotFoundError:

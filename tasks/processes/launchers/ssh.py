@@ -1,4 +1,4 @@
-"""Machines that are reached by OpenSSH's client, with the user's own keys, known hosts and ~/.ssh/config."""
+"""Machines reached by OpenSSH's client, with the user's own keys, known hosts and ~/.ssh/config."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ ALIVE_SECONDS, ALIVE_COUNT = 5, 4
 OPTIONS = {
     "BatchMode": "yes",
     "ConnectTimeout": 10,
-    "ControlPath": "none",  # a connection that others share would not be watched, nor end with what it runs
+    "ControlPath": "none",  # a shared connection would not be watched, and would outlive what it runs
     "RequestTTY": "no",
     "ServerAliveInterval": ALIVE_SECONDS,
     "ServerAliveCountMax": ALIVE_COUNT,
 }
-LOST_SECONDS = ALIVE_SECONDS * (ALIVE_COUNT + 1)  # in which a lost connection is noticed
-RELAY_SECONDS = ENDING_SECONDS + LOST_SECONDS  # in which a relay has ended what it runs, and itself
-CHECK_SECONDS = 90.0  # in which a host has to answer; Python's first start there reads its files from shared storage
-PAUSE_SECONDS = 5.0  # before hosts that are missing are asked again
+LOST_SECONDS = ALIVE_SECONDS * (ALIVE_COUNT + 1)  # until a lost connection is noticed
+RELAY_SECONDS = ENDING_SECONDS + LOST_SECONDS  # until a relay has ended what it runs, and itself
+CHECK_SECONDS = 90.0  # for a host to answer; Python's first start there reads its files from shared storage
+PAUSE_SECONDS = 5.0  # before missing hosts are asked again
 SILENT = "silent"
 
 
 @contextmanager
 def ssh(config: RunConfig, folder: Path, patience: float, say: Callable[[str], None]) -> Iterator[list[Machine]]:
-    """The first of launch.hosts that answer, as many as are needed. Each has to see the run's folder and have the code
-    that this machine has."""
+    """Give the first of launch.hosts that answer, as many as are needed. Each has to see the run's folder and to have
+    the same code as this machine."""
     needed = f"train.num_machines={config.train.num_machines} are"
     hosts, count = config.launch.hosts, config.train.num_machines
     answers = answering_hosts("launch.hosts", hosts, count, needed, folder, patience=patience)
     yield [
         Machine(
             name=host_name(host),
-            command=relayed(host),
+            command=relay_command(host),
             address=address_of(host),
             port=answer["port"],
             grace=RELAY_SECONDS,
@@ -60,11 +60,11 @@ def ssh(config: RunConfig, folder: Path, patience: float, say: Callable[[str], N
 def answering_hosts(
     key: str, hosts: list[str], count: int, needed: str, folder: Path, towards: str = "", patience: float = 0.0
 ) -> dict[str, dict[str, Any]]:
-    """The first `count` of the hosts that answer, and what they answer to the check.
+    """Return the first `count` hosts that answer, with their answers to the check.
 
-    `key`: of the configuration, which names the hosts; `needed`: how many and why, for the error. For
-    `towards` see `machine.check`. Raises StageError if fewer answer within `patience` seconds, or if one of them does
-    not see the folder, has other code than this machine, or lacks something.
+    `key`: configuration key that names the hosts; `needed`: how many are needed and why, for the error; `towards`: see
+    `machine.check`. Raises StageError if fewer answer within `patience` seconds, or if one of them does not see the
+    folder, has other code than this machine, or lacks something.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -75,7 +75,7 @@ def answering_hosts(
         if time.monotonic() > deadline:
             silent = "; ".join(f"{host}: {answers[host][SILENT]}" for host in hosts if host not in there)
             raise StageError(
-                f"{len(there)} of the {len(hosts)} hosts in {key} answer, and {needed} needed. "
+                f"{len(there)} of the {len(hosts)} hosts in {key} answer, but {needed} needed. "
                 f"{silent}. Try `ssh -o BatchMode=yes HOST true`"
             )
         time.sleep(PAUSE_SECONDS)
@@ -84,13 +84,13 @@ def answering_hosts(
     return {host: answers[host] for host in there[:count]}
 
 
-def relayed(host: str) -> list[str]:
-    """Arguments of `python` here that run `python` on the host, to be followed by the arguments of that."""
+def relay_command(host: str) -> list[str]:
+    """Arguments with which `python` here runs `python` on the host; the arguments for `python` there follow."""
     return ["-m", "tasks.processes.relay", json.dumps(remote_command(host, "run"))]
 
 
 def remote_command(host: str, action: str) -> list[str]:
-    """Command that runs `tasks.processes.machine ACTION` on the host: in this working directory, by this Python."""
+    """Command that runs `tasks.processes.machine ACTION` on the host, in this working directory, by this Python."""
     options = [word for name, value in OPTIONS.items() for word in ("-o", f"{name}={value}")]
     path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
     start = ["env", *path, "PYTHONSAFEPATH=1", sys.executable, "-m", "tasks.processes.machine", action]
@@ -98,8 +98,9 @@ def remote_command(host: str, action: str) -> list[str]:
 
 
 def _ask_all(hosts: list[str], folder: Path, towards: str) -> dict[str, dict[str, Any]]:
-    """What each host answers to the check; under SILENT, why it does not. Whatever ends this ends the questions."""
-    file = folder / f".host-check-{secrets.token_hex(8)}"  # a new name: NFS remembers which files were not there
+    """Ask all hosts concurrently; returns each host's answer to the check, or under SILENT why there is none. When this
+    ends, in whatever way, so do the checks."""
+    file = folder / f".host-check-{secrets.token_hex(8)}"  # a new name: NFS caches which files do not exist
     deadline = time.monotonic() + CHECK_SECONDS
     with ExitStack() as stack:
         stack.callback(file.unlink)
@@ -109,14 +110,14 @@ def _ask_all(hosts: list[str], folder: Path, towards: str) -> dict[str, dict[str
             asked[host] = stack.enter_context(
                 Popen(remote_command(host, "check"), stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
             )
-            stack.callback(asked[host].kill)  # before it is waited for
+            stack.callback(asked[host].kill)  # runs before the wait
             _write(asked[host], json.dumps({"file": str(file), "towards": towards}) + "\n")
         return {host: _answer(process, deadline) for host, process in asked.items()}
 
 
 def _write(process: Popen[str], request: str) -> None:
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it has failed; its output says why
+    with suppress(BrokenPipeError):  # ssh has failed; its output says why
         process.stdin.write(request)
         process.stdin.flush()
 
@@ -132,6 +133,6 @@ def _answer(process: Popen[str], deadline: float) -> dict[str, Any]:
 
 
 def address_of(host: str) -> str:
-    """The host's address as ssh resolves it, aliases of ~/.ssh/config included."""
+    """Address of the host as ssh resolves it, aliases in ~/.ssh/config included."""
     done = subprocess.run(["ssh", "-G", "--", host], capture_output=True, text=True, check=True)
     return next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("hostname "))

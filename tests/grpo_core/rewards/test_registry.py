@@ -66,7 +66,7 @@ def test_a_reward_may_be_named_in_the_form_only_if_its_record_says_that_it_looks
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     changes = {"rewards": [{"function": "loudness"}]}
-    with pytest.raises(ConfigError, match="only with the args that a preset gives it"):
+    with pytest.raises(ConfigError, match="only have the args that a preset gives it"):
         resolve_allowed("quickstart", changes)
     monkeypatch.setitem(BUILTIN, "loudness", BuiltinReward(loudness, (0.0, 0.5), looks_at_text_only=True))
     assert resolve_allowed("quickstart", changes).rewards[0].function == "loudness"

@@ -81,7 +81,7 @@ def test_rows_that_no_conversation_can_begin_with_are_named() -> None:
         for name in ("train", "eval")
     ]
     assert _check(_numbered([[USER]]), TWO)[0][0] == (
-        "train has no column 'environment' of text, which says which environment a row is for: maze, chess "
+        "train has no text column 'environment', which names the environment of each row: maze, chess "
         "(environment.environment_factory)"
     )
     assert _check(rows, TWO)[0] == [

@@ -140,7 +140,7 @@ def test_a_function_of_one_s_own_is_given_each_row(module: Path) -> None:
     ("function", "sentence"),
     [
         ("broken", "data.columns.answer = 'own_columns:broken' fails at row 3: ZeroDivisionError"),
-        ("mixed", "data.columns.answer = 'own_columns:mixed' gives what no column holds, in rows 0 to 8"),
+        ("mixed", "data.columns.answer = 'own_columns:mixed' returns a value that no column can hold, in rows 0 to 8"),
     ],
 )
 def test_a_function_that_fails_is_named_with_its_row(module: Path, function: str, sentence: str) -> None:

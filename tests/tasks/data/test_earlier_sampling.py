@@ -58,7 +58,7 @@ def test_batches_for_several_updates_and_updates_of_several_batches_share_second
 def test_a_training_that_tells_nothing_is_named(tmp_path: Path) -> None:
     assert "has not been trained: train some updates with" in str(earlier_sampling(tmp_path / "none"))
     ahead = trained_run(tmp_path / "ahead", [1, 2, 3, 4], max_staleness=1)
-    assert "does not tell how fast servers are" in str(earlier_sampling(ahead))
+    assert "does not show how fast servers are" in str(earlier_sampling(ahead))
     damaged = trained_run(tmp_path / "damaged", [1, 2, 3, 4])
     (damaged / "training" / "metrics.jsonl").write_text("{")
     assert "cannot be read" in str(earlier_sampling(damaged))

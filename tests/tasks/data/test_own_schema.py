@@ -146,7 +146,7 @@ def test_columns_that_the_schema_refuses_are_named(values: dict[str, Any], chang
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("own_rules:Pair", "data.schema = 'own_rules:Pair' is no pandera.polars.DataFrameModel"),
+        ("own_rules:Pair", "data.schema = 'own_rules:Pair' is not a pandera.polars.DataFrameModel"),
         ("own_rules:Grade", "own_rules.py does not define 'Grade'"),
         ("Graded", "data.schema: 'Graded' is not of the form module:Model"),
     ],
@@ -290,7 +290,7 @@ def test_the_contract_says_what_a_function_and_a_template_read(values: dict[str,
     values["data"]["columns"] = {"prompt": "Level {level}: {question}", "answer": "own_rules:graded"}
     (tmp_path / "mine.toml").write_text(tomli_w.dumps(values))
     status, written = _grpo("schema", tmp_path / "mine.toml")
-    assert status == 0 and "# answer is made by own_rules:graded, which reads what it needs" in written
+    assert status == 0 and "# answer is made by own_rules:graded: describe the columns" in written
     assert "  level:\n" in written and "  question:\n" in written and "  answer:\n" not in written
 
 
@@ -300,7 +300,7 @@ def test_the_contract_says_what_a_function_and_a_template_read(values: dict[str,
     [
         (["train.jsonl"], "a data file is checked against a contract: give it by --schema"),
         (["mine.toml", "--schema", "mine.toml"], "--schema is for a data file"),
-        (["train.jsonl", "--schema", "mine.toml"], "no schema as `grpo data schema` writes it"),
+        (["train.jsonl", "--schema", "mine.toml"], "not a schema as `grpo data schema` writes it"),
         (["train.jsonl", "--schema", "gone.yaml"], "gone.yaml: cannot be read"),
         (["train.jsonl", "--schema", "/dev/zero"], "/dev/zero: cannot be read"),
         (["pipe.jsonl", "--schema", "own.yaml"], "a pipe, a device or a link to nothing, not a file or folder"),

@@ -48,7 +48,7 @@ def test_a_source_needs_the_columns_of_its_own_rewards_only(model_folder: Path, 
     shape = _screened(model_folder, tmp_path, {}, rewards=["numeric_match", "length"]).shape
     assert shape == [
         f"{name}/lines has no column 'answer', which numeric_match reads; its columns are line, prompt, source: "
-        "data.sources.1.columns.answer says what it is made of"
+        "set data.sources.1.columns.answer to what it should be made from"
         for name in ("train", "eval")
     ]
 
@@ -165,7 +165,7 @@ def _grpo(config: Path, values: dict[str, Any], *arguments: str) -> tuple[int, s
 def test_commands_ask_about_one_source_or_count_all(model_folder: Path, tmp_path: Path) -> None:
     config, values = tmp_path / "two.toml", two_sources(model_folder, tmp_path)
     status, said = _grpo(config, values, "data", "schema", str(config))
-    assert (status, "say which, by --source and one of sums, lines" in said) == (2, True)
+    assert (status, "choose one by --source, one of sums, lines" in said) == (2, True)
     status, said = _grpo(config, values, "data", "schema", str(config), "--source", "lines")
     assert (status, "line:" in said, "answer:" in said) == (0, True, False)
     status, said = _grpo(config, values, "plan", str(config), "--num-prompts", "100")

@@ -316,5 +316,5 @@ def test_a_machine_with_other_code_is_refused_by_name(here: Here, tmp_path: Path
         return subprocess.Popen([sys.executable, "-c", ""])
 
     here.start = start
-    with pytest.raises(StageError, match="node1 has code 0, and this machine code "):
+    with pytest.raises(StageError, match="node1 has code 0, but this machine code "):
         _run(here, tmp_path, "0")

@@ -146,7 +146,7 @@ def test_without_gpus_nothing_is_locked_and_the_environment_stays(
 def test_more_gpus_than_the_machine_shows_are_refused_before_anything_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with (
-        pytest.raises(StageError, match=r"4 GPUs are needed .*train.num_processes.* and 2 are visible"),
+        pytest.raises(StageError, match=r"4 GPUs are needed .*train.num_processes.* but 2 are visible"),
         own_gpus(4, refused),
     ):
         pass

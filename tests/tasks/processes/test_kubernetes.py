@@ -18,7 +18,7 @@ from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from tasks.processes.launchers.batch import Job
-from tasks.processes.launchers.kubernetes import describe, unexplained
+from tasks.processes.launchers.kubernetes import describe, object_to_look_up
 from tasks.processes.launchers.kubernetes_job import (
     STOP_SECONDS,
     MissingClientError,
@@ -98,7 +98,7 @@ POD = "spec.template.spec"
         (_with(f"{POD}.containers.0.command", ["sh"]), rf"{POD}\.containers\.0\.command is set by the launcher"),
         (_with(f"{POD}.containers.0.image", None), "image is missing"),
         (_with(f"{POD}.containers.0.imagee", "x"), "imagee: Extra inputs are not permitted"),
-        (_with(f"{POD}.containers", [{"name": "a"}, {"name": "b"}]), "has 2 containers, and the training is one"),
+        (_with(f"{POD}.containers", [{"name": "a"}, {"name": "b"}]), "has 2 containers, but the training is one"),
         (_with(f"{POD}.tolerations", "all"), "tolerations: Input should be a valid list"),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_template_that_makes_no_training_is_refused_by_the_plan(template: Any,
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "No such file"), ("a: [", "is no YAML file"), ("- a", "one Job")]
+    ("content", "message"), [(None, "No such file"), ("a: [", "is not a YAML file"), ("- a", "one Job")]
 )
 def test_a_file_that_holds_no_template_is_refused(content: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
@@ -265,4 +265,4 @@ def test_the_state_of_a_job_is_said_with_kubernetes_reason(
     job: dict[str, Any], pods: list[dict[str, Any]], events: list[str], expected: Job
 ) -> None:
     assert describe(job, pods, events) == expected
-    assert (unexplained(job, pods) is not None) == bool(events)
+    assert (object_to_look_up(job, pods) is not None) == bool(events)

@@ -20,9 +20,9 @@ from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
 from grpo_core.errors import LOST_PEER
 from tasks.processes import machine
-from tasks.processes.launch import LAUNCHERS, launch, on_this_machine, process_environment, torchrun
+from tasks.processes.launch import LAUNCHERS, launch, process_environment, torchrun
 from tasks.processes.launchers.ssh import remote_command, ssh
-from tasks.processes.ranks import cause, interface_to
+from tasks.processes.ranks import find_cause, interface_to
 from tasks.processes.run import LOST, ProcessError, run_together
 from tasks.stages.errors import StageError
 from tests.conftest import config_values
@@ -45,7 +45,6 @@ def test_one_process_is_started_without_a_launcher_with_the_environment_that_it_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = _config()
-    assert on_this_machine(config.train, ["-m", "work"]) == ["-m", "work"]
     show = ["-c", "import os, sys; print(os.environ['OMP_NUM_THREADS'], os.environ['ACCELERATE_MIXED_PRECISION'])"]
     lines: list[str] = []
     launch(config, show, lines.append, tmp_path)
@@ -165,11 +164,11 @@ def test_a_rank_that_fails_is_named_with_the_way_it_ended(
 
 
 def test_of_several_processes_the_one_that_failed_by_itself_is_named() -> None:
-    assert cause({0: (LOST_PEER, 7), 1: (1, 7), 2: (-9, 7)}) == (2, 128 + 9)  # the others may fail in any way then
-    assert cause({0: (LOST_PEER, 7), 1: (3, 7), 2: (-15, 7)}) == (1, 3)
-    assert cause({0: (3, 7), 1: (-9, 37)}) == (0, 3)  # torchrun's SIGKILL
-    assert cause({0: (143, 7), 1: (-15, 7)}) == (0, 143)
-    assert cause({0: (LOST_PEER, 7), 1: (LOST_PEER, 8)}) == (0, LOST_PEER)
+    assert find_cause({0: (LOST_PEER, 7), 1: (1, 7), 2: (-9, 7)}) == (2, 128 + 9)  # the others may fail in any way then
+    assert find_cause({0: (LOST_PEER, 7), 1: (3, 7), 2: (-15, 7)}) == (1, 3)
+    assert find_cause({0: (3, 7), 1: (-9, 37)}) == (0, 3)  # torchrun's SIGKILL
+    assert find_cause({0: (143, 7), 1: (-15, 7)}) == (0, 143)
+    assert find_cause({0: (LOST_PEER, 7), 1: (LOST_PEER, 8)}) == (0, LOST_PEER)
 
 
 @pytest.mark.slow
@@ -276,7 +275,7 @@ def test_hosts_that_do_not_answer_are_not_waited_for_once_the_stage_is_told_to_e
     ("answer", "message"),
     [
         ({"sees_run": False}, "up1 does not see .*storage root"),
-        ({"version": "code 0, Python 2.7.18, torch 0.4"}, "up1 has code 0, Python 2.7.18, .*, and this machine code "),
+        ({"version": "code 0, Python 2.7.18, torch 0.4"}, "up1 has code 0, Python 2.7.18, .*, but this machine code "),
         ({"problem": "no C compiler is found"}, "up1: no C compiler is found"),
     ],
 )

@@ -19,7 +19,7 @@ import torch
 from grpo_core.config.files import load_config, parse_config
 from grpo_core.rollout.vllm.secret import SECRET
 from grpo_core.rollout.vllm.serve import own_gpus
-from tasks.processes.vllm_servers import Place, _on_this_machine, _Server, _stop, hold_port, servers
+from tasks.processes.vllm_servers import Place, _places_on_this_machine, _Server, _stop, hold_port, servers
 from tasks.stages.errors import StageError
 from tasks.stages.run import Context
 from tests.conftest import config_values, make_run, with_keys
@@ -54,7 +54,7 @@ def test_servers_take_the_gpus_after_the_trainings_own(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     config = parse_config(with_keys(values, **keys))
     with ExitStack() as held:
-        places = [find() for find in _on_this_machine(Context(config, tmp_path, tmp_path), held)]
+        places = [find() for find in _places_on_this_machine(Context(config, tmp_path, tmp_path), held)]
     firsts = [int(place.command[place.command.index("--first-gpu") + 1]) for place in places]
     assert [own_gpus(config, first)["CUDA_VISIBLE_DEVICES"] for first in firsts] == expected
 

@@ -63,12 +63,12 @@ def test_a_stage_takes_a_slot_per_gpu_and_the_gpus_of_its_own_machine(
         yield
 
     monkeypatch.setattr(slots, "visible_gpus", lambda: ["0"] * visible)
-    monkeypatch.setattr(slots, "slots", take)
+    monkeypatch.setattr(slots, "hold_slots", take)
     monkeypatch.setattr(slots, "own_gpus", take)
     monkeypatch.setattr(slots, "get_run_logger", logging.getLogger)
     values = with_keys(config_values(tmp_path, tmp_path), **keys)
     config = parse_config(values | ({"launch": HOSTS} if "num_machines" in keys else {}))
-    with slots.gpus(config, launched):
+    with slots.hold_gpus(config, launched):
         assert taken == [wanted, here]
 
 
@@ -117,9 +117,9 @@ def test_a_stage_that_has_to_wait_says_for_how_many_slots(
 ) -> None:
     caplog.set_level(logging.INFO)
     _server(monkeypatch, 8, 4)
-    with slots.slots(4):
+    with slots.hold_slots(4):
         assert not caplog.messages
-    with slots.slots(8):
+    with slots.hold_slots(8):
         pass
     expected = "waiting for 8 slots of the concurrency limit grpo-training: 4 of 8 are taken, 4 are free"
     assert caplog.messages == [expected]
@@ -167,10 +167,10 @@ def test_a_stage_that_wants_many_slots_is_not_overtaken_by_those_that_want_few(m
     _server(monkeypatch, None)
 
     def stage(count: int) -> None:
-        with slots.slots(count):
+        with slots.hold_slots(count):
             begun.append(count)
 
-    with slots.slots(1):
+    with slots.hold_slots(1):
         stages = [threading.Thread(target=stage, args=(count,), daemon=True) for count in (3, 2)]
         stages[0].start()
         limits.until_waiting("grpo-training", 3)
@@ -187,7 +187,7 @@ def test_a_stage_that_waits_for_its_turn_says_so(
 ) -> None:
     caplog.set_level(logging.INFO)
     _server(monkeypatch, 8, 4, turn=1)
-    with slots.slots(2):
+    with slots.hold_slots(2):
         assert caplog.messages == ["waiting for the turn: another stage takes slots of grpo-training first"]
 
 
@@ -195,7 +195,7 @@ def test_a_stage_that_can_never_have_its_slots_is_refused_with_the_command_that_
     monkeypatch: pytest.MonkeyPatch, asked: list[dict[str, Any]]
 ) -> None:
     _server(monkeypatch, 1)
-    with pytest.raises(StageError, match=r"takes 4 slots, .* grpo-training has 1: .* --limit 4`"), slots.slots(4):
+    with pytest.raises(StageError, match=r"takes 4 slots, .* grpo-training has 1: .* --limit 4`"), slots.hold_slots(4):
         pass
     assert not asked
 
@@ -205,5 +205,5 @@ def test_a_limit_that_is_missing_or_switched_off_holds_up_nothing(
     limit: int | None, active: bool, monkeypatch: pytest.MonkeyPatch, asked: list[dict[str, Any]]
 ) -> None:
     _server(monkeypatch, limit, active=active)
-    with slots.slots(4):
+    with slots.hold_slots(4):
         assert asked[1]["occupy"] == 4

@@ -131,7 +131,7 @@ def test_a_champion_that_another_machine_sets_meanwhile_is_left_alone(
 
     register_version(model, samples_of(base=0, trained=40))
     monkeypatch.setattr(module, "_judge", other_machine)
-    with pytest.raises(PromotionError, match=r"was version 2 when this began and is version 1 now.*start this again"):
+    with pytest.raises(PromotionError, match=r"was version 2 at the start and is version 1 now.*start again"):
         promote(model)
     assert (champion_of(model), "decision" in tags_of(model, "3"), is_decided(model, "3")) == ("1", False, False)
     monkeypatch.setattr(module, "_judge", judge)

@@ -205,11 +205,11 @@ def test_prompts_most_of_which_were_not_scored_of_the_rival_decide_nothing() -> 
     samples = fixed_samples({"champion": [0] * 6 + [None] * 494, "trained": [1] * 6 + [0] * 494})
     verdict = _decide(promotion_config(), samples)
     assert not verdict.accepted
-    assert "scored of both on 6 of 500 prompts only, and a decision needs 90% of them" in verdict.reason
+    assert "scored for both on only 6 of 500 prompts, and a decision needs 90% of them" in verdict.reason
     assert "grpo stage evaluate --run RUN --force" in verdict.reason
     guards = [{"metric": "rewards/numeric_match/mean", "min": 0.5}]
     guarded = _decide(promotion_config(metric="reward", guards=guards), samples)
-    assert guarded.comparisons[1].broken and "only, and a decision needs" in guarded.comparisons[1].broken
+    assert guarded.comparisons[1].broken and "prompts, and a decision needs" in guarded.comparisons[1].broken
 
 
 def test_a_reward_that_does_not_count_leaves_nothing_unscored() -> None:
@@ -239,7 +239,7 @@ def test_a_reward_without_a_range_decides_nothing_on_few_prompts() -> None:
         verdict = _decide(config, fixed_samples({"champion": [0] * prompts, "trained": [1] * prompts}))
         assert verdict.accepted == accepted
     few = _decide(config, fixed_samples({"champion": [0] * 50, "trained": [1] * 50}))
-    assert "nothing bounds reward, and 50 prompts are too few" in few.reason
+    assert "reward has no bounds, and 50 prompts are too few" in few.reason
     bounded = promotion_config(metric="reward")
     assert _decide(bounded, fixed_samples({"champion": [0] * 50, "trained": [1] * 50})).accepted
 

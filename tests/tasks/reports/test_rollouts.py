@@ -151,7 +151,7 @@ def _invoke(storage: Path, *arguments: str) -> Result:
     [
         (["--colour", "ratio"], "has no trained policy yet"),
         (["--colour", "hope"], "give one of advantage, surprise, age, ratio, entropy"),
-        (["--colour", "age"], "this run does not record it; recorded are advantage, surprise"),
+        (["--colour", "age"], "not recorded in this run, which has advantage, surprise"),
         (["--order", "nicest"], "give one of worst, best, longest, step"),
         (["--reward", "charm"], "its rewards: numeric_match, length"),
         (["--step", "7-3"], "give an update such as 40, or a first and a last one such as 40-60"),

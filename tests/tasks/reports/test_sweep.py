@@ -136,7 +136,7 @@ def test_page_and_terminal_show_the_choice_and_compare_the_arms_by_intervals_tha
     assert "Optuna" not in page.text
     searched = Page(sweep_page("sums.sweep-2", replace(choice, searched=3), arms)).text
     assert "The best of 3 searched settings. What it is worth shows on prompts by which it was not chosen." in searched
-    assert "3 arms were proposed by Optuna, from the figures of earlier arms on the same prompts." in searched
+    assert "Optuna proposed 3 arms from the figures of earlier arms on the same prompts." in searched
     means = {f"sums.sweep-2.rate-{rate}": count / NUM_PROMPTS for rate, count in ((0.1, 30), (0.2, 45))}
     assert read_outcomes("sums.sweep-2", means) == pytest.approx(means), "those asked for, by what the page compares by"
     found = asdict(paired_difference(first(45), first(41), 1 - 0.05 / 3, (0.0, 1.0)))

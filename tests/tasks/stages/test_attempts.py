@@ -11,7 +11,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import AwaitingRetry, Cancelling, Crashed, Pending, Running, Scheduled
 
 from tasks.stages import attempts
-from tasks.stages.attempts import MOST_STOPS, RETURN_SECONDS, come_back
+from tasks.stages.attempts import MOST_STOPS, RETURN_SECONDS, schedule_again
 
 WHAT = "train was interrupted, 3 of 6 updates saved"
 
@@ -49,7 +49,7 @@ def comes_back(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[bool, lis
         server = Server(list(states))
         monkeypatch.setattr(attempts, "get_client", lambda sync_client: server)
         monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(uuid.uuid4()))
-        return come_back(WHAT), server.proposed
+        return schedule_again(WHAT), server.proposed
 
     return asked
 

@@ -11,13 +11,13 @@ from prefect.context import TagsContext
 from prefect.exceptions import Abort, TerminationSignal
 
 from tasks.stages import endings
-from tasks.stages.endings import plain
+from tasks.stages.endings import end_in_plain_words
 from tasks.stages.errors import Interrupted
 
 
 def test_tasks_do_not_inherit_the_tags_of_their_run() -> None:
     with tags("grpo"):
-        assert plain(lambda: TagsContext.get().current_tags)() == set()
+        assert end_in_plain_words(lambda: TagsContext.get().current_tags)() == set()
 
 
 @pytest.mark.parametrize(("back", "raised"), [(True, Abort), (False, TerminationSignal)])
@@ -30,13 +30,13 @@ def test_a_deployment_s_run_that_is_told_to_end_ends_without_a_crash_if_it_comes
     caplog.set_level(logging.INFO)
     asked: list[str] = []
     monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "some")
-    monkeypatch.setattr(endings, "come_back", lambda what: asked.append(what) or back)
+    monkeypatch.setattr(endings, "schedule_again", lambda what: asked.append(what) or back)
     monkeypatch.setattr(endings, "get_run_logger", logging.getLogger)
     monkeypatch.setattr("atexit.register", lambda leave: None)
     handler = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(raised):
-            plain(told)()
+            end_in_plain_words(told)()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, handler)

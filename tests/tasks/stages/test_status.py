@@ -35,7 +35,7 @@ def test_an_interrupted_training_says_how_much_is_saved_and_status_does_until_it
         raise KeyboardInterrupt
 
     TRAIN.path(run).rename(run / "elsewhere")
-    with pytest.raises(Interrupted, match=r"^train was interrupted; run the same again to go on$"):
+    with pytest.raises(Interrupted, match=r"^train was interrupted; run the same again to continue$"):
         do(TRAIN, run, work=at_once)
     with pytest.raises(Interrupted, match=r"^train was interrupted, 3 of 4 updates saved; run the same again"):
         do(TRAIN, run, work=interrupted)
@@ -72,7 +72,7 @@ def test_storage_or_mlflow_that_fails_a_stage_is_a_sentence_and_its_traceback_is
         return {}["figures"]
 
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    sentence = "^train: No space left on device: /here/model.safetensors; see to that, then run the same again$"
+    sentence = "^train: No space left on device: /here/model.safetensors; solve that, then run the same again$"
     with pytest.raises(StageError, match=sentence):
         do(TRAIN, run, force=True, work=full)
     with pytest.raises(StageError, match=r"does not answer \(Connection refused\): start the server, then run"):

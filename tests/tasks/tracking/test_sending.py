@@ -113,7 +113,7 @@ def test_a_server_that_is_killed_and_comes_back_has_every_figure_once(
         assert "system/cpu_utilization_percentage" in run.data.metrics
     assert "MLflow answers again" in caplog.text
     [warning] = [it.getMessage() for it in caplog.records if it.levelno >= logging.WARNING]
-    assert warning.startswith("MLflow does not take the figures, which is tried again: ")
+    assert warning.startswith("MLflow does not accept the figures; trying again: ")
     mlflow.set_tracking_uri(None)
 
 

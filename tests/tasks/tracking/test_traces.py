@@ -276,8 +276,8 @@ def test_no_failure_of_traces_ends_a_training_and_zero_sends_none(
         pass
     send_rest_of_rollouts(tracked, tmp_path, _config(), LOG)
     assert [it.getMessage() for it in caplog.records if it.levelno >= logging.WARNING] == [
-        "MLflow does not take rollouts as traces, which is tried again: Connection refused",
-        "MLflow does not take rollouts as traces: Connection refused",
+        "MLflow does not accept rollouts as traces; trying again: Connection refused",
+        "MLflow does not accept rollouts as traces: Connection refused",
     ]
     assert not (tmp_path / module.TRACED_FILE).exists()
 

@@ -101,7 +101,7 @@ def test_a_training_is_tracked_with_the_source_of_its_own_rewards(run: Path) -> 
 def test_what_mlflow_refuses_is_not_called_a_server_that_does_not_answer_and_leaves_no_run_running(run: Path) -> None:
     (run / "plan.json").write_text(json.dumps({"plan": {"steps%": 4}}))
     config = _config(run, registry={"experiment": "refused"})
-    with pytest.raises(TrackingError, match=r"refuses what it is asked: .*plan\.steps%"):
+    with pytest.raises(TrackingError, match=r"refuses the request: .*plan\.steps%"):
         open_tracking_run(config, run, run / "training")
     client = connect()
     [made] = client.search_runs([client.get_experiment_by_name("refused").experiment_id])
