@@ -117,7 +117,7 @@ def test_a_tokenizer_that_ends_prompts_is_refused(tmp_path: Path) -> None:
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         f"$A {end}", special_tokens=[(end, end_id)]
     )
-    with pytest.raises(ValueError, match=r"puts its end token .* after each prompt.*add_eos_token to false"):
+    with pytest.raises(ConfigError, match=r"puts its end token .* after each prompt.*add_eos_token to false"):
         load_prompts(path, tokenizer)
 
 
