@@ -49,7 +49,7 @@ def all_rows(session: Any) -> Iterator[None]:
 
 @contextmanager
 def one_large_pass(session: Any) -> Iterator[None]:
-    with mock.patch("grpo_core.training.memory.CPU_TOKENS", 2**30):
+    with mock.patch("grpo_core.training.out_of_memory.CPU_TOKENS", 2**30):
         yield
 
 
@@ -72,7 +72,7 @@ def unfused_adamw(session: Any) -> Iterator[None]:
 def old_logprobs_pass(session: Any) -> Iterator[None]:
     from grpo_core.model.sequences import pack
     from grpo_core.training import update as module
-    from grpo_core.training.memory import CPU_TOKENS
+    from grpo_core.training.out_of_memory import CPU_TOKENS
 
     update = module.update
 

@@ -45,7 +45,7 @@ def measure(folder: Path, rank: int, rounds: int, transfer: str) -> dict[str, tu
     from grpo_core.config.files import load_config
     from grpo_core.model.loading import copy_of_whole_weights, load_model, trainable_state, with_adapter
     from grpo_core.rollout.vllm.adapter import adapter_of
-    from grpo_core.rollout.vllm.server import VLLMServerEngine
+    from grpo_core.rollout.vllm.server_engine import VLLMServerEngine
 
     PartialState()
     path = make_model(folder / "model", vocab_size=8192, **MODEL)

@@ -144,7 +144,7 @@ def _engine_made_as(engine: Name, run: Path) -> Iterator[None]:
         with servers(context, logging.getLogger()) as addresses, mock.patch.dict(os.environ, addresses):
             yield
     else:
-        from grpo_core.rollout.vllm import colocated as vllm
+        from grpo_core.rollout.vllm import colocated_engine as vllm
 
         share: Callable[..., bool] = vllm.share_memory if engine == "vllm-shared" else lambda copies, model: False
         with mock.patch.object(vllm, "share_memory", share):

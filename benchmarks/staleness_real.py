@@ -59,7 +59,7 @@ class Slow(LogitsProcessor):
 STOPWATCH = """
 import json, sys, time
 from pathlib import Path
-from grpo_core.rollout.vllm.server import VLLMServerEngine
+from grpo_core.rollout.vllm.server_engine import VLLMServerEngine
 from grpo_core.training import loop
 run, spent, real = Path(sys.argv[1]), [], VLLMServerEngine.sync_weights
 def timed(*arguments):

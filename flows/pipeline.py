@@ -19,7 +19,7 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelling
 
 from flows.parameters.allowed import resolve_allowed
-from flows.parameters.early import refuse_early
+from flows.parameters.early_refusals import refuse_early
 from flows.parameters.form import Changes, Preset, read_name, resolve
 from grpo_core.config.run import RunConfig
 from tasks.promotion import promote_or_ask

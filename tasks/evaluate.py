@@ -30,8 +30,8 @@ from tasks.reports.evaluation_tables import rows_of, verdicts
 from tasks.reports.record import SAMPLES
 from tasks.reports.report import PAGE, write_report
 from tasks.stages.arms import other_arms
+from tasks.stages.dependencies import Parts, hash_values
 from tasks.stages.lineage import lineage_keys
-from tasks.stages.parts import Parts, hash_values
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import EVALUATE, TRAIN
 from tasks.tracking.runs import (

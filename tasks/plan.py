@@ -14,7 +14,7 @@ from prefect.client.schemas.objects import State
 from grpo_core.config.run import RunConfig
 from grpo_core.data.curriculum import arrange, describe, read_rates
 from grpo_core.data.order import epoch_rows, source_counts
-from grpo_core.data.places import PASS_RATES
+from grpo_core.data.pass_rate_files import PASS_RATES
 from grpo_core.data.prompts import FileRows, load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.planning.forecast import forecast, forecast_rows

@@ -27,9 +27,9 @@ from tasks.rendering.markdown import escape
 from tasks.reports.cost import run_cost
 from tasks.reports.record import SAMPLES
 from tasks.reports.report import PAGE, headline
+from tasks.stages.dependencies import hash_values
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.mlflow_address import first_cause, tracking_uri
-from tasks.stages.parts import hash_values
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import EVALUATE, PLAN, REGISTER, TRAIN
 from tasks.tracking.evaluated import log_checkpoints, log_figures, send_evaluated

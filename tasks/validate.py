@@ -25,7 +25,7 @@ from grpo_core.rewards.contract import Reward, check_environments, rewards_of
 from tasks.data.contract import Part, check, needed_columns
 from tasks.data.lengths import ModelError, OptionsByEnvironment, load_tokenizer_and_context, sample_lengths
 from tasks.data.own_schema import hold_against, load_schema
-from tasks.data.places import data_set
+from tasks.data.path_or_hub import data_set
 from tasks.data.repeats import NONE, keys_of
 from tasks.data.rows import Rows, write_rows
 from tasks.data.sources import load_sources, pooled, sources_of, with_needed_columns, without_unstorable

@@ -74,7 +74,7 @@ def write_schema(
 
 def _check_run(file: Path, overrides: list[str] | None) -> None:
     run = load_config(file, overrides)
-    from tasks.data.places import check_places
+    from tasks.data.path_or_hub import check_places
     from tasks.validate import refusal, screen
 
     check_places(run)

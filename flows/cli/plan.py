@@ -35,7 +35,7 @@ from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_inpu
 from grpo_core.planning.rules import PlanInputs, Rules
 from grpo_core.planning.shapes import PromptLengths, load_positions
 from grpo_core.rewards.contract import check
-from tasks.data.places import check_places
+from tasks.data.path_or_hub import check_places
 from tasks.data.validated import Validated, read_validated
 from tasks.processes.launchers.kubernetes_job import check_template
 from tasks.processes.pace import measured_pace

@@ -118,8 +118,8 @@ def read_row(config: RunConfig, rewards: Sequence[Reward], row: int) -> dict[str
     source, rows = [*prompts.items()][bisect.bisect(ends, row)]
     frame = rows.gather([row - ends[bisect.bisect(ends, row)] + rows.height])
     if "prompt" not in frame.columns:
+        from tasks.data.column_fixes import missing_column
         from tasks.data.contract import needed_columns
-        from tasks.data.mending import missing_column
 
         columns = config.data.origins[source.origin].columns
         said = missing_column("prompt", "", frame, columns, needed_columns([*rewards]), source.origin)

@@ -34,7 +34,7 @@ def run(
     Exit status 1: a stage failed, 2: refused before anything was started, 130: Ctrl-C, 143: SIGTERM.
     """
     resolved = _load(config, overrides)
-    from flows.parameters.early import refuse_early
+    from flows.parameters.early_refusals import refuse_early
 
     with refusals(resolved.name):
         refuse_early(resolved)
@@ -69,10 +69,10 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
 def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
     """Print what happened and where to look."""
     from tasks.rendering.figures import metric_of
-    from tasks.reports.account import stage_times
     from tasks.reports.evaluation_tables import rows_of, verdicts
     from tasks.reports.record import read_record
     from tasks.reports.report import PAGE
+    from tasks.reports.training_sections import stage_times
 
     terminal = Terminal()
     report, training, registration = (stage.read_receipt(folder) for stage in (EVALUATE, TRAIN, REGISTER))

@@ -26,9 +26,9 @@ from grpo_core.system.processes import importing
 from tasks.processes.pace import measured_pace
 from tasks.rendering.figures import NONE, duration, number
 from tasks.stages.arms import sweep_folder
+from tasks.stages.dependencies import Parts, hash_values
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.locks import locked
-from tasks.stages.parts import Parts, hash_values
 from tasks.stages.run_directory import run_folder
 from tasks.stages.table import PLAN, VALIDATE
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flows.parameters.arm import Arm, Values, arm_label, value_as_text
-from flows.parameters.early import refuse_early
-from flows.parameters.stopping import refuse_stopping
+from flows.parameters.early_refusals import refuse_early
+from flows.parameters.early_stop_refusals import refuse_stopping
 from grpo_core.config.base import flatten
 from grpo_core.config.evaluation import EVALUATED_BY
 from grpo_core.config.run import RunConfig

@@ -10,7 +10,7 @@ import numpy as np
 
 from grpo_core.config.files import load_config
 from grpo_core.data.curriculum import PassRates, no_rates, with_samples, write_rates
-from grpo_core.data.places import PASS_RATES
+from grpo_core.data.pass_rate_files import PASS_RATES
 from grpo_core.rewards.composition import check_curriculum
 from grpo_core.system.processes import importing
 
@@ -27,7 +27,7 @@ def probe(run: Path, output: Path) -> dict[str, Any]:
     with importing():
         from grpo_core.data.order import derive_seed
         from grpo_core.distributed import own_range, wait_for_all
-        from grpo_core.evaluation.base import load_base
+        from grpo_core.evaluation.base_policy import load_base
         from grpo_core.rewards.composition import passed
         from grpo_core.rollout.collect import Sample, share_samples
         from grpo_core.rollout.requests import training_sampling

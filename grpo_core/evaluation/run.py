@@ -40,7 +40,7 @@ def evaluate(
     begun = time.monotonic()
     with importing():
         from grpo_core.distributed import own_range, wait_for_all
-        from grpo_core.evaluation.base import load_base
+        from grpo_core.evaluation.base_policy import load_base
         from grpo_core.evaluation.comparison import compare_policies
         from grpo_core.evaluation.outcomes import deciding_metric
         from grpo_core.model.divergence import mean_kl

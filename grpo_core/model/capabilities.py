@@ -13,7 +13,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.model.packed_attention import Kind, pack_batch, packed_states, use_attention
 from grpo_core.model.sequences import Sequences
 from grpo_core.model.sharded import call_as_forward, forward
-from grpo_core.model.transfer import to_device
+from grpo_core.model.to_device import to_device
 
 PROBED = 100  # tokens of the sequences that two ways to compute are compared on: several blocks of flex attention
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # relative, between two ways to compute the same

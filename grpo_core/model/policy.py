@@ -23,7 +23,7 @@ from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, pack
 from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.sequences import Sequences
 from grpo_core.model.sharded import call_as_forward, forward, is_sharded
-from grpo_core.model.transfer import to_device
+from grpo_core.model.to_device import to_device
 
 
 def _logprobs_and_entropy(

@@ -25,7 +25,7 @@ from typing import Any
 
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.errors import RewardError
-from grpo_core.rewards.draws import draws_state, set_draws_state
+from grpo_core.rewards.random_draws import draws_state, set_draws_state
 from grpo_core.system.guard import END_SECONDS, end_guarded, start_guarded
 
 START_SECONDS = 300.0  # for a process to start and import the function's module

@@ -31,9 +31,9 @@ def make_engine(
             model = load_model(model_path, config.model.revision, dtype=dtype, device=device)
         return TransformersEngine(model, tokenizer, max_length)
     if name == "vllm-server":
-        from grpo_core.rollout.vllm.server import VLLMServerEngine
+        from grpo_core.rollout.vllm.server_engine import VLLMServerEngine
 
         return VLLMServerEngine(config, model, max_length)
-    from grpo_core.rollout.vllm.colocated import VLLMEngine
+    from grpo_core.rollout.vllm.colocated_engine import VLLMEngine
 
     return VLLMEngine(config, model_path, model, max_length)

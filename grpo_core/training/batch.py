@@ -19,7 +19,7 @@ from grpo_core.config.algorithm import LossType
 from grpo_core.config.run import RunConfig
 from grpo_core.data.order import training_order
 from grpo_core.model.sequences import Sequences, pad
-from grpo_core.model.transfer import move
+from grpo_core.model.to_device import move
 from grpo_core.planning.plan import Plan
 from grpo_core.rollout.types import GenerationBatch, Rollout
 from grpo_core.training.balance import divide

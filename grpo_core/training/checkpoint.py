@@ -25,7 +25,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
-from grpo_core.data.places import PROBED
+from grpo_core.data.pass_rate_files import PROBED
 from grpo_core.distributed import (
     copy_into_shard,
     failing_together,

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from grpo_core.data.curriculum import write_rates
-from grpo_core.data.places import PASS_RATES
+from grpo_core.data.pass_rate_files import PASS_RATES
 from grpo_core.data.recording import FILE, facts, write_batch
 from grpo_core.rollout.collect import Sample
 from grpo_core.rollout.records import conversation_columns, token_columns

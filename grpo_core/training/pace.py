@@ -223,8 +223,8 @@ def _train(
 
     from grpo_core.config.training import TrainConfig
     from grpo_core.model.sequences import Sequences, pack, pad
-    from grpo_core.training.memory import CPU_TOKENS
     from grpo_core.training.optimizer import adamw
+    from grpo_core.training.out_of_memory import CPU_TOKENS
 
     rows = train["per_device_train_batch_size"]
     owners = [row // group % len(prompts) for row in range(rows)]

@@ -12,7 +12,7 @@ from grpo_core.distributed import max_over_processes, sum_over_processes
 from grpo_core.model.loading import as_reference
 from grpo_core.model.policy import Policy
 from grpo_core.model.sharded import is_sharded
-from grpo_core.model.transfer import move
+from grpo_core.model.to_device import move
 from grpo_core.rollout.ahead import Group
 from grpo_core.rollout.collect import Sample, collect
 from grpo_core.rollout.records import replay

@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.data.curriculum import PassRates, no_rates, read_rates
-from grpo_core.data.places import PROBED
+from grpo_core.data.pass_rate_files import PROBED
 from grpo_core.data.prompts import Prompts, load_prompts, load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.distributed import any_process, from_main, start_processes
@@ -39,9 +39,9 @@ from grpo_core.rollout.factory import make_engine
 from grpo_core.rollout.types import Engine, Lookahead
 from grpo_core.rollout.waiting import longest_wait, phase_limits
 from grpo_core.system.progress import expect
-from grpo_core.training.memory import OutOfMemoryRetry
 from grpo_core.training.optimizer import learning_rate, make_optimizer
-from grpo_core.training.probe import SHORTEST, Probe, probe_batch
+from grpo_core.training.out_of_memory import OutOfMemoryRetry
+from grpo_core.training.sync_probe import SHORTEST, Probe, probe_batch
 
 DATA_PARALLEL = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 

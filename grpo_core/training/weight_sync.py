@@ -8,9 +8,9 @@ from grpo_core.distributed import failing_together, maxima_over_processes
 from grpo_core.errors import NotFiniteError, TrainingError
 from grpo_core.model.sequences import Sequences, pad
 from grpo_core.system.progress import phase
-from grpo_core.training.probe import Probe, Scores
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
+from grpo_core.training.sync_probe import Probe, Scores
 
 
 def begin_probing(session: Session) -> None:

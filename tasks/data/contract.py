@@ -19,7 +19,8 @@ import polars as pl
 from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.data.chat import ROLES, end_token_problem
 from grpo_core.rewards.contract import Reward
-from tasks.data import mending
+from tasks.data import column_fixes
+from tasks.data.column_fixes import accepts
 from tasks.data.lengths import (
     Options,
     OptionsByEnvironment,
@@ -30,9 +31,8 @@ from tasks.data.lengths import (
     renders,
     tool_calls,
 )
-from tasks.data.mending import accepts
 from tasks.data.own_schema import RULE
-from tasks.data.places import data_set
+from tasks.data.path_or_hub import data_set
 from tasks.data.repeats import NONE, SHOWN, among, duplicates, firsts, is_conversation, keys_of, prompt_text, shown
 from tasks.data.rows import Rows
 from tasks.data.sources import is_unstorable, unlike_columns
@@ -194,18 +194,18 @@ def _shape(name: str, part: Part) -> Iterator[str]:
         yield f"{name} has no rows; it needs at least one"
         return
     if "prompt" not in frame.columns:
-        yield f"{name} {mending.missing_column('prompt', '', frame, part.columns, read, part.section)}"
+        yield f"{name} {column_fixes.missing_column('prompt', '', frame, part.columns, read, part.section)}"
     elif not (frame.schema["prompt"] == pl.String or is_conversation(frame)):
         yield (
             f"{name}, column 'prompt': its type is {_type_name(frame.schema['prompt'])}; a prompt is text, or a list "
-            f"of messages {{role: text, content: text}}{mending.wrong_type('prompt', str, frame, *made)}"
+            f"of messages {{role: text, content: text}}{column_fixes.wrong_type('prompt', str, frame, *made)}"
         )
     elif is_unstorable(frame.schema["prompt"]):
         yield f"{name}, column 'prompt': a field of the messages {UNSTORABLE}"
     for column, readers in read.items():
         if column not in frame.columns:
             reading = f", which {', '.join(readers)} reads"
-            yield f"{name} {mending.missing_column(column, reading, frame, part.columns, read, part.section)}"
+            yield f"{name} {column_fixes.missing_column(column, reading, frame, part.columns, read, part.section)}"
             continue
         if is_unstorable(frame.schema[column]):
             yield f"{name}, column {column!r}, which {', '.join(readers)} reads, {UNSTORABLE}"
@@ -214,7 +214,7 @@ def _shape(name: str, part: Part) -> Iterator[str]:
             if not accepts(kind, frame.schema[column]):
                 yield (
                     f"{name}, column {column!r}: its type is {_type_name(frame.schema[column])}; the reward {reader} "
-                    f"takes {getattr(kind, '__name__', kind)}{mending.wrong_type(column, kind, frame, *made)}"
+                    f"takes {getattr(kind, '__name__', kind)}{column_fixes.wrong_type(column, kind, frame, *made)}"
                 )
 
 
@@ -225,7 +225,7 @@ def _unmade(parts: Mapping[str, Part]) -> Iterator[str]:
         name, first = next(iter(own.items()))
         for column in first.columns.keys() - {"prompt", *needed_columns(first.rewards)}:
             if not any(column in part.rows.columns for part in own.values()):
-                said = mending.missing_column(column, "", first.rows.empty, first.columns, {}, section)
+                said = column_fixes.missing_column(column, "", first.rows.empty, first.columns, {}, section)
                 yield f"no data set has the parts of {section}.columns.{column}: {name} {said}"
 
 

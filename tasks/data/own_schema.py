@@ -13,7 +13,7 @@ import polars as pl
 
 from grpo_core.data import own_code
 from grpo_core.errors import ConfigError
-from tasks.data.places import is_file
+from tasks.data.path_or_hub import is_file
 from tasks.data.repeats import NONE, key_of, shown
 from tasks.data.rows import Rows
 

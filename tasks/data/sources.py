@@ -15,7 +15,7 @@ from grpo_core.config.inputs import DataConfig, DataSource, PromptSource
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from tasks.data.columns import ColumnError, with_columns
-from tasks.data.places import data_set, is_file, is_folder, may_be_on_the_hub
+from tasks.data.path_or_hub import data_set, is_file, is_folder, may_be_on_the_hub
 from tasks.data.rows import Rows, alike, as_columns, kept_on_disk, of_frame, slice_rows
 from tasks.data.text_sources import Fault, find_fault, read_text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.planning.pace import EnvironmentPace
-from tasks.data.places import data_set
+from tasks.data.path_or_hub import data_set
 from tasks.stages.files import read_json
 from tasks.stages.table import VALIDATE
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tasks.processes.machine import shared_environment
 from tasks.processes.run import LOST
-from tasks.processes.signs import BEAT_SECONDS, ENDING_SECONDS, POLL_SECONDS, SILENCE_SECONDS, Signs
+from tasks.processes.signs_of_life import BEAT_SECONDS, ENDING_SECONDS, POLL_SECONDS, SILENCE_SECONDS, Signs
 from tasks.stages.files import write_text
 
 TOLD_FILE = "told"

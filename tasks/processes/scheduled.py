@@ -24,7 +24,7 @@ from typing import IO, Any
 from grpo_core.system.descendants import KILL_SECONDS
 from tasks.processes.machine import check, supervised
 from tasks.processes.run import SIGNALLED, TOLD
-from tasks.processes.signs import BEAT_SECONDS, POLL_SECONDS, SILENCE_SECONDS, Signs
+from tasks.processes.signs_of_life import BEAT_SECONDS, POLL_SECONDS, SILENCE_SECONDS, Signs
 from tasks.stages.files import write_text
 
 NUMBERS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # each scheduler's variable with this machine's number

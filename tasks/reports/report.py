@@ -20,7 +20,7 @@ from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import BLUE, GREY, ORANGE
 from tasks.rendering.page import Chart, Section, Table, Tile, Verdict, render
 from tasks.rendering.visible import shortened
-from tasks.reports import account
+from tasks.reports import training_sections
 from tasks.reports.conversations import TURNS, conversation, in_training, messages
 from tasks.reports.record import Record, read_record
 from tasks.stages.files import write_text
@@ -53,13 +53,13 @@ def report_page(record: Record, seconds: float, keys: Mapping[str, str], mlflow_
     address of the run in MLflow. `commit`: of the code that the run was trained with; "" if unknown."""
     sections = [
         _evaluation(record),
-        account.curves(record),
+        training_sections.curves(record),
         _before_and_after(record),
         in_training(record),
-        account.plan_and_outcome(record),
-        account.time_spent(record, seconds),
-        account.data_section(record),
-        account.configuration(record, keys, commit),
+        training_sections.plan_and_outcome(record),
+        training_sections.time_spent(record, seconds),
+        training_sections.data_section(record),
+        training_sections.configuration(record, keys, commit),
     ]
     made = f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
     return render(

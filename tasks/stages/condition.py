@@ -13,10 +13,10 @@ from typing import Any, Literal
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
+from tasks.stages.dependencies import hash_values
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json
 from tasks.stages.lineage import lineage_inputs, what_changed
-from tasks.stages.parts import hash_values
 from tasks.stages.run_directory import CONFIG
 from tasks.stages.table import PLAN, Receipt, Stage, stages_of
 

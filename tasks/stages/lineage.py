@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_core.config.run import RunConfig
-from tasks.stages.parts import Named, Parts, hash_values
+from tasks.stages.dependencies import Named, Parts, hash_values
 from tasks.stages.table import stages_of
 
 DIGITS = 12  # of a hash, as people see it

@@ -23,11 +23,11 @@ from grpo_core.errors import GrpoError
 from grpo_core.system.files import publish
 from tasks.stages.arms import arm_with_output, copy_output
 from tasks.stages.condition import MARKER, conditions, identity, refuse_outdated_inputs, saved_progress
+from tasks.stages.dependencies import hash_values
 from tasks.stages.errors import ArmStopped, Interrupted, StageError
 from tasks.stages.files import read_json, remove, set_aside, write_text
 from tasks.stages.lineage import DIGITS, lineage_inputs, lineage_keys
 from tasks.stages.mlflow_address import describe
-from tasks.stages.parts import hash_values
 from tasks.stages.table import Stage
 
 ERRORS = "errors.log"  # in the run directory: the errors that ended its stages, with tracebacks

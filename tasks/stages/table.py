@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
-from grpo_core.data.places import PASS_RATES
+from grpo_core.data.pass_rate_files import PASS_RATES
 from grpo_core.fingerprint import content_hash, planned_values
 from tasks.rendering import figures
+from tasks.stages.dependencies import Named, Parts, hash_values
 from tasks.stages.files import read_json
-from tasks.stages.parts import Named, Parts, hash_values
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State

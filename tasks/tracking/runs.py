@@ -34,7 +34,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.fingerprint import content_hash
 from grpo_core.planning.hardware import find_gpu, name_hardware
 from grpo_core.planning.pace import Throughput
-from tasks.data.places import data_set
+from tasks.data.path_or_hub import data_set
 from tasks.data.sources import Source, sources_of
 from tasks.rendering.markdown import escape
 from tasks.stages.arms import arm_prefix, sweep_folder

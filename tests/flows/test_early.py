@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.parameters.early import refuse_early
+from flows.parameters.early_refusals import refuse_early
 from grpo_core.config.files import parse_config
 from grpo_core.planning.plan import PlanError
 from tasks.stages.locks import locked

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from flows.parameters.early import refuse_early
+from flows.parameters.early_refusals import refuse_early
 from grpo_core.config.files import load_config, parse_config
 from grpo_core.environments.registry import EnvironmentsError
 from grpo_core.errors import RewardError

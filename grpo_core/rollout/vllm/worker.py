@@ -17,7 +17,7 @@ from grpo_core.rollout.vllm import over_http  # noqa: F401  # registers this tra
 from grpo_core.rollout.vllm.adapter import hold_adapter
 from grpo_core.rollout.vllm.logprobs import ignore_truncation
 from grpo_core.rollout.vllm.shared_memory import pid_namespace_id
-from grpo_core.rollout.vllm.weights import repack_experts
+from grpo_core.rollout.vllm.shared_weights import repack_experts
 
 repack_experts()
 

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_core.data.curriculum import no_rates, read_rates
-from grpo_core.data.places import PROBED
+from grpo_core.data.pass_rate_files import PROBED
 from grpo_core.errors import ConfigError
 from grpo_core.evaluation import probe as module
 from grpo_core.evaluation.probe import probe, summary

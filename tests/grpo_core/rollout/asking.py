@@ -7,7 +7,7 @@ import threading
 import torch
 
 from grpo_core.rollout.types import Completion, Request, Sampling
-from grpo_core.rollout.vllm.server import VLLMServerEngine
+from grpo_core.rollout.vllm.server_engine import VLLMServerEngine
 from tests.grpo_core.rollout.pretend_vllm import plain_ids
 
 SAMPLING = Sampling(4, 1.0)

@@ -23,7 +23,7 @@ from grpo_core.config.files import parse_config
 from grpo_core.rollout.vllm import binary
 from grpo_core.rollout.vllm import client as vllm_client
 from grpo_core.rollout.vllm import router as vllm_router
-from grpo_core.rollout.vllm.server import VLLMServerEngine
+from grpo_core.rollout.vllm.server_engine import VLLMServerEngine
 from tests.conftest import config_values
 
 STARTED = {
@@ -200,7 +200,7 @@ def connected(
 
     vllm = {
         "shared_memory": mock.Mock(pid_namespace_id=lambda: "here"),
-        "transfer": mock.Mock(send=send or give),
+        "send_weights": mock.Mock(send=send or give),
     }
     keys = {"vllm_server_base_urls": [*by_url], "vllm_server_timeout": 60.0, **keys}
     values = config_values(folder, folder, engine="vllm-server", **keys)

@@ -170,7 +170,7 @@ def start_on_a_gpu(run: Path) -> tuple[dict[str, Any], list[str]]:
     import torch
 
     from grpo_core.config.files import load_config
-    from grpo_core.rollout.vllm.colocated import VLLMEngine
+    from grpo_core.rollout.vllm.colocated_engine import VLLMEngine
 
     on_gpu: Any = mock.Mock(**{"parameters.side_effect": lambda: iter([mock.Mock(device=torch.device("cuda"))])})
     with mock.patch("vllm.LLM") as llm:
@@ -211,7 +211,7 @@ def second_runner() -> list[Any]:
 def refusal(run: Path, model: Any) -> list[str]:
     """What an engine with a sampler that is not known says to a configuration without truncation, and to one with."""
     from grpo_core.config.files import load_config
-    from grpo_core.rollout.vllm.colocated import VLLMEngine
+    from grpo_core.rollout.vllm.colocated_engine import VLLMEngine
 
     said = []
     for overrides in ([], ["rollout.top_p=0.9"]):

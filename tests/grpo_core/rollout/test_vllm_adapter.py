@@ -16,7 +16,7 @@ from grpo_core.config.inputs import ModelConfig
 from grpo_core.errors import EngineError
 from grpo_core.rollout.vllm import binary
 from grpo_core.rollout.vllm import serve as vllm_serve
-from grpo_core.rollout.vllm import server as vllm_server
+from grpo_core.rollout.vllm import server_engine as vllm_server
 from grpo_core.rollout.vllm.adapter import sends_adapter_alone, supported_rank
 from grpo_core.rollout.vllm.client import Weights
 from grpo_core.rollout.vllm.router import Router
@@ -34,20 +34,20 @@ def follow(run: Path, port: int, in_4bit: bool) -> dict[str, Any]:
     """How far a server's log-probabilities are from the model's after each hand-over, and what each brought."""
     from grpo_core.config.files import load_config
     from grpo_core.model.loading import load_model, trainable_state, with_adapter
-    from grpo_core.rollout.vllm import transfer
-    from grpo_core.rollout.vllm.server import VLLMServerEngine
+    from grpo_core.rollout.vllm import send_weights
+    from grpo_core.rollout.vllm.server_engine import VLLMServerEngine
 
     config = load_config(run / "config.toml")
     base, other = load_model(config.model.name_or_path, in_4bit=in_4bit), load_model(config.model.name_or_path)
     model = with_adapter(base, config.model)
     found: dict[str, Any] = {"drift": {}, "how": [], "bytes": []}
-    parts = transfer._send_adapter
+    parts = send_weights._send_adapter
 
     def counted(server: Any, version: str, settings: Any, tensors: Any) -> None:
         found["bytes"].append(sum(tensor.nbytes for tensor in tensors.values()))
         parts(server, version, settings, tensors)
 
-    transfer._send_adapter = counted
+    send_weights._send_adapter = counted
 
     def drift(engine: Any, model: Any, name: str) -> None:
         rows = zip(engine.compute_logprobs(PROBES), (plain_logprobs(model, ids) for ids in PROBES), strict=True)
@@ -103,7 +103,7 @@ def follow_merged(run: Path, port: int) -> list[float]:
     """How far a server's log-probabilities are from those of a model under an adapter after each hand-over."""
     from grpo_core.config.files import load_config
     from grpo_core.model.loading import load_model, trainable_state, with_adapter
-    from grpo_core.rollout.vllm.server import VLLMServerEngine
+    from grpo_core.rollout.vllm.server_engine import VLLMServerEngine
 
     config = load_config(run / "config.toml")
     model, found = with_adapter(load_model(config.model.name_or_path), config.model), list[float]()

@@ -27,7 +27,7 @@ from grpo_core.config.rollout import RolloutConfig
 from grpo_core.rollout.types import Completion, Request, Sampling
 from grpo_core.rollout.vllm import client as vllm_client
 from grpo_core.rollout.vllm import serve as vllm_serve
-from grpo_core.rollout.vllm import server as vllm_server
+from grpo_core.rollout.vllm import server_engine as vllm_server
 from grpo_core.rollout.vllm.client import Server, Unavailable, Weights, token_versions
 from grpo_core.rollout.vllm.router import Router
 from tests.conftest import config_values
@@ -85,7 +85,7 @@ def make_transfer() -> Any:
     """The module without vLLM, which takes long to import."""
     vllm = mock.Mock(WeightSource=object, HTTPVLLMWeightSyncClient=_VLLMClient)
     with mock.patch.dict(sys.modules, {"vllm.distributed.weight_transfer": vllm}):
-        return importlib.import_module("grpo_core.rollout.vllm.transfer")
+        return importlib.import_module("grpo_core.rollout.vllm.send_weights")
 
 
 @contextmanager

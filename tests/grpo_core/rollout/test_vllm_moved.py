@@ -14,7 +14,7 @@ import pytest
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.rollout.vllm import binary
 from grpo_core.rollout.vllm import serve as vllm_serve
-from grpo_core.rollout.vllm import server as vllm_server
+from grpo_core.rollout.vllm import server_engine as vllm_server
 from grpo_core.rollout.vllm.client import Server, Unavailable
 from grpo_core.rollout.vllm.router import Router
 from tests.grpo_core.rollout.pretend_vllm import output

@@ -11,7 +11,7 @@ import torch
 
 from grpo_core.rollout.types import Request
 from grpo_core.rollout.vllm import client as vllm_client
-from grpo_core.rollout.vllm.server import VLLMServerEngine
+from grpo_core.rollout.vllm.server_engine import VLLMServerEngine
 from tests.grpo_core.rollout.asking import SAMPLING, Asking, ask, model, plain, requests, wait_until_back
 from tests.grpo_core.rollout.pretend_vllm import connected, plain_ids, pretended
 from tests.grpo_core.rollout.vllm_engine import hold

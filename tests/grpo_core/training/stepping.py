@@ -25,9 +25,9 @@ from grpo_core.planning.sampling_ahead import choose_groups
 from grpo_core.rewards.contract import resolve
 from grpo_core.rollout.types import Completion, Finished, Request, Sampling
 from grpo_core.training import loop as trainer
-from grpo_core.training.memory import OutOfMemoryRetry
-from grpo_core.training.probe import Probe
+from grpo_core.training.out_of_memory import OutOfMemoryRetry
 from grpo_core.training.session import Session
+from grpo_core.training.sync_probe import Probe
 from tests.conftest import config_values
 
 

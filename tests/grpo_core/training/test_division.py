@@ -25,7 +25,7 @@ from grpo_core.model.policy import Policy
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs
 from grpo_core.rollout.types import Rollout
 from grpo_core.training.batch import MicroBatch, join, own_rows, update_batch
-from grpo_core.training.memory import OutOfMemoryRetry
+from grpo_core.training.out_of_memory import OutOfMemoryRetry
 from grpo_core.training.state import TrainingState
 from tests.conftest import config_values
 from tests.grpo_core.model.exactness import _plain_pass, distance, gradient_and_metrics

@@ -26,13 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_core.config.files import parse_config
-from grpo_core.model import logprobs, packed_attention, transfer
+from grpo_core.model import logprobs, packed_attention, to_device
 from grpo_core.model.loading import load_model
 from grpo_core.model.policy import Policy
 from grpo_core.model.sequences import Sequences
 from grpo_core.training import batch as batches
 from grpo_core.training.batch import MicroBatch
-from grpo_core.training.memory import OutOfMemoryRetry
+from grpo_core.training.out_of_memory import OutOfMemoryRetry
 from grpo_core.training.state import TrainingState
 from grpo_core.training.update import update
 from tests.conftest import config_values, make_model
@@ -170,7 +170,7 @@ def test_an_update_moves_some_tens_of_bytes_per_token_to_the_device(
         moved.append(sum(tensor.nbytes for tensor in tensors))
         return [*tensors]
 
-    monkeypatch.setattr(transfer, "move", move)
+    monkeypatch.setattr(to_device, "move", move)
     monkeypatch.setattr(batches, "move", move)
     policy.attention = "varlen"
     policy.prepare(batch.sequences)

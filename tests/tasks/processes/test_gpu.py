@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.parameters.early import refuse_early
+from flows.parameters.early_refusals import refuse_early
 from grpo_core.config.files import parse_config
 from tasks.processes import gpu
 from tasks.processes.gpu import MachineError, check_gpu_machine

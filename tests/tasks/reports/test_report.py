@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from grpo_core.planning.plan import make_plan
 from grpo_core.planning.rules import PlanInputs
 from tasks.rendering import drawing
-from tasks.reports.account import stage_times, time_of_updates
 from tasks.reports.record import Record, read_record
 from tasks.reports.report import report_page
+from tasks.reports.training_sections import stage_times, time_of_updates
 from tests.made_up import made_up_run, metrics_of, outcomes_of, samples_of, values_of, with_conversations
 from tests.pages import Page
 

@@ -16,7 +16,7 @@ from grpo_core.errors import TrainingError
 from grpo_core.model.loading import load_model
 from grpo_core.model.policy import Policy
 from grpo_core.model.sequences import Sequences
-from grpo_core.training.memory import OutOfMemoryRetry
+from grpo_core.training.out_of_memory import OutOfMemoryRetry
 from grpo_core.training.update import _Tally
 from tests.grpo_core.training.several import in_two_processes
 

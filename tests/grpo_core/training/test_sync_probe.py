@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.lost_weights import LEARNING_RATES, measure
 from grpo_core.rollout.types import Completion, Finished, Request, Sampling
-from grpo_core.training.probe import Probe, Scores, probe_batch
+from grpo_core.training.sync_probe import Probe, Scores, probe_batch
 
 TOKENS = 100
 ROUNDING = 0.005

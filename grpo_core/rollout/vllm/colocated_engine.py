@@ -33,7 +33,7 @@ from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of, hold_adapter, sends_adapter_alone, supported_rank
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE, ignore_truncation
-from grpo_core.rollout.vllm.weights import (
+from grpo_core.rollout.vllm.shared_weights import (
     Copies,
     copies_change_nothing,
     find_copies,

@@ -12,7 +12,7 @@ from grpo_core.environments.registry import sources
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs
 from grpo_core.rewards.composition import check_curriculum
 from grpo_core.rewards.contract import check_environments, rewards_of
-from tasks.data.places import check_places
+from tasks.data.path_or_hub import check_places
 from tasks.data.sources import count_prompts, needs_loading, training_sources
 from tasks.processes.gpu import check_gpu_machine
 from tasks.processes.launchers.kubernetes_job import check_template

@@ -67,8 +67,8 @@ class VLLMServerEngine:
     def __init__(self, config: RunConfig, model: nn.Module, max_length: int):
         if wrong := wrong_vllm():
             raise EngineError(wrong)
+        from grpo_core.rollout.vllm.send_weights import send
         from grpo_core.rollout.vllm.shared_memory import pid_namespace_id
-        from grpo_core.rollout.vllm.transfer import send
 
         urls = config.rollout.vllm_server_base_urls or read_addresses()
         if not urls:
