@@ -177,7 +177,7 @@ def test_slow_answers_of_a_batch_share_one_budget_and_the_quick_ones_are_judged(
         limits.append(limit)
         return 0.0, limit
 
-    monkeypatch.setattr(maths, "_compared", takes_its_limit)
+    monkeypatch.setattr(maths, "_compare", takes_its_limit)
     assert math_answer(slow, ["42"] * 64) == [0] * 64
     assert limits[0] == maths.SECONDS
     assert sum(limits) <= maths.SPARE_SECONDS + 64 * maths.FAIR_SECONDS + 1e-6

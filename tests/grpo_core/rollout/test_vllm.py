@@ -211,6 +211,7 @@ def second_runner() -> list[Any]:
 def refusal(run: Path, model: Any) -> list[str]:
     """What an engine with a sampler that is not known says to a configuration without truncation, and to one with."""
     from grpo_core.config.files import load_config
+    from grpo_core.errors import EngineError
     from grpo_core.rollout.vllm.colocated_engine import VLLMEngine
 
     said = []
@@ -221,7 +222,7 @@ def refusal(run: Path, model: Any) -> list[str]:
             try:
                 VLLMEngine(load_config(run / "config.toml", overrides), run, model, MAX_LENGTH)
                 said.append("")
-            except ValueError as error:
+            except EngineError as error:
                 said.append(str(error))
     return said
 

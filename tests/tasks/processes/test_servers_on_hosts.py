@@ -146,7 +146,7 @@ def test_each_server_has_a_host_and_counts_from_the_gpus_that_are_its_own_there(
 @pytest.mark.slow
 def test_too_few_hosts_for_the_servers_are_refused_with_what_ssh_says(hosts: Path) -> None:
     values = _config(hosts, "up1", "down2", vllm_num_servers=2)
-    expected = r"0 of the 1 hosts in launch.server_hosts .* and one for a server is needed. down2: ssh: .*No route"
+    expected = r"0 of the 1 hosts in launch.server_hosts .* but one for a server is needed. down2: ssh: .*No route"
     before = psutil.Process().children(recursive=True)
     with pytest.raises(StageError, match=expected), serving(values, hosts):
         raise AssertionError("nothing is served")

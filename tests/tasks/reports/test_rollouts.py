@@ -118,7 +118,7 @@ def test_the_rollouts_are_those_of_a_plain_sort(
     between = {None: (1, 6), "2": (2, 2), "2-4": (2, 4)}[steps]
     expected = _plain(order, reward, between, text, row)
     if not expected:
-        with pytest.raises(NoRolloutsError, match="none of the 96 rollouts, of updates 1 to 6, fits"):
+        with pytest.raises(NoRolloutsError, match="none of the 96 rollouts, of updates 1 to 6, matches"):
             choose_rollouts(run, order, limit, reward, steps, text, None if row is None else str(row))
         return
     found = choose_rollouts(run, order, limit, reward, steps, text, None if row is None else str(row))
