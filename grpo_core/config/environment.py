@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from grpo_core.config.base import Section
 
+OWN_REWARD = "environment"  # name of the built-in reward that gives what an environment gave
+
 
 class EnvironmentConfig(Section):
     environment_factory: str | dict[str, str] | None = None

@@ -91,6 +91,11 @@ class RolloutConfig(Section):
         return self.model_copy(update={"engine": "auto"}) if self.engine == "recorded" else self
 
     @property
+    def may_share_processes(self) -> bool:
+        """True if vLLM may sample in the training's own processes: the engine is vLLM, or may turn out to be."""
+        return self.in_evaluation.engine in ("auto", "vllm")
+
+    @property
     def starts_servers(self) -> bool:
         """True if a training starts vLLM servers of its own."""
         return self.engine == "vllm-server" and not self.vllm_server_base_urls

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.base import Section
-from grpo_core.config.environment import EnvironmentConfig
+from grpo_core.config.environment import OWN_REWARD, EnvironmentConfig
 from grpo_core.config.evaluation import HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
 from grpo_core.config.inputs import CurriculumConfig, DataConfig, ModelConfig, RewardConfig
 from grpo_core.config.launch import LaunchConfig, host_name
@@ -171,7 +171,7 @@ class RunConfig(Section):
         """Raises ValueError if the processes, or those that sample together, cannot be placed on the machines."""
         train, launch, rollout = self.train, self.launch, self.rollout
         together = rollout.vllm_tensor_parallel_size
-        if rollout.in_evaluation.engine in ("auto", "vllm") and train.processes_per_machine % together:
+        if rollout.may_share_processes and train.processes_per_machine % together:
             among = f" / train.num_machines={train.num_machines}" * (train.num_machines > 1)
             raise ValueError(
                 f"rollout.vllm_tensor_parallel_size={together} with rollout.engine={rollout.engine!r}: that many "
@@ -237,7 +237,7 @@ class RunConfig(Section):
 
     def _check_environment(self) -> None:
         """Raises ValueError if other keys cannot be combined with conversations with tools or an environment."""
-        own = [reward.name for reward in self.rewards if reward.function == "environment"]
+        own = [reward.name for reward in self.rewards if reward.function == OWN_REWARD]
         if own and not self.environment.factories:
             raise ValueError(
                 f"rewards: {own[0]!r} is the environment's own reward, and there is none; name a class in "
@@ -250,7 +250,7 @@ class RunConfig(Section):
                 f"rollout.stop={self.rollout.stop} with an environment or tools: a turn ends where the chat template "
                 "ends it; remove it"
             )
-        if self.rollout.in_evaluation.engine in ("auto", "vllm") and self.rollout.vllm_tensor_parallel_size > 1:
+        if self.rollout.may_share_processes and self.rollout.vllm_tensor_parallel_size > 1:
             raise ValueError(
                 f"rollout.vllm_tensor_parallel_size={self.rollout.vllm_tensor_parallel_size} with an environment or "
                 "tools: processes that sample together take no turns on the way; set rollout.engine to 'vllm-server'"

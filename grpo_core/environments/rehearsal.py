@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_core.config.environment import OWN_REWARD
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import without_gaps
 from grpo_core.environments.conversation import REWARD_REQUEST, reset_request
@@ -279,7 +280,7 @@ def _notes(config: RunConfig, setting: Setting) -> list[str]:
     reward that is asked for."""
     own, found = setting.environments.own, []
     judged = [_label(config, name) for name in own if setting.environments.has_reward(name)]
-    counts = any(reward.function == "environment" for reward in config.rewards)
+    counts = any(reward.function == OWN_REWARD for reward in config.rewards)
     if counts and not judged:
         raise EnvironmentsError(
             "the reward 'environment' is what an environment's get_reward gives, and "

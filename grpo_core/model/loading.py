@@ -46,7 +46,7 @@ def load_model(
     device = torch.device(device)
     options: dict[str, Any] = {}
     if shard is not None:
-        options["distributed_config"] = DistributedConfig(fsdp_size=torch.distributed.get_world_size())
+        options["distributed_config"] = DistributedConfig(fsdp_size=PartialState().num_processes)
     elif device.type != "cpu":  # where transformers would report offloading
         options["device_map"] = {"": device}
     if in_4bit:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-import urllib.request
 from contextlib import suppress
 from typing import Any
+
+import httpx2
 
 try:
     from websockets.exceptions import ConnectionClosed
@@ -25,8 +26,7 @@ class OpenEnv:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        with urllib.request.urlopen(f"{self.url}/schema", timeout=SECONDS) as answer:
-            self.action = json.load(answer)["action"]
+        self.action = httpx2.get(f"{self.url}/schema", timeout=SECONDS).raise_for_status().json()["action"]
         self.connection: ClientConnection | None = None
 
         def step(action: dict) -> str:

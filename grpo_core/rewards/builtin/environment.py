@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_core.config.environment import OWN_REWARD
 from grpo_core.rewards.builtin.record import BuiltinReward, Rewards
 
 
@@ -14,4 +15,4 @@ def environment(environments: Sequence[Any]) -> list[float | None]:
     return [each.get_reward() for each in environments]
 
 
-REWARDS: Rewards = {"environment": BuiltinReward(environment, (-math.inf, math.inf), looks_at_text_only=True)}
+REWARDS: Rewards = {OWN_REWARD: BuiltinReward(environment, (-math.inf, math.inf), looks_at_text_only=True)}

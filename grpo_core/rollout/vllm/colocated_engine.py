@@ -74,7 +74,7 @@ class VLLMEngine:
             options["gpu_memory_utilization"] = config.rollout.gpu_memory_utilization
             options["enable_sleep_mode"] = True  # so that the KV cache's memory can be given back
         self.block = 1  # processes that share an engine
-        if torch.distributed.is_initialized():
+        if torch.distributed.is_initialized():  # noqa: TID251  # asks, and calls no collective
             # The process group exists: engines are parts of it. An evaluation by one process has none.
             self.block = config.rollout.vllm_tensor_parallel_size
             options |= {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": self.block}
