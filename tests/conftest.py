@@ -59,9 +59,9 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # nanobind's modules complain when the interpreter ends and their objects are still there
 
 
-# A busy machine must not fail a property.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+# A busy machine must not fail a property. Each run draws other examples.
+settings.register_profile("ours", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ours")
 
 # Files whose tests share what takes long to start: an import of vLLM that they fork from, the servers of `grpo up`.
 SHARING = {
