@@ -189,4 +189,4 @@ def test_an_error_of_one_process_is_raised_by_all_as_what_it_was(tmp_path: Path)
                     raise KeyError("x")
         assert distributed.gathered([rank]) == [0, 1], "both are at the same place"
 
-    in_two_processes(work, tmp_path)
+    in_two_processes(tmp_path, work)
