@@ -228,13 +228,14 @@ def _one_error() -> Iterator[None]:
 
 
 @contextmanager
-def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """After the block, raise on every process an error that one of them had: a process's own error or, on the others,
-    the OSError or GrpoError itself, or an OSError with its words."""
+def failing_together(group: dist.ProcessGroup | None = None, kind: type[Exception] = Exception) -> Iterator[None]:
+    """After the block, raise on every process an error of this kind that one of them had: a process's own error or, on
+    the others, the OSError or GrpoError itself, or an OSError with its words. Errors of other kinds are raised in the
+    block: say which kind where the other processes may wait in the block for the one that fails."""
     error = None
     try:
         yield
-    except Exception as caught:
+    except kind as caught:
         error = caught
     told = error
     if error is not None and not isinstance(error, OSError | GrpoError):

@@ -1,8 +1,8 @@
 """Entry point of the training process: `python -m grpo_core.train RUN_DIR`; several processes by `torchrun`.
 
 Exit status 143: stopped by SIGTERM or SIGINT after saving a checkpoint. Exit status 75 (LOST_PEER): another process is
-gone, or the network to it. Exit status 1: it failed. If a reward failed, for instance because its server is gone, the
-checkpoint is saved all the same.
+gone, or the network to it. Exit status 1: it failed. If a reward or the engine failed, for instance because a server
+is gone, the checkpoint is saved all the same.
 """
 
 from __future__ import annotations

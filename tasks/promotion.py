@@ -46,8 +46,10 @@ def promote_or_ask(
 ) -> Outcome:
     """Try a promotion. If it waits for a person, suspend this flow run, unless it is of no deployment, which nothing
     could resume. Resumed in Prefect with an answer, the flow begins again, and the answer is to the version that was
-    asked about, whatever `version` names now and whatever the gate says of it. To be called by a flow."""
-    if deployment.id and (answered := _answer()):
+    asked about, whatever `version` names now and whatever the gate says of it; to none if `version` is the number of
+    another one. To be called by a flow."""
+    answered = _answer() if deployment.id else None
+    if answered and (not version.isdecimal() or version == answered[0]):
         version, approval = answered
     outcome = promote(model, version, force, changes, approval).result()
     if outcome.decision == WAITING and deployment.id:
@@ -62,7 +64,7 @@ def _answer() -> tuple[str, Approval] | None:
     inputs = filter_flow_run_input(prefix, limit=10)
     assert isinstance(inputs, list)  # a coroutine only where an event loop runs
     answers = [found for found in inputs if found.key.endswith(end)]
-    return next(((it.key.removeprefix(prefix).removesuffix(end), Approval(**it.decoded_value)) for it in answers), None)
+    return next(((it.key.removesuffix(end).rpartition("-")[2], Approval(**it.decoded_value)) for it in answers), None)
 
 
 def _question(outcome: Outcome) -> str:

@@ -18,7 +18,7 @@ from prefect.states import Completed
 from grpo_core.config.evaluation import HELD_OUT
 from tasks.rendering import figures
 from tasks.rendering.markdown import escape, table
-from tasks.reports.cost import Cost, run_cost, sum_metrics
+from tasks.reports.cost import sum_metrics, training_cost
 from tasks.reports.record import Record
 from tasks.reports.report import PAGE
 from tasks.reports.sweep import Choice, choice_section, describe, read_choice, read_outcomes, sweep_page
@@ -26,7 +26,7 @@ from tasks.stages.arms import sweep_folder
 from tasks.stages.errors import Interrupted
 from tasks.stages.files import write_text
 from tasks.stages.run_directory import read_config, run_folder
-from tasks.stages.table import REGISTER
+from tasks.stages.table import REGISTER, TRAIN
 from tasks.stages.trials import Space, add_trial
 from tasks.tracking.early_stop import write_rule
 from tasks.tracking.runs import answering, connect
@@ -85,18 +85,18 @@ def choose(sweep: str, alias: str) -> State[Path]:
         {
             f"eval/{HELD_OUT}/trained/{choice.metric}": choice.best.value,
             "arms": float(len(arms)),
-            **sum_metrics([*(record.cost for record in arms.values()), *_of_stopped(choice)]),
+            **_costs(choice, arms),
         },
         {"sweep": folder / PAGE, "": folder / TABLE},
     )
     return Completed(message=verdict.headline, data=folder)
 
 
-def _of_stopped(choice: Choice) -> Iterator[Cost]:
-    """The costs of the arms that were stopped early."""
-    for name in choice.stopped:
-        run = run_folder(name)
-        yield run_cost(run, read_config(run))
+def _costs(choice: Choice, arms: Mapping[str, Record]) -> dict[str, float]:
+    """The cost of all arms together, those that were stopped early included; tokens of those that finished."""
+    finished = [record.cost for record in arms.values()]
+    stopped = [training_cost(TRAIN.partial(run), read_config(run)) for run in map(run_folder, choice.stopped)]
+    return sum_metrics(finished) | sum_metrics([*finished, *stopped])
 
 
 def _markdown(sweep: str, choice: Choice, arms: Mapping[str, Record]) -> str:

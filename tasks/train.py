@@ -21,7 +21,7 @@ from tasks.processes.launch import RETURN_SECONDS, launch
 from tasks.processes.run import ProcessError, TakenError
 from tasks.processes.slots import hold_gpus
 from tasks.processes.vllm_servers import servers
-from tasks.reports.cost import cost_of, training_so_far
+from tasks.reports.cost import training_cost
 from tasks.reports.events import announce_training
 from tasks.stages.condition import saved_updates
 from tasks.stages.errors import StageError
@@ -30,7 +30,7 @@ from tasks.stages.run import Context, run_stage
 from tasks.stages.table import PLAN, TRAIN
 from tasks.tracking.early_stop import Race
 from tasks.tracking.live import OUTPUT, Live, Output, show_curves
-from tasks.tracking.runs import HARDWARE, brief_requests, connect, open_tracking_run
+from tasks.tracking.runs import brief_requests, connect, open_tracking_run
 from tasks.tracking.sending import sending
 from tasks.tracking.traces import tracing
 
@@ -111,11 +111,10 @@ def _logging_cost(config: RunConfig, folder: Path, tracked: Mapping[str, Any]) -
     try:
         yield
     finally:
-        cost = cost_of(config, tracked.get(HARDWARE, ""), training_so_far(folder), 0.0, 0.0)
         try:
             with brief_requests():
                 client = connect()
-                for name, value in cost.metrics.items():
+                for name, value in training_cost(folder, config).metrics.items():
                     client.log_metric(tracked["run_id"], name, value)
         except Exception as error:  # MLflow may be away; `register` logs it again
             get_run_logger().warning("the training's cost could not be logged: %s", error)

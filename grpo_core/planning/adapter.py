@@ -13,6 +13,7 @@ from grpo_core.planning.shapes import ForecastError, config_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in configurations of mixtures of experts
+VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can make room for
 # Features of peft's adapters that are not supported here, with the value that turns each off.
 OTHERS: dict[str, Any] = {"bias": "none", "use_dora": False, "lora_bias": False}
 OTHERS |= {"layers_to_transform": None, "layer_replication": None, "trainable_token_indices": None}

@@ -8,6 +8,7 @@ from typing import Any
 from grpo_core.config.memory_bounds import MAX_ROWS, chunk_tokens
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
+from grpo_core.planning.adapter import VLLM_LORA_RANKS
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ModelShape, PromptLengths, adapted_inputs, adapter_parameters, trains_head
@@ -56,6 +57,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     # adapter sent alone, it is in the host's memory. A restarted server also gets the weights that a 4-bit base stands
     # for. transformers: samples with the trained weights or, with sharding, with a whole copy.
     alone = lora and shape.experts.layers == 0 and not config.model.lora_modules_to_save
+    alone = alone and config.model.lora_r <= VLLM_LORA_RANKS[-1]
     engine_weights = {
         "vllm": _vllm_weights(config, shape),
         "vllm-server": w * weights * (not sharded and (not alone or config.model.load_in_4bit)),

@@ -150,18 +150,18 @@ def rollout_of(session: Session, index: int, state: TrainingState, log: Training
     return rollout, state
 
 
-@phase("evaluation")
 def evaluate_if_due(session: Session, state: TrainingState, output: Path, checkpoints: Checkpoints) -> TrainingState:
     """Evaluate the policy on the held-out prompts, every `eval_steps` updates and after the last. Its rewards on each
     are kept in the folder `held_out`, the best policy so far in the folder `best`."""
     keys, step = session.config.train, state.updates
     if not keys.eval_steps or (step % keys.eval_steps and step != session.plan.max_steps):
         return state
-    with interruptible(session.accelerator):
-        metrics = evaluate_policy(session, state, output / "held_out")
-    value = metrics.get(keys.metric_for_best_model, -math.inf)
-    state = state.with_evaluation(metrics, value, keys.early_stopping_threshold, keys.early_stopping_patience)
-    keep_best(session, state, output / "best", checkpoints)
+    with phase("evaluation"):
+        with interruptible(session.accelerator):
+            metrics = evaluate_policy(session, state, output / "held_out")
+        value = metrics.get(keys.metric_for_best_model, -math.inf)
+        state = state.with_evaluation(metrics, value, keys.early_stopping_threshold, keys.early_stopping_patience)
+        keep_best(session, state, output / "best", checkpoints)
     return state
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from grpo_core.distributed import failing_together, maxima_over_processes
-from grpo_core.errors import NotFiniteError, TrainingError
+from grpo_core.errors import NotFiniteError, RolloutError, TrainingError
 from grpo_core.model.sequences import Sequences, pad
 from grpo_core.system.progress import phase
 from grpo_core.training.session import Session
@@ -74,7 +74,7 @@ def probe_logprobs(session: Session) -> Scores:
     """Log-probabilities of the probe batch, by the trainer and by the engine, with the weights that each has."""
     probe = session.probe
     assert probe is not None and session.engine is not None
-    with failing_together():
+    with failing_together(kind=RolloutError):
         engine = session.engine.compute_logprobs(probe.sequences)
     lengths = [len(said) for said in probe.continuations] * (len(engine) // len(probe.continuations))
     scored = [value for row, n in zip(engine, lengths, strict=True) for value in row[-n:]]

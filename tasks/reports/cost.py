@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,20 +57,26 @@ def sum_metrics(costs: Iterable[Cost]) -> dict[str, float]:
 
 
 def run_cost(run: Path, config: RunConfig) -> Cost:
-    """The cost of a run under the storage root, as far as it has come."""
-    training = TRAIN.path(run) if TRAIN.path(run).exists() else TRAIN.partial(run)
+    """Compute the cost of a run under the storage root whose training has finished."""
     seconds = (stage.read_receipt(run).get("seconds", 0.0) for stage in (EVALUATE, PROBE))
-    return cost_of(config, read_json(training / RUN_FILE).get(HARDWARE, ""), training_so_far(training), *seconds)
+    return training_cost(TRAIN.path(run), config, *seconds)
 
 
-def training_so_far(training: Path) -> Mapping[str, Any]:
-    """What `cost_of` reads of a training's result: the result, or what the recorded updates of an unfinished one
-    took."""
-    if result := read_json(training / "result.json"):
-        return result
-    metrics = training / "metrics.jsonl"
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    return {"interrupted": True, "train_seconds": sum(row["step_time"] for row in rows), "sampled_tokens": None}
+def training_cost(
+    training: Path, config: RunConfig, evaluation_seconds: float = 0.0, probe_seconds: float = 0.0
+) -> Cost:
+    """Compute the cost of the training in this folder: of an unfinished one, of its recorded updates."""
+    result, hardware = read_json(training / "result.json"), read_json(training / RUN_FILE).get(HARDWARE, "")
+    if not result:
+        seconds = sum(_update_seconds(training / "metrics.jsonl"))
+        result = {"interrupted": True, "train_seconds": seconds, "sampled_tokens": None}
+    return cost_of(config, hardware, result, evaluation_seconds, probe_seconds)
+
+
+def _update_seconds(metrics: Path) -> Iterator[float]:
+    for line in metrics.read_text().splitlines() if metrics.exists() else ():
+        with suppress(ValueError):  # a process that was killed may have left part of a line
+            yield json.loads(line)["step_time"]
 
 
 def cost_of(
@@ -79,8 +86,8 @@ def cost_of(
     evaluation_seconds: float,
     probe_seconds: float,
 ) -> Cost:
-    """The cost of a run. hardware: where it trained, "" if unknown; result: the receipt of train, or
-    `training_so_far`."""
+    """Compute the cost of a run. hardware: where it was trained, "" if unknown; result: receipt of train, or of an
+    unfinished training what `training_cost` makes of its updates."""
     train, servers = config.train, config.rollout.server_gpus
     interrupted = bool(result.get("interrupted") or result["resumed_at_step"])
     training_seconds = max(result.get("seconds", 0.0), result["train_seconds"])

@@ -73,7 +73,8 @@ def log_checkpoints(
 ) -> None:
     """Make a logged model of each update after which the training evaluated its policy, with these figures. One that
     has figures already is left as it is. rows: of metrics.jsonl; data: name and hash of the held-out prompts."""
-    there = {model.name: model for model in _models_of(client, experiment_id, run_id)}
+    known = sorted(_models_of(client, experiment_id, run_id), key=lambda model: bool(model.metrics))
+    there = {model.name: model for model in known}
     outputs = client.get_run(run_id).outputs
     linked = {it.model_id for it in outputs.model_outputs} if outputs else set()
     for row in rows:

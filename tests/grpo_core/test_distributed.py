@@ -20,6 +20,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
 from grpo_core import distributed
+from grpo_core.errors import EngineError
 from tests.grpo_core.training.several import WORLD, in_two_processes
 
 LIMIT = timedelta(seconds=60)
@@ -172,3 +173,20 @@ def test_the_death_of_another_process_is_told_from_an_error_of_one_s_own(tmp_pat
     in_two_processes(tmp_path, work)
     assert not distributed.lost_peer(RuntimeError("shapes do not fit"))
     assert not distributed.lost_peer(ConnectionResetError("Connection reset by peer"))  # a reward's server
+
+
+@pytest.mark.slow
+def test_an_error_of_one_process_is_raised_by_all_as_what_it_was(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        distributed.start_processes(LIMIT)
+        for error in (EngineError("no server"), OSError("no space")):
+            with pytest.raises(type(error), match=str(error)), distributed.failing_together(kind=type(error)):
+                if rank:
+                    raise error
+        with pytest.raises(OSError, match="KeyError: 'x'") if rank == 0 else pytest.raises(KeyError):  # noqa: SIM117
+            with distributed.failing_together():
+                if rank:
+                    raise KeyError("x")
+        assert distributed.gathered([rank]) == [0, 1], "both are at the same place"
+
+    in_two_processes(tmp_path, work)

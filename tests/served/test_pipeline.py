@@ -414,6 +414,8 @@ def test_the_versions_model_has_the_evaluation_by_data_set_and_what_its_gpus_cos
         assert measured[name].value == run_metrics[name] == pytest.approx(value)
         assert float(version.tags[name.replace("/", ".")]) == pytest.approx(value, rel=1e-5)
     [checkpoint] = [
-        it for it in connect().search_logged_models([model.experiment_id]) if it.name == "checkpoint-000004"
+        it
+        for it in connect().search_logged_models([model.experiment_id], f"source_run_id = '{model.source_run_id}'")
+        if it.name == "checkpoint-000004"
     ]
     assert {it.key for it in checkpoint.metrics} >= {"eval_reward"}

@@ -175,6 +175,6 @@ def test_a_reward_that_ignores_its_time_limit_ends_the_rehearsal_in_time_and_is_
     (tmp_path / "clinging_rewards.py").write_text(f"import threading\ndef clings(completions):\n    {body}\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(rehearsal, "longest", lambda config: 60.0)
+    monkeypatch.setattr(rehearsal, "longest_seconds", lambda config: 60.0)
     with pytest.raises(StageError, match="ended after 60 s, trying the reward 'clings', which ignores its own time li"):
         _validate(_run(model_folder, tmp_path, "clinging", {}, rewards=[{"function": "clinging_rewards:clings"}]))

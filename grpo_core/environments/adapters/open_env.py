@@ -26,7 +26,8 @@ class OpenEnv:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.action = httpx2.get(f"{self.url}/schema", timeout=SECONDS).raise_for_status().json()["action"]
+        answer = httpx2.get(f"{self.url}/schema", timeout=SECONDS, follow_redirects=True)
+        self.action = answer.raise_for_status().json()["action"]
         self.connection: ClientConnection | None = None
 
         def step(action: dict) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from grpo_core.planning.adapter import EXPERTS
+from grpo_core.planning.adapter import EXPERTS, VLLM_LORA_RANKS
 
 if TYPE_CHECKING:  # whatever starts a server imports this without torch
     from torch import Tensor
@@ -17,14 +17,13 @@ if TYPE_CHECKING:  # whatever starts a server imports this without torch
     from grpo_core.config.inputs import ModelConfig
 
 ADAPTER = "policy"  # vLLM's name for the adapter
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM supports
 
 
 def sends_adapter_alone(config: ModelConfig) -> bool:
     """True if vLLM gets the adapter beside its own base. Otherwise it gets the weights with the adapter merged: vLLM
     computes adapters of a mixture of experts by Triton kernels only, which a CPU does not run, and takes no embedding
-    or head that is trained whole, nor a rank above the last of RANKS."""
-    if not config.use_peft or config.lora_modules_to_save or config.lora_r > RANKS[-1]:
+    or head that is trained whole, nor a rank above the last of VLLM_LORA_RANKS."""
+    if not config.use_peft or config.lora_modules_to_save or config.lora_r > VLLM_LORA_RANKS[-1]:
         return False
     from transformers import AutoConfig
 
@@ -34,7 +33,7 @@ def sends_adapter_alone(config: ModelConfig) -> bool:
 
 def supported_rank(rank: int) -> int:
     """Return the smallest rank of vLLM's that has room for an adapter of this one, which `sends_adapter_alone`."""
-    return next(allowed for allowed in RANKS if rank <= allowed)
+    return next(allowed for allowed in VLLM_LORA_RANKS if rank <= allowed)
 
 
 def adapter_of(model: Any, dtype: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:

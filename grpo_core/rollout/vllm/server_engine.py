@@ -25,7 +25,7 @@ from accelerate import PartialState
 from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
-from grpo_core.distributed import from_main, shard_count
+from grpo_core.distributed import failing_together, from_main, shard_count
 from grpo_core.errors import EngineError
 from grpo_core.model.four_bit import is_quantised
 from grpo_core.model.loading import base_weights, copy_of_whole_weights, in_checkpoint_layout
@@ -144,18 +144,15 @@ class VLLMServerEngine:
 
     def _hand_over(self, weights: Weights) -> None:
         """Bring the weights to the servers that are up. The main process sends them; the others then sample at those
-        servers that have them. Raises EngineError in every process if there is none."""
-        failure, numbers = "", [number for number, server in enumerate(self.servers) if not server.problem]
-        if self.sends:
-            try:
+        servers that have them. Raises EngineError in every process if one finds none."""
+        numbers = [number for number, server in enumerate(self.servers) if not server.problem]
+        with failing_together(kind=EngineError):
+            if self.sends:
                 numbers = self._bring(weights, numbers)
-            except EngineError as error:
-                failure = str(error)
-        failure, numbers = from_main((failure, numbers))
-        if failure:
-            raise EngineError(failure)
-        if not self.sends:
-            self._bring(weights, numbers)
+        numbers = from_main(numbers)
+        with failing_together(kind=EngineError):
+            if not self.sends:
+                self._bring(weights, numbers)
 
     def _bring(self, weights: Weights, numbers: list[int]) -> list[int]:
         for server in self.servers:

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_core.config.files import parse_config
 from tasks.reports.compare import comparison_page
-from tasks.reports.cost import cost_of, run_cost, sum_metrics
+from tasks.reports.cost import cost_of, sum_metrics, training_cost
 from tasks.reports.record import read_record
 from tasks.reports.report import report_page
 from tasks.reports.sweep import choice_section, make_choice
@@ -56,11 +56,13 @@ def test_without_a_gpu_only_tokens_are_counted(hardware: str) -> None:
 def test_a_training_that_has_not_finished_cost_at_least_its_updates(tmp_path: Path) -> None:
     config = parse_config(values_of("stopped", launch={"gpu_hour_price": 2.0}))
     folder = tmp_path / "training.partial"
-    assert run_cost(tmp_path, config).gpu_hours is None, "nothing has begun"
+    assert training_cost(folder, config).gpu_hours is None, "nothing has begun"
     folder.mkdir()
     (folder / "mlflow.json").write_text(json.dumps({"hardware": "NVIDIA L4"}))
-    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "step_time": 900.0}}\n' for n in range(1, 5)))
-    cost = run_cost(tmp_path, config)
+    (folder / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {n}, "step_time": 900.0}}\n' for n in range(1, 5)) + '{"step": 5, "st'
+    )
+    cost = training_cost(folder, config)
     assert cost.metrics == {"cost/gpu_hours": 1.0, "cost/money": 2.0}
     assert dict(cost.rows()) == {
         "completion tokens sampled": "–",

@@ -104,7 +104,7 @@ def test_a_server_that_is_killed_and_comes_back_has_every_figure_once(
             _append(tmp_path, _rows(range(101, 201), 2000.0))
             kill_group(server)
             _append(tmp_path, _rows(range(201, 301), 3000.0))
-            _until(lambda: "does not take the figures" in caplog.text)
+            _until(lambda: "does not accept the figures" in caplog.text)
             stack.enter_context(mlflow_server(database, port))
             _append(tmp_path, _rows(range(301, 401), 4000.0))
         assert _in_mlflow(tracked["run_id"]) == _in_file(tmp_path)
