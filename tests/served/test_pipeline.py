@@ -200,6 +200,9 @@ def test_the_registered_version_answers_in_vllm_as_in_transformers(finished: Pat
     import mlflow
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from tasks.tracking.runs import connect
+
+    connect()
     folder = mlflow.artifacts.download_artifacts("models:/arithmetic@candidate", dst_path=str(tmp_path)) + "/model"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer("12+3=", return_tensors="pt")["input_ids"]

@@ -76,11 +76,11 @@ def test_the_form_runs_no_code(served: Served, changes: dict[str, Any], tmp_path
 
 @pytest.mark.e2e
 def test_values_that_do_not_go_together_fail_at_once_by_name(served: Served) -> None:
-    changes = {"name": "refused", "train": {"lr_scheduler_type": "constant"}}
+    changes = {"name": "ill-matched", "train": {"lr_scheduler_type": "constant"}}
     run = served.wait(served.trigger("pipeline/local", changes=changes))
     assert (run["state_type"], served.tasks(run["id"], 0)) == ("FAILED", [])
     assert "lr_scheduler_type='constant' ignores warmup_steps=0.06" in run["state"]["message"]
-    assert not (served.storage / "runs" / "refused").exists()
+    assert not (served.storage / "runs" / "ill-matched").exists()
 
 
 @pytest.mark.e2e

@@ -119,7 +119,8 @@ def test_slices_get_the_same_verdict_as_the_whole(
         for key, size in (("rows.SLICE_ROWS", 2), ("text_sources.SLICE_ROWS", 2), ("text_sources.CHUNK", 50)):
             patch.setattr(f"tasks.data.{key}", size)
         sliced = _verdict(values)
-        if isinstance(at_once, str) and " returns " in at_once:  # of a function, with the rows that were called together
+        # A refusal of a function names the rows that were called together.
+        if isinstance(at_once, str) and " returns " in at_once:
             assert isinstance(sliced, str) and " returns " in sliced
         else:
             assert sliced == at_once
