@@ -74,7 +74,7 @@ ADAPTER = {
 def test_an_engine_that_fails_ends_the_training_with_a_checkpoint_from_which_it_goes_on(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """Whether it fails as it samples or as it gets weights. `save_steps` is beyond the training's end."""
+    """It fails as it samples, or as it gets weights. No step is saved by `save_steps`, which is beyond the end."""
     keys = with_keys(values, save_steps=100, max_steps=6)
     whole, run = make_run(tmp_path / "whole", keys), make_run(tmp_path / "run", keys)
     usual, calls = getattr(TransformersEngine, method), itertools.count(1)
