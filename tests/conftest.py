@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
+import functools
 import gc
 import json
 import os
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.testing
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
@@ -53,10 +56,7 @@ if "PYTEST_VERSION" in os.environ:
 def pytest_collection_finish() -> None:
     gc.freeze()  # what is imported stays: no later search has to pass through it
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # nanobind's modules complain when the interpreter ends and their objects are still there
+    atexit.register(gc.unfreeze)  # nanobind's modules complain if their objects are still there at the very end
 
 
 # A busy machine must not fail a property. Each run draws other examples.
@@ -72,6 +72,10 @@ SHARING = {
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: SHARING["servers"][0] not in item.nodeid)  # one worker runs them all: begin with them
+
+
+# Typer would build all commands again for every one that a test runs.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 
 class OneWorkerPerFile(LoadFileScheduling):

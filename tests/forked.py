@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "grpo_core.training.loop"])
+_context.set_forkserver_preload(["tests.forkserver_preload"])
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:

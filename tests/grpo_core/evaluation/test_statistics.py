@@ -243,7 +243,10 @@ def _most(rate: float, trials: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("loss", "n"), [(0.02, 20), (0.02, 50), (0.05, 50), (0.05, 100)])
+@pytest.mark.parametrize(
+    ("loss", "n"),
+    [(0.02, 50), (0.05, 50), *(pytest.param(*it, marks=pytest.mark.e2e) for it in [(0.02, 20), (0.05, 100)])],
+)
 def test_a_policy_that_rarely_loses_much_and_is_no_better_is_seldom_found_better(loss: float, n: int) -> None:
     """One prompt in 50 or 20 is lost altogether, the others gain what makes the mean difference 0."""
     rng, trials = np.random.default_rng(3), 200

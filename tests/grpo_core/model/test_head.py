@@ -94,8 +94,13 @@ def test_the_products_on_a_gpu_have_matching_shapes_and_dtypes(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("architecture", [80, 90, 100])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        (90, "bf16"),
+        *(pytest.param(*it, marks=pytest.mark.e2e) for it in [(90, "fp32"), (80, "bf16"), (100, "bf16")]),
+    ],
+)
 def test_the_kernels_compile_for_nvidia_s_gpus(
     architecture: int, dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -86,7 +86,7 @@ def _passes(model: Any, vocabulary: int, tokens: int, number: int) -> Iterator[N
     ("sizes", "tokens", "recomputed"),
     [
         ({}, 16, False),
-        ({}, 300, False),
+        pytest.param({}, 300, False, marks=pytest.mark.e2e),
         ({"num_hidden_layers": 8}, 300, True),
         pytest.param({"vocab_size": 20_000}, 16, False, marks=pytest.mark.e2e),
         pytest.param({"vocab_size": 20_000, "tie_word_embeddings": True}, 16, False, marks=pytest.mark.e2e),

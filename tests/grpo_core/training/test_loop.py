@@ -108,7 +108,9 @@ def test_in_bf16_sampler_and_trainer_still_agree(values: dict[str, Any], tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize(
+    "loss_type", ["dapo", *(pytest.param(name, marks=pytest.mark.e2e) for name in ("grpo", "dr_grpo"))]
+)
 def test_half_the_batch_with_twice_the_accumulation_is_the_same_update(
     values: dict[str, Any], tmp_path: Path, loss_type: str
 ) -> None:

@@ -43,15 +43,18 @@ OFF_POLICY = {"steps_per_generation": 4, "num_iterations": 2}
 @pytest.mark.parametrize(
     "keys",
     [
-        {"loss_type": "sapo", **OFF_POLICY},
-        {"loss_type": "cispo", "epsilon_high": 5.0, **OFF_POLICY},
-        {"loss_type": "luspo", "importance_sampling_level": "sequence", **OFF_POLICY},
-        {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate", **OFF_POLICY},
-        {"loss_type": "grpo", "delta": 1.5, "off_policy_mask_threshold": 1e-3, **OFF_POLICY},
-        {"top_entropy_quantile": 0.5},
-        {"entropy_coef": 0.1, "top_entropy_quantile": 0.5},
+        pytest.param({"loss_type": "sapo", **OFF_POLICY}, id="sapo", marks=pytest.mark.e2e),
+        pytest.param({"loss_type": "cispo", "epsilon_high": 5.0, **OFF_POLICY}, id="cispo", marks=pytest.mark.e2e),
+        pytest.param({"loss_type": "luspo", "importance_sampling_level": "sequence", **OFF_POLICY}, id="luspo"),
+        pytest.param(
+            {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate", **OFF_POLICY},
+            id="vespo",
+            marks=pytest.mark.e2e,
+        ),
+        pytest.param({"loss_type": "grpo", "delta": 1.5, "off_policy_mask_threshold": 1e-3, **OFF_POLICY}, id="grpo"),
+        pytest.param({"top_entropy_quantile": 0.5}, id="top entropy", marks=pytest.mark.e2e),
+        pytest.param({"entropy_coef": 0.1, "top_entropy_quantile": 0.5}, id="entropy bonus"),
     ],
-    ids=["sapo", "cispo", "luspo", "vespo", "grpo, delta, off-policy mask", "top entropy", "entropy bonus"],
 )
 def test_half_the_batch_with_twice_the_accumulation_is_the_same_update(
     values: dict[str, Any], tmp_path: Path, keys: dict[str, Any]

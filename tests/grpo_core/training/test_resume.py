@@ -99,7 +99,7 @@ def test_an_engine_that_fails_ends_the_training_with_a_checkpoint_from_which_it_
 @pytest.mark.parametrize(
     ("keys", "kills"),
     [
-        pytest.param(ALL_AT_ONCE, 6, id="all at once"),
+        pytest.param(ALL_AT_ONCE, 4, id="all at once"),
         pytest.param(ALL_AT_ONCE, 12, id="all at once, often", marks=pytest.mark.e2e),
         pytest.param(ADAPTER, 4, id="adapter", marks=pytest.mark.e2e),
     ],

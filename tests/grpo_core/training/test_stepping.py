@@ -85,7 +85,7 @@ def test_sampling_ahead_trains_every_group_once_in_the_process_where_it_began_an
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_processes", "count"), [(2, 10), *(pytest.param(n, 60, marks=pytest.mark.e2e) for n in (2, 3))]
+    ("num_processes", "count"), [(2, 6), *(pytest.param(n, 60, marks=pytest.mark.e2e) for n in (2, 3))]
 )
 def test_several_processes_do_together_what_was_planned(tmp_path: Path, num_processes: int, count: int) -> None:
     settings = [random_settings(seed, num_processes) for seed in range(1000, 1000 + count)]

@@ -48,7 +48,7 @@ def _trials(config: RunConfig, gain: dict[str, float], trials: int = TRIALS, **s
     ("metric", "confidence", "num_samples", "guards"),
     [
         ("accuracy", 0.95, 1, GUARDS),
-        ("accuracy", 0.9, 4, []),
+        pytest.param("accuracy", 0.9, 4, [], marks=pytest.mark.e2e),
         pytest.param("reward", 0.8, 1, [], marks=pytest.mark.e2e),
     ],
 )
