@@ -56,8 +56,8 @@ $(PEER): $(STAMP) requirements/bench.txt
 
 # Python keeps the bytecode of what it imports. Pytest's workers start together: without this each would compile it all.
 $(COMPILED): $(PEER)
-	@for tests in "grpo_core benchmarks examples" "flows tasks served"; do \
-		$(BIN)/python -m pytest -q --collect-only $$(printf 'tests/%s ' $$tests) >/dev/null & \
+	@for modules in "benchmarks.gpu_checks, peft" "flows.serving.deployments, tasks.register, scipy.stats, kubernetes"; do \
+		$(BIN)/python -W ignore -c "import $$modules" 2>/dev/null & \
 	done; wait
 	@touch $@
 

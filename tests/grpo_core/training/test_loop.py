@@ -203,7 +203,7 @@ def _plain_training(run: Path) -> torch.nn.Module:
 @pytest.mark.parametrize(
     "keys",
     [
-        {"max_steps": 5},
+        pytest.param({"max_steps": 5}, marks=pytest.mark.e2e),
         {"max_steps": 3, "mask_truncated_completions": True},
         {"max_steps": 10, "steps_per_generation": 4, "num_iterations": 2, "beta": 0.3},
         {"max_steps": 7, "gradient_accumulation_steps": 3, "steps_per_generation": 2, "num_iterations": 2},

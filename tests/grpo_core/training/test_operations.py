@@ -135,7 +135,9 @@ def processes(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "kept", "head"), [(1, 2**25, 6), (1, 0, 8), (2, 0, 8), (8, 0, 8)], indirect=["processes"]
+    ("processes", "kept", "head"),
+    [(1, 2**25, 6), (8, 0, 8), *(pytest.param(n, 0, 8, marks=pytest.mark.e2e) for n in (1, 2))],
+    indirect=["processes"],
 )
 def test_an_update_computes_each_token_once(
     policy: Policy, batch: MicroBatch, processes: int, kept: int, head: int, monkeypatch: pytest.MonkeyPatch

@@ -49,9 +49,9 @@ LOWERED = {"importance_sampling_ratio_action": "lower_staleness", "min_importanc
     ("num_processes", "health"),
     [
         pytest.param(1, {}, id="1", marks=pytest.mark.e2e),
-        pytest.param(2, {}, id="2"),
-        pytest.param(1, LOWERED, id="1, lowered"),
-        pytest.param(2, LOWERED, id="2, lowered", marks=pytest.mark.e2e),
+        pytest.param(2, {}, id="2", marks=pytest.mark.e2e),
+        pytest.param(1, LOWERED, id="1, lowered", marks=pytest.mark.e2e),
+        pytest.param(2, LOWERED, id="2, lowered"),
     ],
 )
 def test_sampling_ahead_trains_every_group_once_in_the_process_where_it_began_and_none_too_late(

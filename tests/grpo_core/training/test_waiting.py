@@ -49,7 +49,7 @@ def _own(gpu: Gpu) -> list[str]:
 @pytest.mark.parametrize(
     ("keys", "packs", "loss_types"),
     [
-        pytest.param({}, True, ["dapo"], id="plain"),
+        pytest.param({}, True, ["dapo"], id="plain", marks=pytest.mark.e2e),
         pytest.param(EVERYTHING, True, get_args(LossType), id="everything"),
         pytest.param(EVERYTHING, False, ["dapo"], id="everything, padded", marks=pytest.mark.e2e),
     ],
