@@ -52,7 +52,7 @@ def evaluate(
     files = {name: run / "dataset" / f"{file}.parquet" for name, file in config.evaluation_files.items()}
     loaded = load_base(config, files, config.evaluation_length)
     config, processes, engine, base = loaded.config, loaded.processes, loaded.engine, loaded.model
-    sets, rewards, tokenizer, is_main = loaded.sets, loaded.rewards, loaded.tokenizer, processes.is_main_process
+    sets, rewards, is_main = loaded.sets, loaded.scoring.rewards, processes.is_main_process
     sampling, n = evaluation_sampling(config), config.evaluation.num_samples
     as_base = {"dtype": loaded.dtype, "device": processes.device, "shard": loaded.shard}
     columns = {name: prompt_columns(name, prompts.rows, config) for name, prompts in sets.items()}
@@ -89,7 +89,7 @@ def evaluate(
     if earlier and "champion" in known:
         take("champion", earlier)
     elif champion is not None:
-        if part := _incompatible_part(base, champion, tokenizer):
+        if part := _incompatible_part(base, champion, loaded.scoring.tokenizer):
             if is_main:
                 print(f"the champion is left out: it has another {part} than {config.model.name_or_path}", flush=True)
         else:
