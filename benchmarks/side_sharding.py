@@ -62,9 +62,7 @@ def measured(folder: Path, run: Path, turns: int, tokens: int | None = None) -> 
     if tokens is not None:
         session.memory.tokens = tokens
     state = TrainingState(tokens_per_pass=session.memory.tokens)
-    generated, *_ = collect(
-        0, session.config, session.plan, session.prompts, session.tokenizer, session.rewards, engine
-    )
+    generated, *_ = collect(0, session.config, session.plan, session.prompts, session.scoring, engine)
     rollout = Rollout(**vars(generated), old_logprobs=None, ref_logprobs=None, keep=None)
     batch = update_batch([(rollout, 0)], session.plan, session.config)
     all_of_them = torch.ones(len(generated.prompt_ids), dtype=torch.bool)

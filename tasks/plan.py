@@ -67,17 +67,8 @@ def _work(context: Context) -> dict[str, Any]:
     if source is None and not handed_to:
         source = measured_pace(config, plan, lengths, gpu, data.prompts, get_run_logger().info)
     rates, taken = _first_epoch(config, plan, context.run)
-    forecasts = forecast(
-        config,
-        plan,
-        lengths,
-        source,
-        rates or validated_pass_rates(data.prompts),
-        gpu,
-        held_out_prompts=data.held_out_prompts,
-        reward_seconds=data.reward_seconds,
-        environment=data.environment,
-    )
+    pass_rates = rates or validated_pass_rates(data.prompts)
+    forecasts = forecast(config, plan, lengths, source, pass_rates, gpu, costs=data.costs)
     sources = source_counts(plan, config.seed)
     table = [{"quantity": name, "value": value, "how": ""} for name, value in plan_rows(figures)]
     for source, counts in sources.items():

@@ -70,7 +70,7 @@ def try_environment(
     terminal = Terminal(soft_wrap=True)
     with refusals(str(config), started=True):
         from grpo_core.data.prompts import Prompts
-        from grpo_core.rollout.collect import sample_and_score
+        from grpo_core.rollout.collect import Scoring, sample_and_score
         from grpo_core.rollout.types import Request, Sampling
 
         tools = setting.environments.tools(setting.environments.name_for(values))
@@ -80,9 +80,8 @@ def try_environment(
         # A conversation's seed is the number of its row, so the row keeps its position.
         prompts = Prompts([dict(values)] * (row + 1), [prompt_ids] * (row + 1), len(prompt_ids))
         try:
-            (sample,), _ = sample_and_score(
-                engine, [Request(prompt_ids, 1, 0)], [row], Sampling(most), prompts, tokenizer, rewards, setting
-            )
+            requests, scoring = [Request(prompt_ids, 1, 0)], Scoring(tokenizer, rewards, setting)
+            (sample,), _ = sample_and_score(engine, requests, [row], Sampling(most), prompts, scoring)
         finally:
             setting.environments.close()
         _summarize(terminal, run, sample)

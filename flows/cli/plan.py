@@ -30,7 +30,7 @@ from grpo_core.planning.frameworks.launches import RecipeError
 from grpo_core.planning.frameworks.megatron import megatron_notes, megatron_plan
 from grpo_core.planning.frameworks.recipes import NEWEST, Recipe, System, megatron_inputs, read_recipe, recipe_inputs
 from grpo_core.planning.hardware import capability, find_gpu, name_hardware, named_gpu
-from grpo_core.planning.pace import Pace, Throughput
+from grpo_core.planning.pace import NOT_VALIDATED, Pace, Throughput
 from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_inputs, plan_rows, source_table
 from grpo_core.planning.rules import PlanInputs, Rules
 from grpo_core.planning.shapes import PromptLengths, load_positions
@@ -198,9 +198,7 @@ def describe_plan(
             pace,
             pass_rates,
             hardware,
-            held_out_prompts=data.held_out_prompts if data else None,
-            reward_seconds=data.reward_seconds if data else None,
-            environment=data.environment if data else None,
+            costs=data.costs if data else NOT_VALIDATED,
             sampling=_earlier_sampling(config) if gpu is None else None,
         )
         if "error" in forecasts["time"] and not history:

@@ -116,52 +116,75 @@ def serve(
     """Answer the requests of one conversation after the other until the connection is closed."""
     me = os.getpid()
     _send_json(connection, {"pid": me})
-    instances: dict[str, Any] = {}
-    environment: Any = None
     with asyncio.Runner() as runner:
-
-        def settled(value: Any) -> Any:
-            async def awaited() -> Any:
-                return await value
-
-            return runner.run(awaited()) if inspect.isawaitable(value) else value
-
+        instances = _Instances(tools, factories, args, runner)
         while (body := receive(connection)) is not None:
             request = pickle.loads(body)
-            try:
-                match request["do"]:
-                    case "rest":
-                        _reset_tools(tools)
-                        continue
-                    case "reset":
-                        _reset_tools(tools)
-                        _seed(request["seed"])
-                        name = request["environment"]
-                        if name in factories and name not in instances:
-                            instances[name] = factories[name](**args.get(name, {}))
-                        environment = instances.get(name)
-                        value = None if environment is None else settled(environment.reset(**request["row"]))
-                        if not (value is None or isinstance(value, str)):
-                            raise TypeError(f"reset returned {type(value).__name__}; return text or None")
-                        value = value and text_of(value)
-                    case "call":
-                        tool = tools.get(request["name"]) or getattr(environment, request["name"])
-                        value = text_of(settled(tool(**request["arguments"])))
-                    case "get":
-                        value = getattr(environment, request["name"])
-                        value = ... if callable(value) else _plain(value, request["name"])
-                    case "invoke":
-                        method = getattr(environment, request["name"])
-                        value = _plain(settled(method(*request["args"], **request["kwargs"])), request["name"])
-                answer: dict[str, Any] = {"callable": True} if value is ... else {"value": value}
-            except AttributeError as error:
-                answer = {"missing" if request["do"] == "get" else "raised": [type(error).__name__, _message(error)]}
-            except BaseException as error:  # exit() and interrupts of the user's code too
-                answer = {"raised": [type(error).__name__, _message(error)]}
+            if request["do"] == "rest":  # nothing waits for an answer: an error ends this process
+                _reset_tools(tools)
+                continue
+            answer = instances.answer(request)
             if os.getpid() != me:  # the user's code has forked, and the fork has returned from it too
                 os._exit(0)
             _flush()
             _send_json(connection, {"to": request["number"], **answer})
+
+
+class _Instances:
+    """The tools and this process's environments, each made when a conversation first needs it."""
+
+    def __init__(
+        self,
+        tools: Mapping[str, Callable[..., Any]],
+        factories: Mapping[str, Callable[..., Any]],
+        args: Mapping[str, Mapping[str, Any]],
+        runner: asyncio.Runner,
+    ):
+        self.tools, self.factories, self.args, self.runner = tools, factories, args, runner
+        self.made: dict[str, Any] = {}
+        self.current: Any = None  # the conversation's environment
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The value that the request asks for, or the error that it causes."""
+        try:
+            value = self._value(request)
+        except AttributeError as error:
+            return {"missing" if request["do"] == "get" else "raised": [type(error).__name__, _message(error)]}
+        except BaseException as error:  # exit() and interrupts of the user's code too
+            return {"raised": [type(error).__name__, _message(error)]}
+        return {"callable": True} if value is ... else {"value": value}
+
+    def _value(self, request: Mapping[str, Any]) -> Any:
+        match request["do"]:
+            case "reset":
+                return self._reset(request["environment"], request["seed"], request["row"])
+            case "call":
+                tool = self.tools.get(request["name"]) or getattr(self.current, request["name"])
+                return text_of(self._settled(tool(**request["arguments"])))
+            case "get":
+                value = getattr(self.current, request["name"])
+                return ... if callable(value) else _plain(value, request["name"])
+            case "invoke":
+                method = getattr(self.current, request["name"])
+                return _plain(self._settled(method(*request["args"], **request["kwargs"])), request["name"])
+
+    def _reset(self, name: str, seed: int, row: Mapping[str, Any]) -> str | None:
+        """Begin a conversation. Returns what the environment adds to the prompt."""
+        _reset_tools(self.tools)
+        _seed(seed)
+        if name in self.factories and name not in self.made:
+            self.made[name] = self.factories[name](**self.args.get(name, {}))
+        self.current = self.made.get(name)
+        added = None if self.current is None else self._settled(self.current.reset(**row))
+        if not (added is None or isinstance(added, str)):
+            raise TypeError(f"reset returned {type(added).__name__}; return text or None")
+        return added and text_of(added)
+
+    def _settled(self, value: Any) -> Any:
+        async def awaited() -> Any:
+            return await value
+
+        return self.runner.run(awaited()) if inspect.isawaitable(value) else value
 
 
 def _reset_tools(tools: Mapping[str, Callable[..., Any]]) -> None:

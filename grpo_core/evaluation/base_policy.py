@@ -13,15 +13,15 @@ import torch
 from grpo_core.config.run import RunConfig
 from grpo_core.data.prompts import Prompts, load_prompts, load_tokenizer
 from grpo_core.distributed import start_processes
-from grpo_core.environments.setting import Setting, make_setting
+from grpo_core.environments.setting import make_setting
 from grpo_core.model.capabilities import check_padding
 from grpo_core.model.loading import load_starting_policy
 from grpo_core.model.parallelize import sharding
 from grpo_core.model.positions import check_context
 from grpo_core.model.precision import in_float32, with_precision_of
 from grpo_core.model.sharded import is_sharded
-from grpo_core.rewards.contract import Reward, rewards_of
-from grpo_core.rollout.collect import Sample, sample_and_score
+from grpo_core.rewards.contract import rewards_of
+from grpo_core.rollout.collect import Sample, Scoring, sample_and_score
 from grpo_core.rollout.factory import make_engine
 from grpo_core.rollout.types import Engine, Request, Sampling
 from grpo_core.rollout.waiting import longest_wait, phase_limits
@@ -37,10 +37,8 @@ class Base:
     processes: Any  # accelerate's Accelerator
     dtype: torch.dtype
     shard: Any
-    tokenizer: Any
-    setting: Setting | None
+    scoring: Scoring
     sets: dict[str, Prompts]
-    rewards: list[Reward]
     model: Any
     engine: Engine
 
@@ -48,10 +46,7 @@ class Base:
         self, name: str, requests: Sequence[Request], rows: Sequence[int], sampling: Sampling
     ) -> tuple[list[Sample], float]:
         """Sample and score prompts of a set in this process; see `sample_and_score`."""
-        prompts = self.sets[name]
-        return sample_and_score(
-            self.engine, requests, rows, sampling, prompts, self.tokenizer, self.rewards, self.setting
-        )
+        return sample_and_score(self.engine, requests, rows, sampling, self.sets[name], self.scoring)
 
 
 def load_base(config: RunConfig, files: Mapping[str, Path], completion: int) -> Base:
@@ -65,7 +60,7 @@ def load_base(config: RunConfig, files: Mapping[str, Path], completion: int) -> 
     setting = make_setting(config, tokenizer)
     encode, options = setting.encode if setting else None, config.data.chat_template_kwargs
     sets = {name: load_prompts(path, tokenizer, options, encode) for name, path in files.items()}
-    rewards = rewards_of(config)
+    scoring = Scoring(tokenizer, rewards_of(config), setting)
     dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
     model = load_starting_policy(config.model, dtype=dtype, device=processes.device, shard=shard)
     max_length = max(prompts.max_length for prompts in sets.values()) + completion
@@ -75,4 +70,4 @@ def load_base(config: RunConfig, files: Mapping[str, Path], completion: int) -> 
     engine = make_engine(config, config.model.name_or_path, model, tokenizer, max_length)
     if config.model.adapter:  # which the engine has not loaded
         engine.sync_weights(model)
-    return Base(config, processes, dtype, shard, tokenizer, setting, sets, rewards, model, engine)
+    return Base(config, processes, dtype, shard, scoring, sets, model, engine)

@@ -52,7 +52,7 @@ def evaluate(
     files = {name: run / "dataset" / f"{file}.parquet" for name, file in config.evaluation_files.items()}
     loaded = load_base(config, files, config.evaluation_length)
     config, processes, engine, base = loaded.config, loaded.processes, loaded.engine, loaded.model
-    sets, rewards, tokenizer, is_main = loaded.sets, loaded.rewards, loaded.tokenizer, processes.is_main_process
+    sets, rewards, is_main = loaded.sets, loaded.scoring.rewards, processes.is_main_process
     sampling, n = evaluation_sampling(config), config.evaluation.num_samples
     as_base = {"dtype": loaded.dtype, "device": processes.device, "shard": loaded.shard}
     columns = {name: prompt_columns(name, prompts.rows, config) for name, prompts in sets.items()}
@@ -76,6 +76,12 @@ def evaluate(
                 masks = [sample.completion.mask for sample in samples]
                 columns[name][f"{policy}/kl"] = mean_kl(model, base, asked, completed, masks)
 
+    def sample_from(policy: str, folder: Path) -> None:
+        """Sample a policy, whose weights go when this returns: one beside the base is enough."""
+        model = load_model(folder, **as_base)
+        engine.sync_weights(model)
+        sample(policy, model)
+
     def take(policy: str, answers: Path) -> None:
         policies.append(policy)
         for name, of_set in answers_of(policy, answers, columns).items():
@@ -89,17 +95,12 @@ def evaluate(
     if earlier and "champion" in known:
         take("champion", earlier)
     elif champion is not None:
-        if part := _incompatible_part(base, champion, tokenizer):
-            if is_main:
-                print(f"the champion is left out: it has another {part} than {config.model.name_or_path}", flush=True)
-        else:
-            model = load_model(champion, **as_base)
-            engine.sync_weights(model)
-            sample("champion", model)
-            del model  # one beside the base is enough
-    trained = load_model(run / "training" / "model", **as_base)
-    engine.sync_weights(trained)
-    sample("trained", trained)
+        part = _incompatible_part(base, champion, loaded.scoring.tokenizer)
+        if not part:
+            sample_from("champion", champion)
+        elif is_main:
+            print(f"the champion is left out: it has another {part} than {config.model.name_or_path}", flush=True)
+    sample_from("trained", run / "training" / "model")
     wait_for_all()
     engine.close()
     if not is_main:
@@ -111,11 +112,7 @@ def evaluate(
     table.write_parquet(output / "samples.parquet")
     found = compare_policies(table, config, policies)
     default_metric = deciding_metric(table, config.accuracy_reward)
-    metric = config.promotion.metric or default_metric
-    unit = ".1%" if evaluated_metric(metric).is_share else ".3f"
-    for name, of_set in found.items():
-        means = [f"{policy} {of_set['policies'][policy][metric]['mean']:{unit}}" for policy in policies]
-        print(f"{metric} on {name}: {', '.join(means)}", flush=True)
+    _print_means(found, policies, config.promotion.metric or default_metric)
     processes.end_training()
     return {
         "key": outcomes_key(config, files),
@@ -129,6 +126,14 @@ def evaluate(
         "start_seconds": round(start_seconds, 3),
         "sets": found,
     }
+
+
+def _print_means(found: Mapping[str, Mapping[str, Any]], policies: Sequence[str], metric: str) -> None:
+    """Print the metric's mean of each policy, one line per set."""
+    unit = ".1%" if evaluated_metric(metric).is_share else ".3f"
+    for name, of_set in found.items():
+        means = [f"{policy} {of_set['policies'][policy][metric]['mean']:{unit}}" for policy in policies]
+        print(f"{metric} on {name}: {', '.join(means)}", flush=True)
 
 
 def outcomes_key(config: RunConfig, files: Mapping[str, Path]) -> str:

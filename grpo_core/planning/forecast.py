@@ -15,10 +15,10 @@ from grpo_core.planning.communication import communication
 from grpo_core.planning.gpus import count_gpus
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.memory import check_engine_memory, check_host_memory, peak_memory
-from grpo_core.planning.pace import EnvironmentPace, Pace, Throughput
+from grpo_core.planning.pace import NOT_VALIDATED, Pace, Throughput, ValidatedCosts
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.remedies import NOTHING_FITS, remedies
-from grpo_core.planning.shapes import ForecastError, PromptLengths, load_shape
+from grpo_core.planning.shapes import ForecastError, ModelShape, PromptLengths, load_shape
 from grpo_core.planning.wall_time import wall_time
 
 TITLES = {
@@ -40,9 +40,7 @@ def forecast(
     pass_rates: Sequence[float],
     gpu: Gpu | None,
     *,
-    held_out_prompts: int | None = None,
-    reward_seconds: float | None = None,
-    environment: EnvironmentPace | None = None,
+    costs: ValidatedCosts = NOT_VALIDATED,
     sampling: EarlierSampling | str | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Time, useful groups and, on GPUs, memory and communication: each with `how` it was made, or with the `error` that
@@ -60,16 +58,9 @@ def forecast(
     try:
         shape = load_shape(config.model.name_or_path, config.model.revision)
         if gpu:
-            found["memory"] = memory = peak_memory(config, plan, shape, lengths, gpu)
-            if "warning" in memory:
-                memory["remedies"] = remedies(config, plan, shape, lengths, gpu)
-            try:
-                check_engine_memory(config, shape, lengths, gpu)
-                check_host_memory(config, shape, gpu)
-            except ConfigError as error:
-                raise ConfigError("\n".join([str(error), *map(_would_fit, memory.get("remedies", []))])) from error
-            if plan.num_processes > 1 or config.train.offload == "optimizer":
-                found["communication"] = communication(config, plan, shape, gpu)
+            found["memory"] = _memory(config, plan, shape, lengths, gpu)
+        if gpu and (plan.num_processes > 1 or config.train.offload == "optimizer"):
+            found["communication"] = communication(config, plan, shape, gpu)
     except ForecastError as error:
         if gpu:
             found["memory"] = {"error": str(error)}
@@ -78,18 +69,8 @@ def forecast(
         found["time"] = {"error": source}
     else:
         try:
-            found["time"] = wall_time(
-                config,
-                plan,
-                lengths,
-                source,
-                shape,
-                gpu,
-                held_out_prompts=held_out_prompts,
-                silent_share=useful.get("silent_share"),
-                reward_seconds=reward_seconds,
-                environment=environment,
-            )
+            silent = useful.get("silent_share")
+            found["time"] = wall_time(config, plan, lengths, source, shape, gpu, costs=costs, silent_share=silent)
         except ForecastError as error:
             found["time"] = {"error": str(error)}
     if isinstance(sampling, str):
@@ -99,6 +80,20 @@ def forecast(
     if useful:
         found["useful_groups"] = useful
     return found
+
+
+def _memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu) -> dict[str, Any]:
+    """Peak memory, with the remedies that would fit if it does not suffice. Raises ConfigError if certainly nothing
+    could start."""
+    memory = peak_memory(config, plan, shape, lengths, gpu)
+    if "warning" in memory:
+        memory["remedies"] = remedies(config, plan, shape, lengths, gpu)
+    try:
+        check_engine_memory(config, shape, lengths, gpu)
+        check_host_memory(config, shape, gpu)
+    except ConfigError as error:
+        raise ConfigError("\n".join([str(error), *map(_would_fit, memory.get("remedies", []))])) from error
+    return memory
 
 
 def useful_groups(pass_rates: Sequence[float], num_generations: int) -> dict[str, Any]:

@@ -47,6 +47,18 @@ class EnvironmentPace:
 
 
 @dataclass(frozen=True)
+class ValidatedCosts:
+    """What validation finds out about the time of a run; None: not known, or there is no environment."""
+
+    held_out_prompts: int | None = None  # sampled in each evaluation
+    reward_seconds: float | None = None  # of all rewards, per completion
+    environment: EnvironmentPace | None = None
+
+
+NOT_VALIDATED = ValidatedCosts()
+
+
+@dataclass(frozen=True)
 class PaceRequest:
     """Request to measure `completions` sampled together, then `per_device_train_batch_size` of them trained on.
 

@@ -9,7 +9,7 @@ from typing import Any
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.memory import MOMENTS
-from grpo_core.planning.pace import EnvironmentPace, Pace, Throughput
+from grpo_core.planning.pace import NOT_VALIDATED, EnvironmentPace, Pace, Throughput, ValidatedCosts
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ForecastError, ModelShape, PromptLengths, adapter_parameters
 
@@ -36,17 +36,14 @@ def wall_time(
     shape: ModelShape | None,
     gpu: Gpu | None,
     *,
-    held_out_prompts: int | None = None,
+    costs: ValidatedCosts = NOT_VALIDATED,
     silent_share: float | None = None,
-    reward_seconds: float | None = None,
-    environment: EnvironmentPace | None = None,
 ) -> dict[str, Any]:
     """Hours of the probe, if there is one, and of the whole training, of each part, and GPU hours on a GPU: at the pace
     of earlier runs, at the one measured, or without either at one assumed for `gpu`.
 
-    `held_out_prompts`: sampled in each evaluation; `silent_share`: of the groups, replaced in dynamic sampling;
-    `reward_seconds`: of all rewards, per completion; `environment`: as rehearsed. None if not known. Raises
-    ForecastError if no pace is known or can be assumed.
+    `silent_share`: of the groups, replaced in dynamic sampling; None if not known. Raises ForecastError if no pace is
+    known or can be assumed.
     """
     if isinstance(source, Throughput):
         length = min(source.completion_tokens, config.rollout.max_completion_length)
@@ -59,10 +56,9 @@ def wall_time(
         how = "; ".join([source.how, *said])
     elif isinstance(source, Pace):
         rounds, said = _rounds(config, plan, silent_share)
-        talk = _conversation(config, lengths, source, environment)
-        parts = _measured(config, plan, source, shape, gpu, rounds, held_out_prompts, reward_seconds, talk)
-        left_out = _left_out(config, held_out_prompts, reward_seconds, environment)
-        how = "; ".join([source.how, *talk.said, *said, *left_out])
+        talk = _conversation(config, lengths, source, costs.environment)
+        parts = _measured(config, plan, source, shape, gpu, rounds, costs, talk)
+        how = "; ".join([source.how, *talk.said, *said, *_left_out(config, costs)])
     else:
         parts, how = _assumed(config, plan, lengths, shape, gpu)
     hours = sum(parts.values()) / 3600
@@ -139,22 +135,22 @@ def _measured(
     shape: ModelShape | None,
     gpu: Gpu | None,
     rounds: float,
-    held_out_prompts: int | None,
-    reward_seconds: float | None,
+    costs: ValidatedCosts,
     talk: _Conversation,
 ) -> dict[str, float]:
     """Seconds of the probe, if there is one, and of each part of a training, at a measured pace."""
     samples = config.rollout.engine != "recorded"
     per_process = plan.generation_batch_size / plan.num_processes * samples
     completion_seconds = talk.sampled * pace.sample_seconds / pace.completions
-    scored = (reward_seconds or 0.0) * rounds * per_process * plan.rollouts
+    reward_seconds = costs.reward_seconds or 0.0
+    scored = reward_seconds * rounds * per_process * plan.rollouts
     trainings = plan.num_iterations * (1 + FORWARD * (config.model.lora_dropout > 0))
     slices = plan.rollouts * plan.steps_per_generation * (trainings + FORWARD * scorings(config, plan))
     uses_vllm = samples and config.rollout.engine_on(has_gpu=gpu is not None) != "transformers"
     start = pace.start_seconds + VLLM_START_SECONDS * uses_vllm
     parts = {}
     if own := _probed(config, plan):
-        parts[PROBE] = start + own * (completion_seconds + (reward_seconds or 0.0)) + talk.waits
+        parts[PROBE] = start + own * (completion_seconds + reward_seconds) + talk.waits
     parts |= {
         "updates": plan.rollouts * rounds * per_process * completion_seconds
         + scored
@@ -164,10 +160,10 @@ def _measured(
     }
     if talk.waits and samples:
         parts["waiting for environments"] = plan.rollouts * rounds * talk.waits
-    if plan.evaluations and held_out_prompts:
+    if plan.evaluations and costs.held_out_prompts:
         longer = config.evaluation_length / config.rollout.max_completion_length
-        own = -(-held_out_prompts // plan.num_processes)
-        each = own * (completion_seconds * longer + (reward_seconds or 0.0)) + talk.waits
+        own = -(-costs.held_out_prompts // plan.num_processes)
+        each = own * (completion_seconds * longer + reward_seconds) + talk.waits
         parts["evaluations"] = plan.evaluations * each
     if shape:
         trained = adapter_parameters(shape, config) if config.model.use_peft else shape.parameters
@@ -190,18 +186,13 @@ def _rounds(config: RunConfig, plan: Plan, silent_share: float | None) -> tuple[
     return rounds, [f"dynamic sampling draws {rounds:.2f} times as many completions at these pass rates"]
 
 
-def _left_out(
-    config: RunConfig,
-    held_out_prompts: int | None,
-    reward_seconds: float | None,
-    environment: EnvironmentPace | None,
-) -> Sequence[str]:
+def _left_out(config: RunConfig, costs: ValidatedCosts) -> Sequence[str]:
     if config.rollout.engine == "recorded":
         return ["without sampling and scoring, which a recording has done"]
-    missing = ["the environment"] if config.environment.is_used and environment is None else []
-    if reward_seconds is None:
+    missing = ["the environment"] if config.environment.is_used and costs.environment is None else []
+    if costs.reward_seconds is None:
         missing.append("scoring")
-    if config.train.eval_steps and not held_out_prompts:
+    if config.train.eval_steps and not costs.held_out_prompts:
         missing.append("evaluations")
     return [f"without {' and '.join(missing)}, known once the data are validated"] if missing else []
 

@@ -89,22 +89,11 @@ def rehearse(
     its environment; a reward that reads environments judges acts, of which there are none here, rather than answers.
     Raises RewardError that names all rewards that fail.
     """
-    answered = [row for row in rows if isinstance(row.get(ANSWER), (str, int, float))]
-    groups = {
-        "right": [(row, str(row[ANSWER])) for row in answered],
-        "empty": [(row, "") for row in rows],
-        "garbage": [(row, GARBAGE) for row in rows],
-    }
-    kinds = [kind for kind, pairs in groups.items() for _ in pairs]
-    batch, texts = zip(*(pair for pairs in groups.values() for pair in pairs), strict=True)
-    completions = [completion_of(row["prompt"], text) for row, text in zip(batch, texts, strict=True)]
     resolved = rewards_of(config)
     check_environments(resolved, begin is not None)
     acting = [reward.name for reward in resolved if begin and reward.reads_environments]
-    ids: list[list[int]] = [[] for _ in texts]
-    if any(reward.accepts is None or "completion_ids" in reward.accepts for reward in resolved):
-        ids = load_tokenizer()([*texts], add_special_tokens=False)["input_ids"]
-    whole_batch = Batch(batch, completions, ids, begin(batch) if begin else ())
+    reads_ids = any(reward.accepts is None or "completion_ids" in reward.accepts for reward in resolved)
+    kinds, batch = _rehearsed_batch(rows, load_tokenizer if reads_ids else None, begin)
     rewards: dict[str, Any] = {}
     zero_or_one: list[str] = []
     errors, warnings = _gates(config.rewards, {reward.name: reward.range for reward in resolved})
@@ -116,20 +105,14 @@ def rehearse(
     for declared, reward in zip(config.rewards, resolved, strict=True):
         print(f"{TRYING}reward {reward.name!r}", flush=True)
         try:
-            first, then = (replace(reward, timeout=seconds) for seconds in _limits(declared))
-            score([first], whole_batch.scored_by(first).only(0))  # its pace does not include what is loaded once
-            start = time.perf_counter()
-            (values,) = score([then], whole_batch)
+            values, seconds = _timed_values(reward, batch, _limits(declared))
         except RewardError as error:
             errors.append(str(error))
             continue
-        seconds = (time.perf_counter() - start) / len(batch)
-        by_kind = {
-            kind: [
-                value for value, of, row in zip(values, kinds, batch, strict=True) if of == kind and reward.scores(row)
-            ]
-            for kind in dict.fromkeys(kinds)
-        }
+        by_kind: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for kind, row, value in zip(kinds, batch.rows, values, strict=True):
+            if reward.scores(row):
+                by_kind[kind].append(value)
         rewards[reward.name] = {
             **{kind: _mean(given) for kind, given in by_kind.items()},
             "seconds_per_completion": seconds,
@@ -144,7 +127,7 @@ def rehearse(
                 f"reward {reward.name!r} applies to none of the rehearsed completions: it gave only None"
                 + "".join(f"; row 0 has {column} = {short(rows[0][column])}" for column in reward.columns)
             )
-    if answered and not errors and not acting and all(given["right"] is None for given in rewards.values()):
+    if "right" in kinds and not errors and not acting and all(given["right"] is None for given in rewards.values()):
         errors += [
             f"no reward applies to the right answer of any of the first {len(rows)} rows, so nothing could be learnt "
             f"from them: the column {ANSWER!r} (data.columns.{ANSWER}) has to hold what the rewards take as an answer",
@@ -153,6 +136,31 @@ def rehearse(
     if errors:
         raise RewardError("\n".join(errors))
     return {"rows": len(rows), "rewards": rewards, "zero_or_one": zero_or_one, "warnings": warnings}
+
+
+def _rehearsed_batch(
+    rows: Sequence[Mapping[str, Any]],
+    load_tokenizer: Callable[[], Any] | None,
+    begin: Callable[[Sequence[Mapping[str, Any]]], Sequence[Any]] | None,
+) -> tuple[list[str], Batch]:
+    """Return completions of each kind and their kinds. Without a tokenizer they have no tokens, and without `begin` no
+    environments."""
+    tried = [("right", row, str(row[ANSWER])) for row in rows if isinstance(row.get(ANSWER), (str, int, float))]
+    tried += [(kind, row, text) for kind, text in (("empty", ""), ("garbage", GARBAGE)) for row in rows]
+    kinds, asked, texts = (list(column) for column in zip(*tried, strict=True))
+    ids = load_tokenizer()(texts, add_special_tokens=False)["input_ids"] if load_tokenizer else [[] for _ in texts]
+    completions = [completion_of(row["prompt"], text) for row, text in zip(asked, texts, strict=True)]
+    return kinds, Batch(asked, completions, ids, begin(asked) if begin else ())
+
+
+def _timed_values(reward: Reward, batch: Batch, limits: tuple[float, float]) -> tuple[list[float], float]:
+    """Return the reward's values, and its seconds per completion. `limits`: on a first call, for one completion, and on
+    the call for all of them."""
+    first, then = (replace(reward, timeout=seconds) for seconds in limits)
+    score([first], batch.scored_by(first).only(0))  # the pace does not include what is loaded once
+    start = time.perf_counter()
+    (values,) = score([then], batch)
+    return values, (time.perf_counter() - start) / len(batch.rows)
 
 
 def longest_seconds(config: RunConfig) -> float:

@@ -116,15 +116,12 @@ def score_arriving(
                 moved()
                 if new:
                     items += new
-                    batch, found = batch_of(list(new)), dict[str, Any]()
-                    parts.append((batch, found))
-                    for reward in asynchronous:
-                        if (own := batch.scored_by(reward)).rows:
-                            loop.start(reward, own, found)
+                    batch = batch_of(list(new))
+                    parts.append((batch, loop.start(asynchronous, batch)))
                 loop.turn()
         whole_batch = _joined([batch for batch, _ in parts])
-        own = {it.name: whole_batch.scored_by(it) for it in rewards if not it.is_async}
-        at_the_end = {it.name: _run(it, own[it.name]) for it in rewards if it.name in own and own[it.name].rows}
+        synchronous = [(reward, whole_batch.scored_by(reward)) for reward in rewards if not reward.is_async]
+        at_the_end = {reward.name: _run(reward, own) for reward, own in synchronous if own.rows}
         loop.finish()
     called = {reward.name: parts if reward.is_async else [(whole_batch, at_the_end)] for reward in rewards}
     columns = [
@@ -152,7 +149,15 @@ class _Loop:
         self.failed: list[tuple[Reward, Batch, BaseException]] = []  # in the order in which they did
         self.deadline = self.stopped = time.monotonic()
 
-    def start(self, reward: Reward, batch: Batch, values: dict[str, Any]) -> None:
+    def start(self, rewards: Sequence[Reward], batch: Batch) -> dict[str, Any]:
+        """Call the functions with the rows that they score. Returns what their values will be put into, by name."""
+        values = dict[str, Any]()
+        for reward in rewards:
+            if (own := batch.scored_by(reward)).rows:
+                self._start_call(reward, own, values)
+        return values
+
+    def _start_call(self, reward: Reward, batch: Batch, values: dict[str, Any]) -> None:
         async def call() -> None:
             try:
                 values[reward.name] = await _awaited(reward, batch, reward.timeout, self.scopes)

@@ -26,6 +26,15 @@ Group = tuple[int, int]  # the generation batch whose turn its prompt was, and t
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """The groups that are sampled ahead when a generation batch is taken from them."""
+
+    lookahead: Lookahead
+    begun: Sequence[Group]  # left by the batch before
+    max_staleness: int  # hand-overs of weights within which a group that begins now must be taken
+
+
+@dataclass(frozen=True)
 class TakingSampler:
     """Sampler that takes `count` begun groups: completions or, with tools or an environment, conversations."""
 

@@ -33,11 +33,11 @@ from grpo_core.planning.plan import Plan
 from grpo_core.rewards.composition import counted, passed
 from grpo_core.rewards.contract import Reward
 from grpo_core.rewards.scoring import Batch, score_arriving
-from grpo_core.rollout.ahead import Group, TakingSampler, requests_of, windows
+from grpo_core.rollout.ahead import Ahead, Group, TakingSampler, requests_of, windows
 from grpo_core.rollout.answers import Answer, completions_of, conversations_of
 from grpo_core.rollout.process_work import TOKENS, work_metrics
 from grpo_core.rollout.requests import own_limit, training_sampling
-from grpo_core.rollout.types import Completion, Engine, GenerationBatch, Lookahead, Request, Sampler, Sampling
+from grpo_core.rollout.types import Completion, Engine, GenerationBatch, Request, Sampler, Sampling
 from grpo_core.system.progress import phase, seconds_of_work
 
 
@@ -55,29 +55,32 @@ class Sample:
     turn: int = 0  # the generation batch whose turn the row was
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """What turns sampled tokens into rewards: the tokenizer that reads them as text, the reward functions and, if each
+    completion is a conversation, its environments."""
+
+    tokenizer: Any
+    rewards: Sequence[Reward]
+    setting: Setting | None = None
+
+
 def collect(
     index: int,
     config: RunConfig,
     plan: Plan,
     prompts: Prompts,
-    tokenizer: Any,
-    rewards: Sequence[Reward],
+    scoring: Scoring,
     engine: Engine,
     attempt: int = 0,
-    setting: Setting | None = None,
-    lookahead: Lookahead | None = None,
-    begun: Sequence[Group] = (),
-    max_staleness: int = 0,
-    again: Sequence[Group] = (),
+    groups: Ahead | Sequence[Group] = (),
     arranged: Arranged = None,
 ) -> tuple[GenerationBatch, list[Sample], list[Group]]:
     """Return generation batch `index`, its samples in the same order, and the groups that are begun but not in it.
 
     Every process samples and scores its part, and all get the whole. Another `attempt` draws other samples of the same
-    prompts. `lookahead`: what samples ahead; None if nothing does. `begun`: the groups that the previous call has left.
-    `max_staleness`: number of hand-overs of weights within which a group that begins now must be taken. `again`: the
-    groups to sample instead of those whose turn it is: those that the batch had before a roll-back.
-    `arranged`: see `rollout_prompts`.
+    prompts. `groups`: those that are sampled ahead, from which to take; or those to sample, by default those whose turn
+    it is. `arranged`: see `rollout_prompts`.
     """
     g = plan.num_generations
     sampling = training_sampling(config.rollout)
@@ -87,28 +90,30 @@ def collect(
     def draw(groups: Sequence[Group]) -> list[Sample]:
         """Return G scored completions of each group, over all processes."""
         mine = own_range(len(groups) * g)
-        requests, own = _requests(groups, prompts, g, config, attempt, mine)
-        return scored(engine, requests, own, lambda place: groups[(mine.start + place) // g], setting)
+        requests, rows = _requests(groups, prompts, g, config, attempt, mine)
+        return scored(engine, requests, rows, [groups[completion // g][0] for completion in mine])
 
-    def take(lookahead: Lookahead, window: Sequence[Group], count: int) -> list[Sample]:
-        """Return G scored completions per group: `count` of this process's begun groups, and those of the others."""
+    def take(ahead: Ahead) -> tuple[list[Sample], list[Group]]:
+        """Return G scored completions per group that is taken now, over all processes, and the groups that are left."""
+        process = PartialState()
+        begun = windows(ahead.begun, plan, config.seed, index, ahead.max_staleness, process.num_processes, arranged)
+        window = begun[process.process_index]
         requests = requests_of(window, prompts, plan, config, attempt)
-        lookahead.begin(requests, sampling, max_staleness)
-        rows, taking = [row for _, row in window], TakingSampler(lookahead, count)
-        return scored(taking, requests, rows, lambda place: window[place // g], setting)
+        ahead.lookahead.begin(requests, sampling, ahead.max_staleness)
+        sampler = TakingSampler(ahead.lookahead, len(own_range(plan.prompts_per_generation)))
+        rows, turns = [row for _, row in window], [turn for turn, _ in window for _ in range(g)]
+        samples = scored(sampler, requests, rows, turns)
+        taken = {(sample.turn, sample.row) for sample in samples}
+        return samples, [group for window in begun for group in window if group not in taken]
 
     def scored(
-        sampler: Sampler,
-        requests: Sequence[Request],
-        rows: Sequence[int],
-        group_of: Callable[[int], Group],
-        setting: Setting | None = None,
+        sampler: Sampler, requests: Sequence[Request], rows: Sequence[int], turns: Sequence[int]
     ) -> list[Sample]:
-        """Return all processes' samples, this one's for `requests`; `group_of`: group of each of its completions."""
+        """Return all processes' samples, this one's for `requests`; `turns`: of each of its completions."""
 
         def sample() -> tuple[list[Sample], float]:
-            found, seconds = sample_and_score(sampler, requests, rows, sampling, prompts, tokenizer, rewards, setting)
-            return [replace(each, turn=group_of(each.place)[0]) for each in found], seconds
+            found, seconds = sample_and_score(sampler, requests, rows, sampling, prompts, scoring)
+            return [replace(each, turn=turns[each.place]) for each in found], seconds
 
         start = time.perf_counter()
         drawn, generated, worked = share_samples(sample)
@@ -117,20 +122,41 @@ def collect(
         work.append(worked)
         return drawn
 
-    scheduled, left = rollout_prompts(plan, config.seed, index, arranged), list[Group]()
-    if lookahead is None:
-        samples = draw(again or [(index, row) for row in scheduled])
+    scheduled = rollout_prompts(plan, config.seed, index, arranged)
+    if isinstance(groups, Ahead):
+        samples, left = take(groups)
     else:
-        process = PartialState()
-        all_begun = windows(begun, plan, config.seed, index, max_staleness, process.num_processes, arranged)
-        samples = take(lookahead, all_begun[process.process_index], len(own_range(plan.prompts_per_generation)))
-        taken = {(sample.turn, sample.row) for sample in samples}
-        left = [group for window in all_begun for group in window if group not in taken]
-    advantages = _advantages(samples, config, plan)
-    first_reward, sampled = advantages.rewards.nanmean().item(), list(samples)
-    used = {*scheduled, *(sample.row for sample in samples)}
-    for _ in range(config.rollout.max_resample_times if config.rollout.dynamic_sample else 0):
-        silent = (advantages.group_std == 0).nonzero().flatten().tolist()
+        samples, left = draw(groups or [(index, row) for row in scheduled]), []
+    sampled, resampling = list(samples), dict[str, float]()
+    if config.rollout.dynamic_sample:
+        first_reward = _advantages(samples, config, plan).rewards.nanmean().item()
+        sampled += _replace_silent(samples, draw, index, config, plan, arranged)
+        if not math.isnan(first_reward):
+            resampling["dynamic_sampling/first_reward"] = first_reward
+        resampling["dynamic_sampling/resampled_groups"] = (len(sampled) - len(samples)) / g
+    metrics = {
+        **conversation_metrics([sample.said for sample in samples if sample.said]),
+        **seconds,
+        **work_metrics([sum(map(Counter, own), Counter()) for own in zip(*work, strict=True)], processes_per_machine()),
+        **resampling,
+    }
+    return generation_batch(index, config, plan, samples, sampled, metrics, arranged), samples, left
+
+
+def _replace_silent(
+    samples: list[Sample],
+    draw: Callable[[Sequence[Group]], list[Sample]],
+    index: int,
+    config: RunConfig,
+    plan: Plan,
+    arranged: Arranged,
+) -> list[Sample]:
+    """Replace groups among `samples` whose completions all have the same reward by groups of other prompts, as often as
+    the configuration allows. Returns all samples drawn for that, some of which may have been replaced in turn."""
+    g, drawn = plan.num_generations, list[Sample]()
+    used = {*rollout_prompts(plan, config.seed, index, arranged), *(sample.row for sample in samples)}
+    for _ in range(config.rollout.max_resample_times):
+        silent = (_advantages(samples, config, plan).group_std == 0).nonzero().flatten().tolist()
         replaced = [samples[group * g].row for group in silent]
         found = fresh_prompts(plan, config.seed, index, used, replaced, arranged)
         fresh = {group: row for group, row in zip(silent, found, strict=True) if row is not None}
@@ -138,21 +164,10 @@ def collect(
             break
         used.update(fresh.values())
         replacements = draw([(index, row) for row in fresh.values()])
-        sampled += replacements
+        drawn += replacements
         for group, start in zip(fresh, range(0, len(replacements), g), strict=True):
             samples[group * g : (group + 1) * g] = replacements[start : start + g]
-        advantages = _advantages(samples, config, plan)
-
-    metrics = {
-        **conversation_metrics([sample.said for sample in samples if sample.said]),
-        **seconds,
-        **work_metrics([sum(map(Counter, own), Counter()) for own in zip(*work, strict=True)], processes_per_machine()),
-    }
-    if config.rollout.dynamic_sample:
-        if not math.isnan(first_reward):
-            metrics["dynamic_sampling/first_reward"] = first_reward
-        metrics["dynamic_sampling/resampled_groups"] = (len(sampled) - len(samples)) / g
-    return generation_batch(index, config, plan, samples, sampled, metrics, arranged), samples, left
+    return drawn
 
 
 def generation_batch(
@@ -249,15 +264,14 @@ def sample_and_score(
     rows: Sequence[int],
     sampling: Sampling,
     prompts: Prompts,
-    tokenizer: Any,
-    rewards: Sequence[Reward],
-    setting: Setting | None = None,
+    scoring: Scoring,
 ) -> tuple[list[Sample], float]:
     """Return the requests' completions, scored, and the seconds until the last was sampled; `rows`: of the requests.
 
-    Asynchronous rewards work on the requests that are finished while the others are sampled. With a `setting`, each
-    completion is a conversation; one whose environment fails gets None from every reward.
+    Asynchronous rewards work on the requests that are finished while the others are sampled. A conversation whose
+    environment fails gets None from every reward.
     """
+    setting = scoring.setting
     start, ended = time.perf_counter(), 0.0
     failed, held = list[Answer](), list[Environment]()
 
@@ -278,18 +292,18 @@ def sample_and_score(
         data, ids = [prompts.rows[answer.row] for answer in answers], [answer.completion.ids for answer in answers]
         if setting is None:
             asked = [answer.prompt_ids for answer in answers]
-            return Batch(data, decode_completions(data, asked, ids, tokenizer, sampling.stop), ids)
+            return Batch(data, decode_completions(data, asked, ids, scoring.tokenizer, sampling.stop), ids)
         talks = [answer.conversation for answer in answers if answer.conversation]
         return Batch(data, [each.said.messages for each in talks], ids, [setting.seen(each) for each in talks])
 
     try:
-        answers, batch, columns = score_arriving(rewards, sampled(), batch_of)
+        answers, batch, columns = score_arriving(scoring.rewards, sampled(), batch_of)
     finally:
         if setting is not None:
             setting.environments.free(held)
     scored = zip(answers, batch.completions, zip(*columns, strict=True), strict=False)
     samples = {answer.place: _sample(answer, text_of(written), list(values)) for answer, written, values in scored}
-    samples |= {answer.place: _sample(answer, "", [math.nan] * len(rewards)) for answer in failed}
+    samples |= {answer.place: _sample(answer, "", [math.nan] * len(scoring.rewards)) for answer in failed}
     return [samples[place] for place in sorted(samples)], ended - start
 
 

@@ -36,18 +36,7 @@ def evaluate_policy(session: Session, state: TrainingState, folder: Path) -> dic
     rows = own_range(len(held_out.ids))
     requests = [evaluation_request(session.config, held_out, row) for row in rows]
     sampling = evaluation_sampling(session.config)
-    samples, *_ = share_samples(
-        lambda: sample_and_score(
-            engine,
-            requests,
-            rows,
-            sampling,
-            held_out,
-            session.tokenizer,
-            session.rewards,
-            session.setting,
-        )
-    )
+    samples, *_ = share_samples(lambda: sample_and_score(engine, requests, rows, sampling, held_out, session.scoring))
     if session.accelerator.is_main_process:
         _write(samples, session, folder / f"step-{state.updates:06d}.parquet")
     sources = [row.get("source", "") for row in held_out.rows]
@@ -65,7 +54,7 @@ def _figures(
     own = [samples[place] for place in places]
     matrix = np.array([sample.rewards for sample in own])  # (N, K)
     sums = weighted_sum(matrix, session.config.rewards)
-    by_name = dict(zip([reward.name for reward in session.rewards], matrix.T, strict=True))
+    by_name = dict(zip([reward.name for reward in session.scoring.rewards], matrix.T, strict=True))
     judge = session.config.accuracy_reward
     judges = [judge if isinstance(judge, str) else judge[sources[place]] for place in places]
     right = np.array([by_name[name][n] for n, name in enumerate(judges)])
@@ -82,7 +71,7 @@ def _figures(
 def _write(samples: Sequence[Sample], session: Session, path: Path) -> None:
     """Write one row per held-out prompt, in their order; null where a reward did not score."""
     matrix = np.array([sample.rewards for sample in samples])  # (N, K)
-    names = [f"rewards/{reward.name}" for reward in session.rewards]
+    names = [f"rewards/{reward.name}" for reward in session.scoring.rewards]
     scores = dict(zip(["reward", *names], [weighted_sum(matrix, session.config.rewards), *matrix.T], strict=True))
     columns = {name: pa.array(values, pa.float64(), from_pandas=True) for name, values in scores.items()}
     table = pa.table({"row": [sample.row for sample in samples], **columns}).sort_by("row")

@@ -52,7 +52,7 @@ class TrainingLog:
         self.newest = 0.0  # timestamp
         if not self.accelerator.is_main_process:
             return
-        self.facts = facts(session.config, session.plan, session.tokenizer)
+        self.facts = facts(session.config, session.plan, session.scoring.tokenizer)
         (output / "completions").mkdir(parents=True, exist_ok=True)
         self._open(state)
         where = f"continuing after step {self.resumed_at}" if self.resumed_at else "starting"

@@ -187,7 +187,7 @@ def _finish(session: Session, state: TrainingState, log: TrainingLog) -> dict[st
         wait_for_all()  # until the main process has written it
         load_best(session, state.best_step, log.output / "best")
     shard = sharding(session.config.train, frozen=True)
-    save_model(session.model, session.tokenizer, log.output / "model", session.config.model, shard)
+    save_model(session.model, session.scoring.tokenizer, log.output / "model", session.config.model, shard)
     if session.accelerator.is_main_process:
         sync_to_disk(log.output)  # before result.json says that everything is there
     result = log.finish(state)

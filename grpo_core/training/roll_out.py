@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,7 +14,7 @@ from grpo_core.model.loading import as_reference
 from grpo_core.model.policy import Policy
 from grpo_core.model.sharded import is_sharded
 from grpo_core.model.to_device import move
-from grpo_core.rollout.ahead import Group
+from grpo_core.rollout.ahead import Ahead, Group
 from grpo_core.rollout.collect import Sample, collect
 from grpo_core.rollout.records import replay
 from grpo_core.rollout.types import Engine, GenerationBatch, Rollout
@@ -44,10 +45,12 @@ def _sample(
     """Sample generation batch `index` from the current policy."""
     s, drift = session, sync_weights(session, state)
     is_new = index == state.rollouts  # else it is sampled again after a roll-back
-    lookahead = s.lookahead if is_new else None
-    again = state.taken if s.lookahead is not None and not is_new else []
-    arguments = index, s.config, s.plan, s.prompts, s.tokenizer, s.rewards, engine, state.roll_backs, s.setting
-    batch, samples, left = collect(*arguments, lookahead, state.begun, state.max_staleness, again, state.arranged)
+    groups: Ahead | Sequence[Group] = ()
+    if s.lookahead is not None:
+        groups = Ahead(s.lookahead, state.begun, state.max_staleness) if is_new else state.taken
+    batch, samples, left = collect(
+        index, s.config, s.plan, s.prompts, s.scoring, engine, state.roll_backs, groups, state.arranged
+    )
     metrics = {**batch.metrics, "sampling/sync_drift": drift, **curriculum_metrics(session, state, index)}
     if s.lookahead is not None:
         metrics["sampling/max_staleness"] = float(state.max_staleness)

@@ -33,7 +33,8 @@ from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.adapter import check_adapter
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.rewards.composition import check_curriculum, has_pass_rates
-from grpo_core.rewards.contract import Reward, rewards_of
+from grpo_core.rewards.contract import rewards_of
+from grpo_core.rollout.collect import Scoring
 from grpo_core.rollout.conversations_ahead import ConversationsAhead
 from grpo_core.rollout.factory import make_engine
 from grpo_core.rollout.types import Engine, Lookahead
@@ -53,11 +54,9 @@ class Session:
     config: RunConfig
     plan: Plan
     accelerator: Accelerator
-    tokenizer: Any
     prompts: Prompts
     held_out: Prompts | None  # for evaluation in training
-    rewards: list[Reward]  # none if a recording has their values
-    setting: Setting | None  # of conversations; None without tools and environment, and with a recording
+    scoring: Scoring  # without rewards and setting if the training is on a recording, which has their values
     model: Any  # the causal LM with the weights that are trained, under its adapter if there is one
     policy: Policy
     reference: Policy | None  # its own model; None without KL, and with an adapter, whose base is the reference
@@ -166,11 +165,9 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         config=config,
         plan=plan,
         accelerator=accelerator,
-        tokenizer=tokenizer,
         prompts=prompts,
         held_out=held_out,
-        rewards=rewards,
-        setting=setting,
+        scoring=Scoring(tokenizer, rewards, setting),
         model=model,
         policy=policy,
         reference=reference,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_core.planning.pace import EnvironmentPace
+from grpo_core.planning.pace import EnvironmentPace, ValidatedCosts
 from tasks.data.path_or_hub import data_set
 from tasks.stages.files import read_json
 from tasks.stages.table import VALIDATE
@@ -16,14 +16,12 @@ from tasks.stages.table import VALIDATE
 
 @dataclass(frozen=True)
 class Validated:
-    """Sizes of the validated data, and the pace of the rewards on a few of their rows."""
+    """Sizes of the validated data, and what they cost in time."""
 
     num_prompts: list[int]  # training prompts per source
-    held_out_prompts: int
     mean_tokens: float  # per prompt
     longest: int
-    reward_seconds: float  # of all rewards, per completion
-    environment: EnvironmentPace | None  # None without an environment
+    costs: ValidatedCosts
     prompts: Path  # training prompts
 
 
@@ -35,9 +33,8 @@ def validated(folder: Path, receipt: Mapping[str, Any]) -> Validated:
     seconds = sum(reward["seconds_per_completion"] for reward in rewards.values())
     environment = _environment_pace(receipt.get("rehearsal", {}).get("environments", {}))
     path = (folder / "train.parquet").resolve()
-    return Validated(
-        counts, receipt["num_prompts"]["eval"], lengths["mean"], lengths["max"], seconds, environment, path
-    )
+    costs = ValidatedCosts(receipt["num_prompts"]["eval"], seconds, environment)
+    return Validated(counts, lengths["mean"], lengths["max"], costs, path)
 
 
 def _environment_pace(rehearsed: Mapping[str, Any]) -> EnvironmentPace | None:

@@ -87,8 +87,12 @@ def run_together(
     tails = {name: collections.deque[str](maxlen=TAIL_LINES) for name in commands}
     running: dict[str, subprocess.Popen[str]] = {}
     followers: list[threading.Thread] = []
-    ended: dict[str, int] = {}  # status of each that ended before the others were told to
-    deadline, told, done = time.monotonic() + min(limit, threading.TIMEOUT_MAX / 2), False, False
+    deadline = time.monotonic() + min(limit, threading.TIMEOUT_MAX / 2)
+
+    def keep_and_pass_on(name: str, line: str) -> None:
+        tails[name].append(line)
+        on_line(name, line)
+
     with ExitStack() as stack:
         try:
             for name, command in commands.items():
@@ -98,40 +102,11 @@ def run_together(
                     threading.Thread(target=_follow, args=(name, running[name], lines, grace), daemon=True)
                 )
                 followers[-1].start()
-            left = {*running}
-            while left:
-                try:
-                    name, line = lines.get(timeout=max(0.0, min(deadline - time.monotonic(), CHECK_SECONDS)))
-                except queue.Empty:
-                    pass
-                else:
-                    if line is None:
-                        left.remove(name)
-                        code = running[name].wait()
-                        if not told:
-                            ended[name] = code
-                            if code:
-                                settle = 0.0 if was_killed_or_lost(code) else max(SETTLE_SECONDS, grace)
-                                deadline = min(deadline, time.monotonic() + settle)
-                            if left <= {*endless}:
-                                deadline, done = -math.inf, not any(ended.values())
-                    else:
-                        tails[name].append(line)
-                        on_line(name, line)
-                if told or not left:
-                    continue
-                if time.monotonic() < deadline:
-                    check()
-                else:
-                    deadline, told = math.inf, True
-                    _terminate(running)
+            ended = _wait(running, lines, keep_and_pass_on, check, deadline, grace, endless)
         except BaseException:
             _terminate(running)
             while any(follower.is_alive() for follower in followers) or not lines.empty():  # they still save and print
-                with suppress(Exception):
-                    name, line = lines.get(timeout=0.1)
-                    if line is not None:
-                        on_line(name, line)
+                _pass_on_next(lines, on_line)
             raise
     failed = {name: code for name, code in ended.items() if code}
     if failed:
@@ -142,11 +117,68 @@ def run_together(
             restartable=was_killed_or_lost(failed[name]) or failed[name] in (TOLD, LOST_PEER),
             told=failed[name] == TOLD,
         )
-    if told and not done and any(process.returncode for process in running.values()):
+    unfinished = commands.keys() - ended.keys() - {*endless}
+    if unfinished and any(process.returncode for process in running.values()):
         [(name, command), *_] = commands.items()
         raise TimeLimitError(
             f"{' '.join(command)} had not ended after {limit:g} s; its last lines:\n" + "\n".join(tails[name])
         )
+
+
+def _wait(
+    running: Mapping[str, subprocess.Popen[str]],
+    lines: _Lines,
+    on_line: Callable[[str, str], None],
+    check: Callable[[], None],
+    deadline: float,
+    grace: float,
+    endless: Collection[str],
+) -> dict[str, int]:
+    """Wait until all processes have ended, and tell those that are left to end at the deadline, when one has failed, or
+    when only `endless` ones are left. Returns the statuses of those that ended before the others were told to."""
+    left, ended, told = {*running}, dict[str, int](), False
+    while left:
+        name, line = _next_line(lines, min(deadline - time.monotonic(), CHECK_SECONDS))
+        if name is not None and line is not None:
+            on_line(name, line)
+        elif name is not None:
+            left.remove(name)
+            code = running[name].wait()
+            if not told:
+                ended[name] = code
+                deadline = -math.inf if left <= {*endless} else min(deadline, _end_of_others(code, grace))
+        if told or not left:
+            continue
+        if time.monotonic() < deadline:
+            check()
+        else:
+            deadline, told = math.inf, True
+            _terminate(running)
+    return ended
+
+
+def _next_line(lines: _Lines, seconds: float) -> tuple[str, str | None] | tuple[None, None]:
+    """The next line or end, with the name of its process; nothing if none comes within `seconds`."""
+    try:
+        return lines.get(timeout=max(0.0, seconds))
+    except queue.Empty:
+        return None, None
+
+
+def _end_of_others(code: int, grace: float) -> float:
+    """When the other processes are told to end, if one has ended now with this status. A failure may be another's
+    consequence, so its cause has time to show."""
+    if not code:
+        return math.inf
+    return time.monotonic() + (0.0 if was_killed_or_lost(code) else max(SETTLE_SECONDS, grace))
+
+
+def _pass_on_next(lines: _Lines, on_line: Callable[[str, str], None]) -> None:
+    """Pass on a line if one comes soon; errors are dropped, since an earlier one is about to be raised."""
+    with suppress(Exception):
+        name, line = lines.get(timeout=0.1)
+        if line is not None:
+            on_line(name, line)
 
 
 def _start(command: Sequence[str], env: Mapping[str, str] | None, grace: float) -> subprocess.Popen[str]:

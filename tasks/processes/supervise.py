@@ -95,16 +95,21 @@ async def supervise(
         elif not exited.done():
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace):
-                    if children_first:
-                        await _end_children(child.pid)
-                    with suppress(ProcessLookupError):  # it may have ended meanwhile, for example by the same signal
-                        os.killpg(child.pid, signal.SIGTERM)
-                    while not exited.done() or running_descendants():
-                        await asyncio.sleep(POLL_SECONDS)
+                    await _end(child.pid, exited, children_first)
     finally:
         left = kill_descendants()
     code = -signal.SIGKILL if child.pid in left else await exited
     return code if code >= 0 else 128 - code
+
+
+async def _end(leader: int, exited: asyncio.Task[int], children_first: bool) -> None:
+    """Tell the leader's process group to end, and wait until all descendants have ended."""
+    if children_first:
+        await _end_children(leader)
+    with suppress(ProcessLookupError):  # it may have ended meanwhile, for example by the same signal
+        os.killpg(leader, signal.SIGTERM)
+    while not exited.done() or running_descendants():
+        await asyncio.sleep(POLL_SECONDS)
 
 
 async def _end_children(leader: int) -> None:

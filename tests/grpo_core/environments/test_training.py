@@ -118,7 +118,7 @@ def test_gradient_is_that_of_plain_passes_over_what_was_sampled(session: Session
 @pytest.mark.slow
 def test_each_token_that_was_sampled_is_trained_and_no_other(session: Session) -> None:
     rollout, samples, _ = roll_out(session, 0, START)
-    written = [session.tokenizer.decode(_sampled_ids(sample)) for sample in samples]
+    written = [session.scoring.tokenizer.decode(_sampled_ids(sample)) for sample in samples]
     assert written == ["".join(f"{text}<|im_end|>" for text in SCRIPTS[sample.row]) for sample in samples]
     batch = first_update(session, rollout)
     assert batch.mask.sum() == sum(len(_sampled_ids(sample)) for sample in samples)

@@ -103,7 +103,7 @@ def test_conversations_go_on_with_new_weights_and_each_prompt_is_trained_as_plan
     def recorded(session: Any, index: int, state: Any) -> Any:
         found = roll_out(session, index, state)
         taken[index] = made[0].version, found[1]
-        held.append(len(session.setting.environments.taken))
+        held.append(len(session.scoring.setting.environments.taken))
         return found
 
     def broken_once(session: Any, state: Any) -> Any:

@@ -13,7 +13,7 @@ from grpo_core.data.prompts import Prompts
 from grpo_core.environments.processes import Environments
 from grpo_core.environments.setting import Setting
 from grpo_core.rewards.contract import resolve_here
-from grpo_core.rollout.collect import Sample, sample_and_score
+from grpo_core.rollout.collect import Sample, Scoring, sample_and_score
 from grpo_core.rollout.types import Request, Sampling
 from tests.grpo_core.environments.scripted import Scripted, call, turns
 
@@ -40,8 +40,8 @@ def _play(config: dict[str, Any], scripts: list[list[str]], rewards: list[str], 
             resolve_here(RewardConfig(name=str(i), function=name, weight=1.0)) for i, name in enumerate(rewards)
         ]
         samples, _ = sample_and_score(
-            Scripted(scripts, FORMAT), requests, range(len(rows)), Sampling(4000), prompts, FORMAT.tokenizer, functions,
-            setting,
+            Scripted(scripts, FORMAT), requests, range(len(rows)), Sampling(4000), prompts,
+            Scoring(FORMAT.tokenizer, functions, setting),
         )  # fmt: skip
         return samples, environments
     finally:

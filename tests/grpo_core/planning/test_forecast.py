@@ -17,7 +17,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.planning.forecast import forecast, forecast_rows, useful_groups
 from grpo_core.planning.hardware import Gpu, find_gpu, name_hardware, named_gpu
 from grpo_core.planning.memory import GIB
-from grpo_core.planning.pace import EnvironmentPace, Pace, Throughput
+from grpo_core.planning.pace import EnvironmentPace, Pace, Throughput, ValidatedCosts
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs
 from grpo_core.planning.shapes import (
     ForecastError,
@@ -72,10 +72,14 @@ PACE = Pace(
         # Two updates per rollout, and 1/3 of a pass per micro-step for the old log-probabilities.
         ({"num_iterations": 2}, {}, 5 * 8 + 10 * 3 + 5 * 1 + 10 * 0.5),
         ({"beta": 0.1}, {}, 10 * (8 + 3 + 1 + 0.5)),  # the reference's log-probabilities
-        ({}, {"reward_seconds": 0.25}, 10 * (8 + 16 * 0.25 + 3 + 0.5)),
+        ({}, {"costs": ValidatedCosts(reward_seconds=0.25)}, 10 * (8 + 16 * 0.25 + 3 + 0.5)),
         # 1 + s + s² + s³ rounds, with s = 1/2 of the groups silent.
         ({"dynamic_sample": True}, {"silent_share": 0.5}, 10 * (1.875 * 8 + 3 + 0.5)),
-        (RECORDED, {"reward_seconds": 0.25}, 10 * (3 + 0.5)),  # what was sampled and scored before
+        (
+            RECORDED,
+            {"costs": ValidatedCosts(reward_seconds=0.25)},
+            10 * (3 + 0.5),
+        ),  # what was sampled and scored before
     ],
 )
 def test_a_measured_pace_times_the_work_of_the_plan_is_the_time(
@@ -90,7 +94,8 @@ def test_a_measured_pace_times_the_work_of_the_plan_is_the_time(
 def test_start_evaluations_and_checkpoints_are_part_of_a_measured_time() -> None:
     shape, lengths = model_shape(Qwen2Config(**SIZES).to_dict()), PromptLengths(6.0, 9, "given")
     config = config_with(max_steps=10, eval_steps=4, save_steps=3, max_completion_length=100)
-    found = wall_time(config, plan_of(config), lengths, PACE, shape, None, held_out_prompts=64, reward_seconds=0.25)
+    costs = ValidatedCosts(held_out_prompts=64, reward_seconds=0.25)
+    found = wall_time(config, plan_of(config), lengths, PACE, shape, None, costs=costs)
     parts = {name: hours * 3600 for name, hours in found["parts_hours"].items()}
     assert parts["start"] == 20
     assert parts["evaluations"] == pytest.approx(3 * 64 * (8 / 16 + 0.25))  # after updates 4, 8 and 10
@@ -128,12 +133,12 @@ def test_conversations_are_taken_to_have_two_turns_at_a_measured_pace(
     config = parse_config({**values, "environment": {"tools": ["calculator"], "max_turns": turns}})
     environment = EnvironmentPace(frame_seconds=0.5, frame_tokens=4, call_seconds=2.0, call_tokens=3)
     given = (config, plan_of(config), PromptLengths(6.0, 9, "given"), PACE, None, None)
-    found = wall_time(*given, environment=environment, reward_seconds=0.0)
+    found = wall_time(*given, costs=ValidatedCosts(reward_seconds=0.0, environment=environment))
     parts = {name: 3600 * hours for name, hours in found["parts_hours"].items()}
     assert parts["updates"] == pytest.approx(10 * (sampled * 8 + trained * 3 + 0.5))
     assert parts["waiting for environments"] == pytest.approx(10 * waits)
     assert f"{turns} turns are assumed" in found["how"] and "without" not in found["how"]
-    unknown = wall_time(*given, reward_seconds=0.0)
+    unknown = wall_time(*given, costs=ValidatedCosts(reward_seconds=0.0))
     assert "waiting for environments" not in unknown["parts_hours"]
     assert "without the environment, known once the data are validated" in unknown["how"]
 

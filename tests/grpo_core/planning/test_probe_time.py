@@ -11,7 +11,7 @@ import pytest
 from grpo_core.config.files import parse_config
 from grpo_core.planning.forecast import forecast_rows
 from grpo_core.planning.hardware import Gpu
-from grpo_core.planning.pace import Pace, Throughput
+from grpo_core.planning.pace import Pace, Throughput, ValidatedCosts
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths
 from grpo_core.planning.wall_time import wall_time
@@ -47,7 +47,9 @@ def test_the_probe_s_time_is_that_of_sampling_each_prompt_and_is_in_the_total(
     def found(probe: int) -> dict[str, Any]:
         config = parse_config({**values, "data": {**values["data"], "curriculum": {"probe": probe}}})
         plan, lengths = make_plan(plan_inputs(config, 51)), PromptLengths(6.0, 9, "given")
-        return wall_time(config, plan, lengths, source, billion, Gpu("NVIDIA H200"), reward_seconds=0.25)
+        return wall_time(
+            config, plan, lengths, source, billion, Gpu("NVIDIA H200"), costs=ValidatedCosts(reward_seconds=0.25)
+        )
 
     without, asked = found(0), found(3)
     assert asked["parts_hours"].pop("probe") * 3600 == pytest.approx(seconds)

@@ -23,6 +23,7 @@ from grpo_core.model.policy import Policy
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.planning.sampling_ahead import choose_groups
 from grpo_core.rewards.contract import resolve
+from grpo_core.rollout.collect import Scoring
 from grpo_core.rollout.types import Completion, Finished, Request, Sampling
 from grpo_core.training import loop as trainer
 from grpo_core.training.out_of_memory import OutOfMemoryRetry
@@ -154,11 +155,9 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator, folder: Pat
         config=config,
         plan=plan,
         accelerator=accelerator,
-        tokenizer=Tokenizer(),
         prompts=Prompts([{"prompt": "p", "answer": "0"} for _ in rows], [[row, 1] for row in rows], 2),
         held_out=None,
-        rewards=[resolve(reward) for reward in config.rewards],
-        setting=None,
+        scoring=Scoring(Tokenizer(), [resolve(reward) for reward in config.rewards]),
         model=model,
         policy=policy,
         reference=None,

@@ -25,7 +25,7 @@ from grpo_core.model.policy import PassInputs, Policy
 from grpo_core.model.sequences import Sequences
 from grpo_core.planning.plan import load_plan
 from grpo_core.rewards.contract import resolve
-from grpo_core.rollout.collect import _requests, sample_and_score
+from grpo_core.rollout.collect import Scoring, _requests, sample_and_score
 from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Sampling
 from tests.conftest import with_keys
@@ -354,7 +354,7 @@ def test_a_process_without_a_share_of_the_prompts_scores_nothing(model_folder: P
     tokenizer, model = AutoTokenizer.from_pretrained(model_folder), load_model(model_folder)
     rewards = [resolve(RewardConfig(function="length"))]
     engine = TransformersEngine(model, tokenizer)
-    samples, _ = sample_and_score(engine, [], [], Sampling(4), Prompts([], [], 0), tokenizer, rewards)
+    samples, _ = sample_and_score(engine, [], [], Sampling(4), Prompts([], [], 0), Scoring(tokenizer, rewards))
     assert samples == []
 
 
