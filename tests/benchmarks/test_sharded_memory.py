@@ -11,7 +11,7 @@ from grpo_core.planning.memory import GIB
 from grpo_core.planning.shapes import model_shape
 from tests.qwen import QWEN
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "scale.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "README.md"
 PROCESSES = 8
 FLOAT = 4  # bytes
 
