@@ -12,7 +12,7 @@ from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core.config.run import RunConfig
-from grpo_core.data.curriculum import arrange, describe, read_rates
+from grpo_core.data.curriculum import arrange, curriculum_notes, describe, read_rates
 from grpo_core.data.order import epoch_rows, source_counts
 from grpo_core.data.pass_rate_files import PASS_RATES
 from grpo_core.data.prompts import FileRows, load_tokenizer
@@ -61,7 +61,7 @@ def _work(context: Context) -> dict[str, Any]:
     handed_to = os.environ.get(GPU_DEPLOYMENT)
     gpu = Gpu(f"GPU of train/{handed_to}") if handed_to else find_gpu()
     config = config.with_precision(capability(gpu))
-    for note in config.gpu_notes if gpu else []:
+    for note in [*curriculum_notes(config, plan), *(config.gpu_notes if gpu else [])]:
         get_run_logger().warning(note)
     source: Throughput | Pace | str | None = earlier_throughput(config, "" if handed_to else name_hardware(gpu))
     if source is None and not handed_to:
