@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from grpo_core import run_files
 from grpo_core.config.files import load_config
 from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
@@ -48,8 +49,8 @@ def evaluate(
         from grpo_core.rollout.collect import share_samples
         from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
 
-    config = load_config(run / "config.toml")
-    files = {name: run / "dataset" / f"{file}.parquet" for name, file in config.evaluation_files.items()}
+    config = load_config(run / run_files.CONFIG)
+    files = {name: run_files.prompts(run, file) for name, file in config.evaluation_files.items()}
     loaded = load_base(config, files, config.evaluation_length)
     config, processes, engine, base = loaded.config, loaded.processes, loaded.engine, loaded.model
     sets, rewards, tokenizer, is_main = loaded.sets, loaded.rewards, loaded.tokenizer, processes.is_main_process
@@ -97,7 +98,7 @@ def evaluate(
             engine.sync_weights(model)
             sample("champion", model)
             del model  # one beside the base is enough
-    trained = load_model(run / "training" / "model", **as_base)
+    trained = load_model(run / run_files.TRAINING / run_files.MODEL, **as_base)
     engine.sync_weights(trained)
     sample("trained", trained)
     wait_for_all()
@@ -108,7 +109,7 @@ def evaluate(
 
     scores = [f"{policy}/rewards/{reward.name}" for policy in policies for reward in rewards]
     table = pl.concat([samples_table(values, scores) for values in columns.values()], how="diagonal")
-    table.write_parquet(output / "samples.parquet")
+    table.write_parquet(output / run_files.SAMPLES)
     found = compare_policies(table, config, policies)
     default_metric = deciding_metric(table, config.accuracy_reward)
     metric = config.promotion.metric or default_metric
