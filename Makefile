@@ -1,13 +1,13 @@
 # make quickstart: the whole pipeline on a small example.  make test: everything that CI checks.
-# HARDWARE=gpu installs the GPU set instead. ENGINE=vllm runs the quickstart with vLLM.
+# HARDWARE=gpu installs the GPU set, which later commands keep. ENGINE=vllm runs the quickstart with vLLM.
 
 SHELL := /bin/bash
-HARDWARE ?= cpu
 VERSION := 3.11# of Python, which requirements/*.txt are compiled for
 PYTHON ?= $(or $(shell command -v python$(VERSION)),python3)
 ENGINE ?= auto
 VENV := .venv
 BIN := $(VENV)/bin
+HARDWARE ?= $(if $(wildcard $(VENV)/.installed-gpu),gpu,cpu)
 STAMP := $(VENV)/.installed-$(HARDWARE)
 PEER := $(VENV)/.installed-peer
 COMPILED := $(VENV)/.compiled
@@ -44,6 +44,7 @@ $(STAMP): pyproject.toml requirements/$(HARDWARE).txt
 		}; \
 		$(PYTHON) -m venv --clear $(VENV); \
 	}
+	@rm -f $(filter-out $@,$(addprefix $(VENV)/.installed-,cpu gpu))
 	@command -v uv >/dev/null || $(BIN)/python -m pip install --quiet uv
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps $(TORCH) -r requirements/$(HARDWARE).txt
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from grpo_core import run_files
 from grpo_core.evaluation.reporting import write_report
 from grpo_core.evaluation.run import evaluate
 from grpo_core.system.processes import run_and_leave
@@ -23,7 +24,7 @@ def main() -> None:
     parser.add_argument("--earlier", type=Path, help="samples.parquet of another run, evaluated the same way")
     parser.add_argument("--known", nargs="+", default=[], help="policies whose answers are taken from there")
     arguments = parser.parse_args()
-    output = arguments.output or arguments.run / "evaluation"
+    output = arguments.output or arguments.run / run_files.EVALUATION
     write_report(
         output, lambda: evaluate(arguments.run, output, arguments.champion, arguments.earlier, arguments.known)
     )

@@ -14,6 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
+from grpo_core import run_files
 from grpo_core.system import progress
 from grpo_core.system.libraries import quiet_libraries
 from grpo_core.system.processes import importing, run_and_leave
@@ -28,9 +29,9 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="run directory with config.toml, plan.json and dataset/train.parquet")
     parser.add_argument("--output", type=Path, help="where to write; default RUN/training")
     arguments = parser.parse_args()
-    output = arguments.output or arguments.run / "training"
-    if (output / "result.json").exists():
-        sys.exit(f"{output} holds a finished training (result.json); move it away to train again")
+    output = arguments.output or arguments.run / run_files.TRAINING
+    if (output / run_files.RESULT).exists():
+        sys.exit(f"{output} holds a finished training ({run_files.RESULT}); move it away to train again")
     quiet_libraries()
     progress.start(output / progress.RANKS)  # before anything that may hang: imports from a shared disk may
     with importing():

@@ -16,6 +16,7 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.client.schemas.objects import State
 
+from grpo_core import run_files
 from grpo_core.config.evaluation import CHAMPION, HELD_OUT
 from grpo_core.config.metrics import DECIDING
 from grpo_core.config.run import RunConfig
@@ -27,7 +28,6 @@ from tasks.registry.champion import identity, present_champion
 from tasks.rendering import figures as as_text
 from tasks.rendering.markdown import escape, table
 from tasks.reports.evaluation_tables import rows_of, verdicts
-from tasks.reports.record import SAMPLES
 from tasks.reports.report import PAGE, write_report
 from tasks.stages.arms import other_arms
 from tasks.stages.dependencies import Parts, hash_values
@@ -71,7 +71,7 @@ def _work(context: Context) -> dict[str, Any]:
                 uri = f"models:/{champion.name}/{champion.version}/model"
                 model = mlflow.artifacts.download_artifacts(uri, dst_path=folder)
                 _run_where_trained(config, [*command, "--champion", model], log, context.partial, addresses)
-    report = json.loads((context.partial / "report.json").read_text()) | {"base_answers": answers}
+    report = json.loads((context.partial / EVALUATE.receipt).read_text()) | {"base_answers": answers}
     if champion is not None and CHAMPION in report["policies"]:
         report["champion"] = identity(champion)
     run_id = training_run_id(TRAIN.path(context.run))
@@ -79,7 +79,7 @@ def _work(context: Context) -> dict[str, Any]:
     create_markdown_artifact(
         key="evaluation", markdown=_markdown(report, metric), description=escape("; ".join(verdicts(report, metric)))
     )
-    samples = pl.read_parquet(context.partial / SAMPLES)
+    samples = pl.read_parquet(context.partial / run_files.SAMPLES)
     first = samples.filter((pl.col("set") == HELD_OUT) & (pl.col("sample") == 0)).head(SAMPLES_SHOWN)
     rows = json.loads(_with_policies_side_by_side(first, report["policies"]).write_json())
     create_table_artifact(
@@ -104,7 +104,7 @@ def _answers_of_another_arm(
     `Parts.base_answers`."""
     found: tuple[Path | None, list[str]] = (None, [])
     for other in () if context.force else other_arms(context.run, context.config):
-        report, samples = EVALUATE.read_receipt(other), EVALUATE.path(other) / SAMPLES
+        report, samples = EVALUATE.read_receipt(other), EVALUATE.path(other) / run_files.SAMPLES
         if report.get("base_answers") != answers or not samples.is_file():
             continue
         if champion is None or report.get("champion") == champion:

@@ -11,10 +11,10 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 
+from grpo_core import run_files
 from grpo_core.config.run import RunConfig
-from grpo_core.data.curriculum import arrange, describe, read_rates
+from grpo_core.data.curriculum import arrange, curriculum_notes, describe, read_rates
 from grpo_core.data.order import epoch_rows, source_counts
-from grpo_core.data.pass_rate_files import PASS_RATES
 from grpo_core.data.prompts import FileRows, load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.planning.forecast import forecast, forecast_rows
@@ -61,7 +61,7 @@ def _work(context: Context) -> dict[str, Any]:
     handed_to = os.environ.get(GPU_DEPLOYMENT)
     gpu = Gpu(f"GPU of train/{handed_to}") if handed_to else find_gpu()
     config = config.with_precision(capability(gpu))
-    for note in config.gpu_notes if gpu else []:
+    for note in [*curriculum_notes(config, plan), *(config.gpu_notes if gpu else [])]:
         get_run_logger().warning(note)
     source: Throughput | Pace | str | None = earlier_throughput(config, "" if handed_to else name_hardware(gpu))
     if source is None and not handed_to:
@@ -88,6 +88,6 @@ def _first_epoch(config: RunConfig, plan: Plan, run: Path) -> tuple[list[float],
     if not PROBE.is_asked(config):
         return [], ""
     keys, seed = config.data.curriculum, config.seed
-    rates = read_rates(PROBE.path(run) / PASS_RATES, plan.num_prompts)
+    rates = read_rates(PROBE.path(run) / run_files.PASS_RATES, plan.num_prompts)
     rows = arrange(epoch_rows(plan, seed, 0), rates, keys, plan, seed, 0)
     return rates.rate[rows[rates.known[rows]]].tolist(), describe(rates, rows, keys, plan)

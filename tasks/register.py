@@ -16,6 +16,7 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
+from grpo_core import run_files
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import is_conversation, without_gaps
@@ -25,7 +26,6 @@ from tasks.registry.model_version import Example, log_version
 from tasks.rendering import figures
 from tasks.rendering.markdown import escape
 from tasks.reports.cost import run_cost
-from tasks.reports.record import SAMPLES
 from tasks.reports.report import PAGE, headline
 from tasks.stages.dependencies import hash_values
 from tasks.stages.lineage import lineage_keys
@@ -80,11 +80,12 @@ def _work(context: Context) -> dict[str, Any]:
     client.log_text(run_id, lineage_text(config), LINEAGE)
     client.set_tag(run_id, MLFLOW_RUN_NOTE, _note(run, verdict))
     client.set_tag(run_id, RESULT, result_line(report, metric))
-    for path in (run / "config.toml", PLAN.path(run), training / "result.json", training / "metrics.jsonl"):
+    results = (training / run_files.RESULT, training / run_files.METRICS)
+    for path in (run / run_files.CONFIG, PLAN.path(run), *results):
         client.log_artifact(run_id, str(path))
     if (curves := training / CURVES).exists():
         client.log_artifact(run_id, str(curves), "training")
-    client.log_artifacts(run_id, str(EVALUATE.path(run)), "evaluation")
+    client.log_artifacts(run_id, str(EVALUATE.path(run)), run_files.EVALUATION)
     cost = {name.replace("/", "."): f"{value:.6g}" for name, value in run_cost(run, config).metrics.items()}
     tags = {
         **_tags(config, run, report),
@@ -130,7 +131,7 @@ def _log_evaluation(
     digests = dataset_digests(context.run)
     files = dict.fromkeys(config.evaluated_sources, config.evaluation_files[HELD_OUT]) | config.evaluation_files
     data = {name: (file, digests[file]) for name, file in files.items()}
-    rows = [json.loads(line) for line in (training / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (training / run_files.METRICS).read_text().splitlines()]
     result = TRAIN.read_receipt(context.run)
     chosen = result["best_step"] if config.train.load_best_model_at_end else None
     updates = chosen or result["counted"]["updates"]
@@ -147,7 +148,7 @@ def _trace_evaluation(
     """Send answers of the evaluation as traces of the version's logged model; returns links to them as Markdown."""
     if not context.config.registry.evaluation_traces:
         return ""
-    samples = EVALUATE.path(context.run) / SAMPLES
+    samples = EVALUATE.path(context.run) / run_files.SAMPLES
     try:
         counts = send_evaluated(samples, report, context.config, tracked, model_id, number)
     except Exception as error:  # a version must not be lost because of its traces
@@ -208,7 +209,7 @@ def keep_record(client: MlflowClient, run_id: str, run: Path, key: str) -> str:
 
 def _example(config: RunConfig, run: Path) -> Example:
     """The first held-out prompt, after the chat template, and the trained policy's completion."""
-    samples = pl.read_parquet(EVALUATE.path(run) / "samples.parquet").filter(set=HELD_OUT)
+    samples = pl.read_parquet(EVALUATE.path(run) / run_files.SAMPLES).filter(set=HELD_OUT)
     prompt, completion = samples["prompt"][0], samples["trained/completion"][0]
     if is_conversation(prompt):
         conversation = without_gaps(prompt)

@@ -13,6 +13,7 @@ from typing import Any
 from prefect import get_run_logger, task
 from prefect.client.schemas.objects import State
 
+from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.training.pass_limit import read_limit
@@ -52,7 +53,7 @@ def _work(context: Context) -> dict[str, Any]:
     plan, folder = load_plan(PLAN.path(context.run)), context.partial
     tracked = open_tracking_run(context.config, context.run, folder)
     # Otherwise the training had finished, and the stage was killed before publishing it.
-    if not read_json(folder / "result.json"):
+    if not read_json(folder / TRAIN.receipt):
         log = get_run_logger()
         with (
             hold_gpus(context.config, launched=True),
@@ -69,8 +70,8 @@ def _work(context: Context) -> dict[str, Any]:
                 race.look()
 
             run_training(context, watched, addresses, log)
-    result = json.loads((folder / "result.json").read_text())
-    check_result(result, folder / "metrics.jsonl", plan)
+    result = json.loads((folder / TRAIN.receipt).read_text())
+    check_result(result, folder / run_files.METRICS, plan)
     return result
 
 
@@ -93,7 +94,7 @@ def run_training(
             if (lower := read_limit(folder)) != limit:
                 log.warning("memory ran out: the training starts again with %d tokens per pass", lower)
                 continue
-            if error.restartable and read_json(folder / "result.json"):
+            if error.restartable and read_json(folder / TRAIN.receipt):
                 return None  # it was killed after everything was written
             if isinstance(error, TakenError) and (newest := saved_updates(folder)) > saved:
                 patience = RETURN_SECONDS
@@ -125,7 +126,7 @@ def _showing_progress(folder: Path, plan: Plan) -> Iterator[Callable[[str], None
     """Give a function that takes the training's output line by line, for the log and the artifacts. However the
     training ends, the figures that it wrote are shown."""
     log = get_run_logger()
-    output, live = Output(folder / OUTPUT, log), Live(folder / "metrics.jsonl", plan, log)
+    output, live = Output(folder / OUTPUT, log), Live(folder / run_files.METRICS, plan, log)
 
     def on_line(line: str) -> None:
         output.line(line)

@@ -14,6 +14,7 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
+from grpo_core import run_files
 from grpo_core.config.inputs import DataChecks, DataSource
 from grpo_core.config.run import RunConfig
 from grpo_core.environments import rehearsal as with_environments
@@ -275,7 +276,7 @@ def _severity_choices(name: str) -> str:
 def _rehearse(context: Context) -> dict[str, Any]:
     """Try environments, tools and rewards on a few rows, in a separate process: they are other people's code."""
     output = context.partial / "rehearsal.json"
-    paths = (context.run / "config.toml", context.partial / "train.parquet", output)
+    paths = (context.run / run_files.CONFIG, context.partial / "train.parquet", output)
     log, last = get_run_logger(), ""
 
     def on_line(line: str) -> None:

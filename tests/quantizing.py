@@ -23,7 +23,7 @@ from prefect.client.schemas.objects import State
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.comparison import compare_policies
 from grpo_core.planning.plan import make_plan, plan_inputs
-from tasks.reports.record import SAMPLES
+from grpo_core.run_files import SAMPLES
 from tasks.stages import table
 from tasks.stages.table import ALL_STAGES, REGISTER, STAGES, TRAIN, Stage
 from tests.made_up import outcomes_of, samples_of

@@ -1,4 +1,5 @@
-"""`make setup` with the wrong Python, `make check` that fails, and `make quickstart` with the storage elsewhere."""
+"""`make setup` with the wrong Python or another set of packages, `make check` that fails, and `make quickstart` with
+the storage elsewhere."""
 
 from __future__ import annotations
 
@@ -119,6 +120,28 @@ def test_the_gpu_set_is_installed_as_it_is_locked_whatever_this_machine_has(fold
     assert "--torch-backend" not in installed["gpu"], "PyPI's PyTorch has the CUDA whose libraries are in the lock"
     locked = (ROOT / "requirements" / "gpu.txt").read_text()
     assert "cuda-toolkit==13." in locked
+
+
+def test_the_set_that_is_installed_stays_until_another_one_is_asked_for(folder: Path) -> None:
+    _executable(folder / "bin" / "uv", '#!/bin/bash\necho "$*" >> calls\n')
+    _executable(folder / "bin" / "python3.11", PYTHON.format(version="3.11"))
+    (folder / "requirements" / "gpu.txt").touch()
+
+    def setup(*arguments: str) -> list[str]:
+        """The sets that are installed."""
+        (folder / "calls").unlink(missing_ok=True)
+        done = _make(folder, "setup", *arguments, PATH=f"{folder}/bin")
+        assert done.returncode == 0, done.stderr
+        calls = (folder / "calls").read_text() if (folder / "calls").exists() else ""
+        return [name for name in ("cpu", "gpu") if f"requirements/{name}.txt" in calls]
+
+    assert [setup(), setup()] == [["cpu"], []]
+    assert [setup("HARDWARE=gpu"), setup(), setup("HARDWARE=gpu")] == [["gpu"], [], []]
+    assert not (folder / ".venv" / ".installed-cpu").exists()
+    os.utime(folder / ".venv" / ".installed-gpu", (0, 0))  # what it was installed from is newer
+    assert setup() == ["gpu"]
+    assert [setup("HARDWARE=cpu"), setup()] == [["cpu"], []]
+    assert not (folder / ".venv" / ".installed-gpu").exists()
 
 
 def test_the_quickstart_s_inputs_are_where_its_configuration_reads_them_wherever_the_storage_is(tmp_path: Path) -> None:

@@ -208,6 +208,10 @@ def describe_plan(
         forecasts = _useful(pass_rates, figures.num_generations)
     answer: dict[str, Any] = {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
     answer["sources"] = _source_counts(figures, config.seed) if figures.sources else {}
+    if config.data.curriculum.kind != "none":
+        from grpo_core.data.curriculum import curriculum_notes  # imports numpy
+
+        answer["notes"] += curriculum_notes(config, figures)
     answer["notes"] += config.with_precision(capability(hardware)).gpu_notes if hardware else []
     return answer
 

@@ -25,7 +25,11 @@ RegisteredModel = Annotated[str, typer.Argument(help="name of a registered model
 def promote(
     model: RegisteredModel,
     version: Annotated[
-        str | None, typer.Option(help="its number or an alias; default: the newest, or the run's", show_default=False)
+        str | None,
+        typer.Option(
+            help=f"its number or an alias; default: the alias {RegistryConfig().alias}; for a run, its version",
+            show_default=False,
+        ),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="promote whatever the gate decides; the version's tags keep its decision")

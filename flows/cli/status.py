@@ -13,12 +13,13 @@ import typer
 from rich.table import Table
 
 from flows.cli.terminal import Terminal, say
+from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.system.progress import RANKS, Record, read_records
 from tasks.processes.stacks import HANG
 from tasks.stages.condition import conditions, made_at
-from tasks.stages.run_directory import CONFIG, find_run, find_runs, read_config, storage_root
+from tasks.stages.run_directory import find_run, find_runs, read_config, storage_root
 from tasks.stages.table import ALL_STAGES, EVALUATE, STAGES, Receipt, Stage, stages_of
 
 WHEN = "%Y-%m-%d %H:%M"
@@ -57,7 +58,7 @@ def _done(folder: Path) -> dict[str, dict[str, Any]]:
 def _last(folder: Path, done: Mapping[str, Any]) -> float:
     """Time at which the last stage was done; if none is, time at which the run was started."""
     made = [made_at(stage, folder) for stage in ALL_STAGES if stage.name in done]
-    return max(made, default=(folder / CONFIG).stat().st_mtime)
+    return max(made, default=(folder / run_files.CONFIG).stat().st_mtime)
 
 
 def _figure(folder: Path, done: Mapping[str, dict[str, Any]]) -> str:

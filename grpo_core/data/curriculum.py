@@ -17,8 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_core.config.inputs import CurriculumConfig
+from grpo_core.config.run import RunConfig
 from grpo_core.data.order import source_rows
 from grpo_core.planning.plan import Plan
+from grpo_core.planning.sampling_ahead import batches_ahead
 from grpo_core.system.files import naming, publish
 
 UNKNOWN = 0.5  # the pass rate that a prompt without one is taken to have where prompts are put in order
@@ -83,6 +85,20 @@ def known_batches(plan: Plan, epoch: int, ahead: int) -> int:
     """Generation batches whose rates an epoch is arranged by: all before its first batch, except the last `ahead`,
     which are not sampled yet when the epoch's first prompts begin."""
     return max(epoch * plan.rollouts_per_epoch - ahead, 0)
+
+
+def curriculum_notes(config: RunConfig, plan: Plan) -> list[str]:
+    """A note that the curriculum has no effect, if every epoch begins before there are pass rates."""
+    keys, train = config.data.curriculum, config.train
+    last = (plan.rollouts - 1) // plan.rollouts_per_epoch
+    known = known_batches(plan, last, batches_ahead(config.rollout.max_staleness))
+    if keys.kind == "none" or keys.begins_with_probe or known:
+        return []
+    length = f"max_steps = {train.max_steps}" if train.max_steps else f"num_train_epochs = {train.num_train_epochs:g}"
+    return [
+        f"data.curriculum.kind is {keys.kind!r}, with data.curriculum.probe = 0 and train.{length}: no epoch begins "
+        "with pass rates, so prompts are taken as with 'none'; set data.curriculum.probe to 4, or train for more epochs"
+    ]
 
 
 def arrange(

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from grpo_core import run_files
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
@@ -31,7 +32,8 @@ def folder_of(rollout: RolloutConfig) -> Path:
     """The folder of the files that `rollout.recording` names, whether they are there or not: of the finished training
     in that run directory, otherwise of the unfinished one."""
     run = Path(rollout.recording or "")
-    finished, unfinished = run / "training" / "completions", run / "training.partial" / "completions"
+    finished = run / run_files.TRAINING / run_files.COMPLETIONS
+    unfinished = run / run_files.unfinished(run_files.TRAINING) / run_files.COMPLETIONS
     return unfinished if unfinished.is_dir() and not finished.is_dir() else finished
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from grpo_core import run_files
 from grpo_core.config.files import load_config
 from grpo_core.data.curriculum import PassRates, no_rates, with_samples, write_rates
-from grpo_core.data.pass_rate_files import PASS_RATES
 from grpo_core.rewards.composition import check_curriculum
 from grpo_core.system.processes import importing
 
@@ -33,9 +33,9 @@ def probe(run: Path, output: Path) -> dict[str, Any]:
         from grpo_core.rollout.requests import training_sampling
         from grpo_core.rollout.types import Request
 
-    config = load_config(run / "config.toml")
+    config = load_config(run / run_files.CONFIG)
     check_curriculum(config)
-    base = load_base(config, {"train": run / "dataset" / "train.parquet"}, config.rollout.max_completion_length)
+    base = load_base(config, {"train": run_files.prompts(run, "train")}, config.rollout.max_completion_length)
     ids, n, is_main = base.sets["train"].ids, config.data.curriculum.probe, base.processes.is_main_process
     sampling = training_sampling(config.rollout)
 
@@ -57,7 +57,7 @@ def probe(run: Path, output: Path) -> dict[str, Any]:
     wait_for_all()
     base.engine.close()
     if is_main:
-        write_rates(rates, output / PASS_RATES)
+        write_rates(rates, output / run_files.PASS_RATES)
     base.processes.end_training()
     return summary(rates) if is_main else {}
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from grpo_core import run_files
 from grpo_core.errors import GrpoError
 from grpo_core.system import progress
 from grpo_core.system.libraries import quiet_libraries
@@ -24,4 +25,4 @@ def write_report(output: Path, work: Callable[[], dict[str, Any]]) -> None:
     except GrpoError as error:
         sys.exit(str(error))
     if report:
-        (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+        (output / run_files.REPORT).write_text(json.dumps(report, indent=2) + "\n")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from grpo_core import run_files
 from grpo_core.config.files import load_config
 from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
@@ -48,8 +49,8 @@ def evaluate(
         from grpo_core.rollout.collect import share_samples
         from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
 
-    config = load_config(run / "config.toml")
-    files = {name: run / "dataset" / f"{file}.parquet" for name, file in config.evaluation_files.items()}
+    config = load_config(run / run_files.CONFIG)
+    files = {name: run_files.prompts(run, file) for name, file in config.evaluation_files.items()}
     loaded = load_base(config, files, config.evaluation_length)
     config, processes, engine, base = loaded.config, loaded.processes, loaded.engine, loaded.model
     sets, rewards, is_main = loaded.sets, loaded.scoring.rewards, processes.is_main_process
@@ -100,7 +101,7 @@ def evaluate(
             sample_from("champion", champion)
         elif is_main:
             print(f"the champion is left out: it has another {part} than {config.model.name_or_path}", flush=True)
-    sample_from("trained", run / "training" / "model")
+    sample_from("trained", run / run_files.TRAINING / run_files.MODEL)
     wait_for_all()
     engine.close()
     if not is_main:
@@ -109,7 +110,7 @@ def evaluate(
 
     scores = [f"{policy}/rewards/{reward.name}" for policy in policies for reward in rewards]
     table = pl.concat([samples_table(values, scores) for values in columns.values()], how="diagonal")
-    table.write_parquet(output / "samples.parquet")
+    table.write_parquet(output / run_files.SAMPLES)
     found = compare_policies(table, config, policies)
     default_metric = deciding_metric(table, config.accuracy_reward)
     _print_means(found, policies, config.promotion.metric or default_metric)

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from grpo_core import run_files
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.distributed import gathered, wait_for_all
 from grpo_core.model.loading import (
@@ -43,7 +44,7 @@ def save_model(
         shutil.rmtree(folder, ignore_errors=True)  # left when saving was killed: its files may have other names
     wait_for_all()
     if config.use_peft and is_main:
-        save_adapter(model, folder.with_name("adapter"))
+        save_adapter(model, folder.with_name(run_files.ADAPTER))
     if config.use_peft and (is_main or shard is not None):
         new = config.model_copy(update={"adapter": None})  # the first adapter's folder may be gone by now
         merged = with_adapter(load_model(config.name_or_path, config.revision, shard=shard), new)

@@ -24,8 +24,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from grpo_core import run_files
 from grpo_core.config.run import RunConfig
-from grpo_core.data.pass_rate_files import PROBED
 from grpo_core.distributed import (
     copy_into_shard,
     failing_together,
@@ -72,10 +72,10 @@ def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
     digest = hashlib.blake2b(json.dumps([values, planned_values(dataclasses.asdict(plan))], sort_keys=True).encode())
     for reward in config.rewards:
         digest.update(hashlib.blake2b(source_of(reward)).digest())
-    files = [run / "dataset" / f"{name}.parquet" for name in ("train", "eval")[: 1 + bool(config.train.eval_steps)]]
+    files = [run_files.prompts(run, name) for name in ("train", "eval")[: 1 + bool(config.train.eval_steps)]]
     if config.data.curriculum.kind != "none":
         digest.update(config.data.curriculum.model_dump_json().encode())
-        files += [run / PROBED] * config.data.curriculum.begins_with_probe
+        files += [run / run_files.PROBED] * config.data.curriculum.begins_with_probe
     for file in files:
         with file.open("rb") as data:
             digest.update(hashlib.file_digest(data, "blake2b").digest())

@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from grpo_core import run_files
 from grpo_core.data.curriculum import write_rates
-from grpo_core.data.pass_rate_files import PASS_RATES
 from grpo_core.data.recording import FILE, facts, write_batch
 from grpo_core.rollout.collect import Sample
 from grpo_core.rollout.records import conversation_columns, token_columns
@@ -53,7 +53,7 @@ class TrainingLog:
         if not self.accelerator.is_main_process:
             return
         self.facts = facts(session.config, session.plan, session.scoring.tokenizer)
-        (output / "completions").mkdir(parents=True, exist_ok=True)
+        (output / run_files.COMPLETIONS).mkdir(parents=True, exist_ok=True)
         self._open(state)
         where = f"continuing after step {self.resumed_at}" if self.resumed_at else "starting"
         size = self.plan.effective_batch_size
@@ -65,7 +65,7 @@ class TrainingLog:
         if not self.accelerator.is_main_process:
             return
         self.newest = round(max(time.time(), self.newest + 0.001), 3)
-        with naming(self.output / "metrics.jsonl"):
+        with naming(self.output / run_files.METRICS):
             self.file.write(json.dumps({"step": step, **metrics, "timestamp": self.newest}) + "\n")
             self.file.flush()
             os.fsync(self.file.fileno())
@@ -113,12 +113,12 @@ class TrainingLog:
     def pass_rates(self, state: TrainingState) -> None:
         """Write the pass rates of the completions sampled until now."""
         if self.accelerator.is_main_process and state.rates is not None:
-            write_rates(state.rates, self.output / PASS_RATES)
+            write_rates(state.rates, self.output / run_files.PASS_RATES)
 
     def finding(self, finding: Finding) -> None:
         """Record what the health policy found."""
         if self.accelerator.is_main_process:
-            health.record_finding(self.output / "health.jsonl", finding)
+            health.record_finding(self.output / run_files.FINDINGS, finding)
 
     def rewind(self, state: TrainingState) -> None:
         """Drop what was logged after `state`: those updates are done again."""
@@ -162,14 +162,15 @@ class TrainingLog:
             if state.stopped_early:
                 print(f"training: stopped early after step {state.updates}, best was step {state.best_step}")
             self.file.close()
-            temporary = self.output / "result.json.tmp"
+            path = self.output / run_files.RESULT
+            temporary = path.with_suffix(".tmp")
             temporary.write_text(json.dumps(result, indent=2) + "\n")
-            publish(temporary, self.output / "result.json")
+            publish(temporary, path)
         return result
 
     def _open(self, state: TrainingState) -> None:
         """Drop the lines and the generation batches of updates after `state`, and go on writing from there."""
-        path, step = self.output / "metrics.jsonl", state.recorded
+        path, step = self.output / run_files.METRICS, state.recorded
         rows = _readable_rows(path)
         kept = [row for row in rows if row["step"] <= step]
         self.lost = sorted({*range(1, step + 1)} - {int(row["step"]) for row in kept})
@@ -185,12 +186,12 @@ class TrainingLog:
         publish(temporary, path)
         self.file = path.open("a")
         trained = {self._completions(index) for index in range(self.plan.counts(state.updates)["rollouts"])}
-        for abandoned in {*(self.output / "completions").iterdir()} - trained:
+        for abandoned in {*(self.output / run_files.COMPLETIONS).iterdir()} - trained:
             abandoned.unlink()
         self.pass_rates(state)
 
     def _completions(self, index: int) -> Path:
-        return self.output / "completions" / FILE.format(index)
+        return self.output / run_files.COMPLETIONS / FILE.format(index)
 
 
 def _line(step: int, max_steps: int, metrics: dict[str, float]) -> str:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from grpo_core import run_files
 from grpo_core.distributed import wait_for_all
 from grpo_core.errors import NotFiniteError, RewardError, RolloutError, TrainingError
 from grpo_core.model.parallelize import sharding
@@ -50,7 +51,7 @@ def train(run: Path, output: Path) -> dict[str, Any]:
     reference = session.reference if session.config.algorithm.sync_ref_model else None
     identity = fingerprint(run, session.config, session.plan)
     checkpoints = Checkpoints(
-        output / "checkpoints",
+        output / run_files.CHECKPOINTS,
         identity,
         session.config,
         session.accelerator,
@@ -158,10 +159,10 @@ def evaluate_if_due(session: Session, state: TrainingState, output: Path, checkp
         return state
     with phase("evaluation"):
         with interruptible(session.accelerator):
-            metrics = evaluate_policy(session, state, output / "held_out")
+            metrics = evaluate_policy(session, state, output / run_files.HELD_OUT_SCORES)
         value = metrics.get(keys.metric_for_best_model, -math.inf)
         state = state.with_evaluation(metrics, value, keys.early_stopping_threshold, keys.early_stopping_patience)
-        keep_best(session, state, output / "best", checkpoints)
+        keep_best(session, state, output / run_files.BEST, checkpoints)
     return state
 
 
@@ -185,9 +186,9 @@ def _finish(session: Session, state: TrainingState, log: TrainingLog) -> dict[st
         raise TrainingError(f"after {state.updates} updates the plan says {expected}, counted is {state.counts}")
     if session.config.train.load_best_model_at_end and state.best_step is not None:
         wait_for_all()  # until the main process has written it
-        load_best(session, state.best_step, log.output / "best")
+        load_best(session, state.best_step, log.output / run_files.BEST)
     shard = sharding(session.config.train, frozen=True)
-    save_model(session.model, session.scoring.tokenizer, log.output / "model", session.config.model, shard)
+    save_model(session.model, session.scoring.tokenizer, log.output / run_files.MODEL, session.config.model, shard)
     if session.accelerator.is_main_process:
         sync_to_disk(log.output)  # before result.json says that everything is there
     result = log.finish(state)

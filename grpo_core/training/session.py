@@ -14,10 +14,10 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import set_seed
 from torch import Tensor
 
+from grpo_core import run_files
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.data.curriculum import PassRates, no_rates, read_rates
-from grpo_core.data.pass_rate_files import PROBED
 from grpo_core.data.prompts import Prompts, load_prompts, load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.distributed import any_process, from_main, start_processes
@@ -73,7 +73,7 @@ class Session:
 def load_session(run: Path) -> Session:
     """Load and prepare everything that the run directory's configuration names. Raises TrainingError if the device's
     memory does not hold it together with gradients and optimizer state."""
-    config, plan = load_config(run / "config.toml"), load_plan(run / "plan.json")
+    config, plan = load_config(run / run_files.CONFIG), load_plan(run / run_files.PLAN)
     expect(config.train.hang_timeout, phase_limits(config))
     accelerator = start_processes(longest_wait(config))
     if accelerator.distributed_type not in DATA_PARALLEL:
@@ -120,8 +120,8 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     setting = make_setting(config, tokenizer)
     encode = setting.encode if setting else None
     read = partial(load_prompts, tokenizer=tokenizer, options=config.data.chat_template_kwargs, encode=encode)
-    prompts = read(run / "dataset" / "train.parquet")
-    held_out = read(run / "dataset" / "eval.parquet") if config.train.eval_steps else None
+    prompts = read(run_files.prompts(run, "train"))
+    held_out = read(run_files.prompts(run, "eval")) if config.train.eval_steps else None
     if is_recorded:
         check_tokens(config, plan, tokenizer, prompts.rows)
         if setting:  # it was for the tokens of its prompts
@@ -184,7 +184,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
 
 def _first_rates(run: Path, config: RunConfig, num_prompts: int) -> PassRates | None:
     if config.data.curriculum.begins_with_probe:
-        return read_rates(run / PROBED, num_prompts)
+        return read_rates(run / run_files.PROBED, num_prompts)
     return no_rates(num_prompts) if has_pass_rates(config) else None
 
 

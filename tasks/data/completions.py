@@ -14,6 +14,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from grpo_core import run_files
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.data.chat import turns
 from grpo_core.data.recording import KEY
@@ -30,7 +31,7 @@ class NoRolloutsError(GrpoError):
 
 def recorded_batches(training: Path) -> list[Path]:
     """Files of the generation batches in a training's folder, in order."""
-    return sorted((training / "completions").glob("rollout-*.parquet"))
+    return sorted((training / run_files.COMPLETIONS).glob("*.parquet"))
 
 
 def read_figures(files: Sequence[Path], rewards: Sequence[RewardConfig]) -> pl.DataFrame:

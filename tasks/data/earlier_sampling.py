@@ -9,8 +9,10 @@ from typing import Any
 
 import polars as pl
 
+from grpo_core import run_files
 from grpo_core.errors import ConfigError
 from grpo_core.planning.ahead_forecast import EarlierSampling, SampledBatch
+from tasks.data.completions import recorded_batches
 from tasks.stages.run_directory import read_config
 from tasks.stages.table import TRAIN
 
@@ -22,12 +24,12 @@ def earlier_sampling(run: Path) -> EarlierSampling | str:
     """Return the generation batches of a run's last training, or why they are of no use. A batch gets the seconds of
     all updates that use it; batches of one update share its seconds evenly."""
     training = TRAIN.path(run)
-    if not (training / "metrics.jsonl").exists():
+    if not (training / run_files.METRICS).exists():
         return f"the run {run.name} has not been trained: {HOW_TO}"
     try:
         config = read_config(run)
-        rows = [json.loads(line) for line in (training / "metrics.jsonl").read_text().splitlines()]
-        files = sorted((training / "completions").glob("*.parquet"))
+        rows = [json.loads(line) for line in (training / run_files.METRICS).read_text().splitlines()]
+        files = recorded_batches(training)
         batches = _batches(rows, files, config.rollout.num_generations)
     except (ConfigError, OSError, ValueError, KeyError, pl.exceptions.PolarsError) as error:
         return f"the last training of run {run.name} cannot be read ({error}): {HOW_TO}"

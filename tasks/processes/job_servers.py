@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from grpo_core import run_files
 from grpo_core.rollout.vllm.secret import SECRET
 from grpo_core.rollout.vllm.serve import ADDRESSES
 from tasks.processes.launchers.machines import Machine
@@ -42,7 +43,7 @@ def job_servers(machines: Sequence[Machine], folder: Path) -> Iterator[tuple[dic
 def serve(run: Path, address: str, port: int, first_gpu: int) -> list[str]:
     """Arguments with which `python` serves the run's model."""
     options = ["--host", address, "--port", str(port), "--first-gpu", str(first_gpu)]
-    return ["-m", "grpo_core.rollout.vllm.serve", str(run / "config.toml"), *options]
+    return ["-m", "grpo_core.rollout.vllm.serve", str(run / run_files.CONFIG), *options]
 
 
 def url(address: str, port: int) -> str:

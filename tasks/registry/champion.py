@@ -27,6 +27,7 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 
+from grpo_core import run_files
 from grpo_core.config.evaluation import CHAMPION, RegistryConfig
 from grpo_core.config.files import parse_config
 from grpo_core.errors import ConfigError, GrpoError
@@ -46,7 +47,7 @@ NAMES_SHOWN = 5
 NOT_THERE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # the latter for a name that no model can have
 T = TypeVar("T")
 RECORD = "record"  # tag of a version: the folder in its MLflow run that holds RECORDED
-RECORDED = ("config.toml", "evaluation/report.json", "evaluation/samples.parquet")
+RECORDED = (run_files.CONFIG, *(f"{run_files.EVALUATION}/{it}" for it in (run_files.REPORT, run_files.SAMPLES)))
 
 
 class PromotionError(GrpoError):
@@ -354,7 +355,7 @@ def _recorded(client: MlflowClient, version: ModelVersion) -> _Recorded:
     run_id, folder = str(version.run_id or ""), version.tags.get(RECORD)
     there: set[str] = set()
     if run_id and folder:
-        for parent in (folder, f"{folder}/evaluation"):
+        for parent in (folder, f"{folder}/{run_files.EVALUATION}"):
             listed = _if_there(partial(client.list_artifacts, run_id, parent))  # None: the run is gone
             there |= {it.path for it in listed or []}
     missing = [name for name in RECORDED if f"{folder}/{name}" not in there]

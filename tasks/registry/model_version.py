@@ -20,6 +20,7 @@ from mlflow.utils.file_utils import local_file_uri_to_path
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 from packaging.version import Version
 
+from grpo_core import run_files
 from tasks.stages.files import remove
 
 WEIGHTS = ".safetensors"
@@ -77,7 +78,7 @@ def _write(training: Path, folder: Path, card: Model, example: Example) -> None:
     bare = folder.with_name(folder.name + ".bare")  # has no weights, which MLflow would copy
     remove(bare)
     remove(folder)
-    shutil.copytree(training / "model", bare, ignore=shutil.ignore_patterns("*" + WEIGHTS))
+    shutil.copytree(training / run_files.MODEL, bare, ignore=shutil.ignore_patterns("*" + WEIGHTS))
     # MLflow warns that a local folder has no model card and no licence on the hub.
     logging.getLogger("mlflow.transformers").setLevel(logging.ERROR)
     try:
@@ -93,10 +94,10 @@ def _write(training: Path, folder: Path, card: Model, example: Example) -> None:
         )
     finally:
         remove(bare)
-    for weights in (training / "model").rglob("*" + WEIGHTS):
-        _link(weights, folder / "model" / weights.relative_to(training / "model"))
-    if (training / "adapter").exists():
-        shutil.copytree(training / "adapter", folder / "adapter", copy_function=_link)
+    for weights in (training / run_files.MODEL).rglob("*" + WEIGHTS):
+        _link(weights, folder / "model" / weights.relative_to(training / run_files.MODEL))
+    if (training / run_files.ADAPTER).exists():
+        shutil.copytree(training / run_files.ADAPTER, folder / "adapter", copy_function=_link)
     card.model_size_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     card.save(str(folder / "MLmodel"))
 

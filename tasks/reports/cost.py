@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from tasks.rendering import figures
 from tasks.stages.files import read_json
@@ -66,9 +67,9 @@ def training_cost(
     training: Path, config: RunConfig, evaluation_seconds: float = 0.0, probe_seconds: float = 0.0
 ) -> Cost:
     """Compute the cost of the training in this folder: of an unfinished one, of its recorded updates."""
-    result, hardware = read_json(training / "result.json"), read_json(training / RUN_FILE).get(HARDWARE, "")
+    result, hardware = read_json(training / run_files.RESULT), read_json(training / RUN_FILE).get(HARDWARE, "")
     if not result:
-        seconds = sum(_update_seconds(training / "metrics.jsonl"))
+        seconds = sum(_update_seconds(training / run_files.METRICS))
         result = {"interrupted": True, "train_seconds": seconds, "sampled_tokens": None}
     return cost_of(config, hardware, result, evaluation_seconds, probe_seconds)
 

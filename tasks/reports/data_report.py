@@ -10,6 +10,7 @@ from typing import Any
 
 import polars as pl
 
+from grpo_core import run_files
 from tasks.data.contract import RULES
 from tasks.data.repeats import SHOWN
 from tasks.data.rows import Rows
@@ -17,7 +18,7 @@ from tasks.rendering.drawing import draw_lengths
 from tasks.rendering.markdown import escape, table
 from tasks.stages.files import remove
 
-REPORT, FINDINGS, PICTURE = "report.json", "findings.csv", "lengths.png"
+FINDINGS, PICTURE = "findings.csv", "lengths.png"
 FINDINGS_IN_TABLE = 100
 
 
@@ -60,7 +61,7 @@ def write_report(
     """Write report.json, findings.csv (one row per broken rule) and lengths.png into an empty folder."""
     remove(folder)
     folder.mkdir()
-    (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+    (folder / run_files.REPORT).write_text(json.dumps(report, indent=2) + "\n")
     findings.write_csv(folder / FINDINGS)
     if lengths:
         (folder / PICTURE).write_bytes(draw_lengths(lengths, room))

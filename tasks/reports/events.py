@@ -17,6 +17,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.events import emit_event
 from prefect.utilities.urls import url_for
 
+from grpo_core import run_files
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
 from tasks.rendering import figures
@@ -26,7 +27,7 @@ from tasks.reports.report import PAGE, headline, rival_of
 from tasks.reports.sweep import describe, read_choice
 from tasks.stages.arms import sweep_folder
 from tasks.stages.files import read_json
-from tasks.stages.run_directory import CONFIG, run_folder
+from tasks.stages.run_directory import run_folder
 from tasks.stages.table import EVALUATE, REGISTER, TRAIN
 from tasks.tracking.runs import HARDWARE, RUN_FILE, run_address, version_address
 
@@ -109,7 +110,7 @@ def _sweep_figures(sweep: str) -> dict[str, Any]:
 def _announce_end(run: Path, ended: str, reason: str, flow_run_id: str, figures: Mapping[str, Any]) -> None:
     payload = {"run": run.name, "ended": ended, "reason": reason, "flow_run_url": url_for("flow-run", flow_run_id)}
     payload |= {"text": f"run {run.name} {ended}: {reason}", **figures}
-    if (run / CONFIG).exists():
+    if (run / run_files.CONFIG).exists():
         payload |= _addresses(run)
     announce(f"grpo.run.{ended}", "run", run.name, payload, [_related(run.name, flow_run_id)])
 

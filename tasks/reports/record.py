@@ -12,15 +12,19 @@ from typing import Any
 
 import polars as pl
 
+from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
+from tasks.data.completions import recorded_batches
 from tasks.rendering.drawing import Row
 from tasks.rendering.figures import metric_of
 from tasks.reports.cost import Cost, cost_of
-from tasks.stages.run_directory import CONFIG, UnknownRunError, find_run, read_config
+from tasks.stages.run_directory import UnknownRunError, find_run, read_config
 from tasks.stages.table import ALL_STAGES, EVALUATE, PLAN, PROBE, STAGES, TRAIN, VALIDATE
 
-SAMPLES = "samples.parquet"
+LOGGED = {  # by register, at the top of the MLflow run
+    run_files.CONFIG, run_files.PLAN, run_files.RESULT, run_files.METRICS, run_files.EVALUATION, run_files.DATASET,
+}  # fmt: skip
 TRACKED = re.compile(r"[0-9a-f]{32}|.+@.+|.+/\d+")  # an MLflow run id, MODEL@ALIAS, MODEL/VERSION
 
 
@@ -88,7 +92,7 @@ def read_record(
             what = f"its {', '.join(missing)} {'has' if len(missing) == 1 else 'have'} not been done"
             raise NotEvaluatedError(
                 f"run {run.name!r} has no evaluation: {what}. `grpo status {run.name}` says more; to go on: "
-                f"grpo run {run / CONFIG}"
+                f"grpo run {run / run_files.CONFIG}"
             )
         raise NotEvaluatedError(
             f"run {run.name!r} has no evaluation ({evaluation}); make it: grpo stage evaluate --run {run.name}"
@@ -96,7 +100,7 @@ def read_record(
     config = config or read_config(run)
     receipts = {stage: _json(stage.receipt_path(run)) for stage in ALL_STAGES}
     receipts |= {stage: _json(folder / stage.receipt) for stage, folder in [(TRAIN, training), (EVALUATE, evaluation)]}
-    recorded = sorted((training / "completions").glob("*.parquet"))
+    recorded = recorded_batches(training)
     return Record(
         config=config,
         data=receipts[VALIDATE],
@@ -104,10 +108,10 @@ def read_record(
         result=receipts[TRAIN],
         evaluation=receipts[EVALUATE],
         seconds={stage.name: receipt["seconds"] for stage, receipt in receipts.items() if "seconds" in receipt},
-        metrics=_lines(training / "metrics.jsonl"),
-        findings=_lines(training / "health.jsonl"),
+        metrics=_lines(training / run_files.METRICS),
+        findings=_lines(training / run_files.FINDINGS),
         batches=[pl.read_parquet(path) for path in dict.fromkeys([*recorded[:1], *recorded[-1:]])],
-        samples=pl.read_parquet(evaluation / SAMPLES),
+        samples=pl.read_parquet(evaluation / run_files.SAMPLES),
         hardware=_json(training / "mlflow.json").get("hardware", ""),
         probe=receipts[PROBE] if PROBE.is_asked(config) else {},
     )
@@ -143,9 +147,9 @@ def _download(reference: str, run_id: str, record: str | None) -> Record:
 
     with tempfile.TemporaryDirectory() as folder:
         there = {artifact.path for artifact in mlflow.artifacts.list_artifacts(run_id=run_id)}
-        for path in {"config.toml", "plan.json", "result.json", "metrics.jsonl", "evaluation", "dataset"} & there:
+        for path in LOGGED & there:
             mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=path, dst_path=folder)
-        if not {"config.toml", "evaluation"} <= there:
+        if not {run_files.CONFIG, run_files.EVALUATION} <= there:
             raise NotEvaluatedError(f"MLflow run {run_id} ({reference}) has no evaluation: it was not registered")
         if record:
             own = mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=record, dst_path=folder)

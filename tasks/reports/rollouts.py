@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import polars as pl
 
+from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from tasks.data.completions import (
     PLACE,
@@ -189,7 +190,7 @@ def with_trained_policy(run: Path, rollouts: Rollouts) -> Rollouts:
     loaded for that. Raises NoRolloutsError if there is no trained policy yet."""
     from grpo_core.evaluation.token_figures import token_figures  # imports torch
 
-    model = TRAIN.path(run) / "model"
+    model = TRAIN.path(run) / run_files.MODEL
     if not model.is_dir():
         raise NoRolloutsError(
             f"run {run.name!r} has no trained policy yet ({model}), from which {' and '.join(COMPUTED)} are computed; "

@@ -10,6 +10,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
+from grpo_core import run_files
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
@@ -17,7 +18,6 @@ from tasks.stages.dependencies import hash_values
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json
 from tasks.stages.lineage import lineage_inputs, what_changed
-from tasks.stages.run_directory import CONFIG
 from tasks.stages.table import PLAN, Receipt, Stage, stages_of
 
 MARKER = "lineage.json"  # in an unfinished output: the lineage key and inputs that it is being made from
@@ -89,7 +89,7 @@ def saved_progress(stage: Stage, run: Path, key: str) -> str:
 
 def saved_updates(folder: Path) -> int:
     """Number of updates in the newest checkpoint in a training's folder; 0 without one."""
-    names = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("checkpoints/*"))
+    names = (re.fullmatch(r"step-(\d+)", path.name) for path in (folder / run_files.CHECKPOINTS).glob("*"))
     return max((int(name[1]) for name in names if name), default=0)
 
 
@@ -118,7 +118,7 @@ def refuse_outdated_inputs(stage: Stage, run: Path, config: RunConfig, force: bo
     raise StageError(
         f"{stage.name} of run {run.name!r} would work on outdated input; first run, in this order:\n"
         + "\n".join(lines)
-        + f"\nor everything that is not up to date: grpo run {run / CONFIG}"
+        + f"\nor everything that is not up to date: grpo run {run / run_files.CONFIG}"
     )
 
 
@@ -134,7 +134,7 @@ def _how_to_add_stage(stage: Stage, run: Path, config: RunConfig) -> str:
         check_curriculum(parse_config(values))
     except ConfigError as error:
         return f"it cannot be set either: {error}"
-    return f"to have it: grpo run {run / CONFIG} --set {stage.asked_by}=4"
+    return f"to have it: grpo run {run / run_files.CONFIG} --set {stage.asked_by}=4"
 
 
 def _outdated(stage: Stage, config: RunConfig, now: Mapping[str, Condition]) -> list[Stage]:

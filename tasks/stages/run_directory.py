@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from grpo_core import run_files
 from grpo_core.config.files import KEPT, dump_config, load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.data import own_code
@@ -33,7 +34,6 @@ from tasks.stages.files import remove, write_text
 from tasks.stages.locks import locked
 
 NAMES_SHOWN = 5
-CONFIG = "config.toml"
 
 
 class UnknownRunError(GrpoError):
@@ -56,7 +56,7 @@ def read_config(run: Path) -> RunConfig:
 
     Raises ConfigError if it is not valid, as after a change of version.
     """
-    return load_config(run / CONFIG)
+    return load_config(run / run_files.CONFIG)
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def open_run(config: RunConfig, say: Callable[[str], None] = print, wait: bool =
     run.mkdir(parents=True, exist_ok=True)
     with locked(run, say, wait):
         _keep(files, run / KEPT)
-        write_text(run / CONFIG, dump_config(config))
+        write_text(run / run_files.CONFIG, dump_config(config))
         yield run
 
 
@@ -86,7 +86,7 @@ def kept_rewards(run: Path) -> dict[str, Path]:
 
 def find_runs() -> dict[str, Path]:
     """Directories of all runs, by name."""
-    return {path.parent.name: path.parent for path in (storage_root() / "runs").glob(f"*/{CONFIG}")}
+    return {path.parent.name: path.parent for path in (storage_root() / "runs").glob(f"*/{run_files.CONFIG}")}
 
 
 def find_run(name: str) -> Path:

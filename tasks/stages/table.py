@@ -14,9 +14,9 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_core import run_files
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
-from grpo_core.data.pass_rate_files import PASS_RATES
 from grpo_core.fingerprint import content_hash, planned_values
 from tasks.rendering import figures
 from tasks.stages.dependencies import Named, Parts, hash_values
@@ -79,7 +79,7 @@ class Stage:
 
     def partial(self, run: Path) -> Path:
         """Path at which the output is made, until it is complete."""
-        return run / f"{self.output}.partial"
+        return run / run_files.unfinished(self.output)
 
     def receipt_path(self, run: Path) -> Path:
         return self.path(run) / self.receipt
@@ -115,8 +115,8 @@ VALIDATE = Stage(
     name="validate",
     task="tasks.validate:validate",
     meaning="Check the run's prompts and rewards against the data contract.",
-    output="dataset",
-    receipt="report.json",
+    output=run_files.DATASET,
+    receipt=run_files.REPORT,
     depends_on=lambda parts: (
         parts.prompts | parts.reward_limits | parts.environment_limits | parts.evaluated_length | parts.evaluation_sets
     ),
@@ -128,8 +128,8 @@ PROBE = Stage(
     name="probe",
     task="tasks.probe:probe",
     meaning="Measure how often the run's base model solves each training prompt.",
-    output="probe",
-    receipt="report.json",
+    output=run_files.PROBE,
+    receipt=run_files.REPORT,
     depends_on=lambda parts: parts.prompts | parts.model | parts.probe,
     key_figure=lambda config, receipt: (
         f"{receipt['never']:,} of {receipt['scored']:,} prompts never solved, {receipt['always']:,} always"
@@ -138,14 +138,14 @@ PROBE = Stage(
     reads=(VALIDATE,),
     asked_by="data.curriculum.probe",
     prompts=lambda config: ("train",),
-    content=lambda output, receipt: content_hash(str(output / PASS_RATES)),
-    files=lambda receipt: (PASS_RATES,),
+    content=lambda output, receipt: content_hash(str(output / run_files.PASS_RATES)),
+    files=lambda receipt: (run_files.PASS_RATES,),
 )
 PLAN = Stage(
     name="plan",
     task="tasks.plan:plan",
     meaning="Plan the run: steps, memory, time.",
-    output="plan.json",
+    output=run_files.PLAN,
     depends_on=lambda parts: parts.steps | parts.order | parts.model | parts.memory | parts.curriculum,
     key_figure=lambda config, receipt: f"{receipt['plan']['max_steps']:,} updates planned",
     reads=(VALIDATE, PROBE),
@@ -156,8 +156,8 @@ TRAIN = Stage(
     name="train",
     task="tasks.train:train",
     meaning="Train the run's policy; an unfinished training continues from its last checkpoint.",
-    output="training",
-    receipt="result.json",
+    output=run_files.TRAINING,
+    receipt=run_files.RESULT,
     depends_on=lambda parts: parts.policy,
     key_figure=lambda config, receipt: f"{receipt['counted']['updates']:,} updates",
     gpu=True,
@@ -170,8 +170,8 @@ EVALUATE = Stage(
     name="evaluate",
     task="tasks.evaluate:evaluate",
     meaning="Evaluate the run's base model and trained policy side by side.",
-    output="evaluation",
-    receipt="report.json",
+    output=run_files.EVALUATION,
+    receipt=run_files.REPORT,
     depends_on=lambda parts: parts.policy | parts.evaluation,
     key_figure=_gain,
     gpu=True,

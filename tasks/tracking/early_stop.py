@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.outcomes import bounds_of, per_prompt
 from grpo_core.evaluation.sequential import has_fallen_behind
@@ -22,7 +23,6 @@ from tasks.stages.run_directory import find_runs, read_config
 from tasks.stages.table import TRAIN, VALIDATE
 
 RULE = "stop_early.json"  # in the sweep's folder: `trainings`, as in `write_rule`; `level`; whether it `stops` arms
-HELD_OUT_SCORES = "held_out"  # folder in a training, with a file per evaluated update
 STOPPED = "stopped.json"  # in an unfinished training: why it was stopped
 
 
@@ -78,7 +78,7 @@ class Race:
         self.stoppable, self.level = len(arms) - 1, rule["level"]
         lowest, highest = bounds_of("reward", config)
         self.most = highest - lowest
-        rows = pl.read_parquet(VALIDATE.path(run) / "eval.parquet")
+        rows = pl.read_parquet(run_files.prompts(run, "eval"))
         numbers: dict[str, int] = {}
         units = rows.rows() if config.environment.factories else rows["prompt"].to_list()
         self.numbers = np.array([numbers.setdefault(repr(unit), len(numbers)) for unit in units])
@@ -88,7 +88,7 @@ class Race:
         """Raises ArmStopped if the training has fallen behind. Cheap if there was no evaluation since the last call."""
         if not self.earlier:
             return
-        steps = sorted(path.name for path in (self.folder / HELD_OUT_SCORES).glob("step-*.parquet"))
+        steps = sorted(path.name for path in (self.folder / run_files.HELD_OUT_SCORES).glob("step-*.parquet"))
         if len(steps) == self.seen:
             return
         self.seen, update = len(steps), int(steps[-1].removeprefix("step-").removesuffix(".parquet"))
@@ -108,11 +108,11 @@ class Race:
         """This arm's reward minus that of each earlier arm on each held-out prompt after an update, by the earlier
         arm's name. Includes only arms that were evaluated after this update."""
         own = self._rewards(self.folder, step)
-        there = [training for training in self.rivals if (training / HELD_OUT_SCORES / step).exists()]
+        there = [training for training in self.rivals if (training / run_files.HELD_OUT_SCORES / step).exists()]
         return {training.parent.name: own - self._rewards(training, step) for training in there}
 
     def _rewards(self, training: Path, step: str) -> np.ndarray:
-        scores = pl.read_parquet(training / HELD_OUT_SCORES / step)["reward"]
+        scores = pl.read_parquet(training / run_files.HELD_OUT_SCORES / step)["reward"]
         return per_prompt(scores.fill_null(np.nan).to_numpy(), self.numbers)
 
 

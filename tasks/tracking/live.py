@@ -23,6 +23,7 @@ from prefect.artifacts import (
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 
+from grpo_core import run_files
 from grpo_core.planning.plan import Plan
 from tasks.rendering.drawing import Row, draw_curves
 from tasks.rendering.figures import duration
@@ -199,7 +200,7 @@ def machines_line(row: Row) -> str:
 def show_curves(folder: Path) -> None:
     """Draw the training's curves so far into a picture in `folder`, and make an artifact with it and a link to the
     MLflow run."""
-    metrics = folder / "metrics.jsonl"
+    metrics = folder / run_files.METRICS
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     parts = [f"# Training\n\nMLflow run: {run_page(folder)}"]
     if rows:

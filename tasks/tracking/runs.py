@@ -28,6 +28,7 @@ from mlflow.utils.mlflow_tags import (
     MLFLOW_USER,
 )
 
+from grpo_core import run_files
 from grpo_core.config.base import flatten
 from grpo_core.config.files import KEPT
 from grpo_core.config.run import RunConfig
@@ -175,7 +176,7 @@ def _describe(client: mlflow.MlflowClient, run_id: str, config: RunConfig, run: 
     client.log_text(run_id, lineage_text(config), LINEAGE)
     for file in VALIDATE.path(run).iterdir():
         if file.suffix != ".parquet":  # the report, its picture and the findings
-            client.log_artifact(run_id, str(file), "dataset")
+            client.log_artifact(run_id, str(file), run_files.DATASET)
     for place, path in kept_rewards(run).items():
         client.log_artifact(run_id, str(path), str(PurePosixPath(KEPT, place).parent))
 

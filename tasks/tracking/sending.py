@@ -21,6 +21,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
+from grpo_core import run_files
 from tasks.rendering.drawing import Row
 from tasks.stages.errors import ArmStopped
 from tasks.stages.files import write_text
@@ -63,7 +64,7 @@ def sending(folder: Path, tracked: Mapping[str, Any], log: Any) -> Iterator[None
             thread.join(seconds)
             sender.given_up.set()
             if not sender.closed:
-                lacks = sum(1 for _ in _unsent(folder, Figures(folder / "metrics.jsonl")))
+                lacks = sum(1 for _ in _unsent(folder, Figures(folder / run_files.METRICS)))
                 log.warning(
                     "MLflow does not answer: it lacks the figures of %d updates and how the training ended. They are "
                     "in metrics.jsonl; the next attempt sends them, or register",
@@ -74,7 +75,7 @@ def sending(folder: Path, tracked: Mapping[str, Any], log: Any) -> Iterator[None
 def send_rest(client: MlflowClient, run_id: str, folder: Path, log: Any) -> None:
     """Send the rows of `folder`'s metrics.jsonl that MLflow has not accepted, and log the progress. Errors of the
     client are not caught."""
-    rows = [*_unsent(folder, Figures(folder / "metrics.jsonl"))]
+    rows = [*_unsent(folder, Figures(folder / run_files.METRICS))]
     for first in range(0, len(rows), ROWS_AT_ONCE):
         if first % ROWS_BETWEEN_LINES == 0:
             log.info("MLflow has %d of the last %d updates: sending the others", first, len(rows))
@@ -90,7 +91,7 @@ class _Sender:
         self.ended, self.given_up = threading.Event(), threading.Event()
         self.status = "RUNNING"
         self.closed = False
-        self.figures = Figures(folder / "metrics.jsonl")
+        self.figures = Figures(folder / run_files.METRICS)
         self.rows: Iterator[Row] = iter(())
         self.batch: list[Row] = []
         self.measurements: deque[list[Metric]] = deque(maxlen=MEASUREMENTS_KEPT)

@@ -129,6 +129,13 @@ def test_float32_in_vllm_is_named_for_a_gpu_only(config: Path) -> None:
         assert sum("train.mixed_precision is 'no', with vLLM on a GPU" in note for note in notes) == named
 
 
+def test_a_curriculum_without_effect_is_named(config: Path) -> None:
+    for probe, named in ((0, 1), (4, 0)):
+        keys = ["--set", "data.curriculum.kind=variance", "--set", f"data.curriculum.probe={probe}"]
+        notes = _json(config, *keys)["notes"]
+        assert sum("data.curriculum.kind is 'variance', with data.curriculum.probe = 0" in it for it in notes) == named
+
+
 @pytest.mark.slow
 def test_what_would_fit_is_shown_whole_on_a_narrow_screen(config: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN["7B"]))

@@ -11,8 +11,8 @@ import pytest
 
 from grpo_core.config.files import parse_config
 from grpo_core.data.curriculum import PassRates, write_rates
-from grpo_core.data.pass_rate_files import PASS_RATES, PROBED
 from grpo_core.planning.plan import make_plan, plan_inputs
+from grpo_core.run_files import PASS_RATES, PROBED
 from tasks.plan import _first_epoch
 from tasks.probe import histogram, sentences
 from tasks.stages.condition import refuse_outdated_inputs

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from grpo_core.config.files import parse_config
 from grpo_core.config.inputs import CurriculumConfig
 from grpo_core.data.curriculum import (
     PassRates,
     arrange,
+    curriculum_notes,
     draw_turns,
     expected_turns,
     known_batches,
@@ -25,8 +27,9 @@ from grpo_core.data.curriculum import (
     write_rates,
 )
 from grpo_core.data.order import epoch_rows, fresh_prompts, rollout_prompts, source_rows
-from grpo_core.planning.plan import Plan, make_plan
+from grpo_core.planning.plan import Plan, make_plan, plan_inputs
 from grpo_core.planning.rules import PlanInputs, PlannedSource
+from tests.conftest import config_values
 
 KINDS: list[dict[str, Any]] = [{"kind": "easy_to_hard"}, {"kind": "band", "band": [0.2, 0.7]}, {"kind": "variance"}]
 
@@ -159,6 +162,30 @@ def test_an_epoch_knows_all_batches_before_it_but_those_that_are_sampled_with_it
     assert [known_batches(plan, epoch, 0) for epoch in (0, 1, 2)] == [0, 10, 20]
     assert [known_batches(plan, epoch, 3) for epoch in (0, 1, 2)] == [0, 7, 17]
     assert known_batches(plan, 1, 12) == 0
+
+
+@pytest.mark.parametrize(
+    ("train", "keys", "named"),
+    [
+        ({"num_train_epochs": 1}, {}, "train.num_train_epochs = 1: no epoch begins with pass rates"),
+        ({"max_steps": 10}, {}, "train.max_steps = 10: no epoch begins with pass rates"),
+        ({"max_steps": 11}, {}, ""),
+        ({"num_train_epochs": 2}, {}, ""),
+        ({"num_train_epochs": 1}, {"probe": 2}, ""),
+        ({"num_train_epochs": 1}, {"kind": "none"}, ""),
+    ],
+    ids=["one epoch", "as many updates", "one more", "two epochs", "with a probe", "without a curriculum"],
+)
+def test_a_curriculum_that_would_never_know_a_pass_rate_is_noted(
+    tmp_path: Path, train: dict[str, Any], keys: dict[str, Any], named: str
+) -> None:
+    values = config_values(tmp_path, tmp_path)
+    del values["train"]["max_steps"]
+    values["train"] |= train
+    values["data"]["curriculum"] = {"kind": "variance", **keys}
+    config = parse_config(values)
+    notes = curriculum_notes(config, make_plan(plan_inputs(config, 40)))
+    assert len(notes) == bool(named) and all(named in note for note in notes)
 
 
 def test_a_rate_is_the_mean_over_all_scored_completions_and_survives_its_file(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_core.data.curriculum import no_rates, read_rates
-from grpo_core.data.pass_rate_files import PROBED
 from grpo_core.errors import ConfigError
 from grpo_core.evaluation import probe as module
 from grpo_core.evaluation.probe import probe, summary
+from grpo_core.run_files import PROBED
 from grpo_core.training.loop import train
 from tests.conftest import make_run, with_keys
 from tests.grpo_core.training.training import metrics_of

@@ -18,10 +18,10 @@ from benchmarks.staleness_learning import VirtualServers
 from grpo_core.config.files import load_config
 from grpo_core.data.curriculum import PassRates, arrange, known_batches, no_rates, read_rates, with_samples, write_rates
 from grpo_core.data.order import epoch_rows, rollout_prompts
-from grpo_core.data.pass_rate_files import PROBED
 from grpo_core.errors import ConfigError
 from grpo_core.planning.plan import load_plan
 from grpo_core.planning.sampling_ahead import batches_ahead
+from grpo_core.run_files import PROBED
 from grpo_core.training import loop as trainer
 from grpo_core.training import session
 from grpo_core.training.loop import train

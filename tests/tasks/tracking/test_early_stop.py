@@ -9,12 +9,13 @@ import polars as pl
 import pytest
 
 from grpo_core.config.files import parse_config
+from grpo_core.run_files import HELD_OUT_SCORES
 from tasks.stages.condition import MARKER
 from tasks.stages.errors import ArmStopped
 from tasks.stages.files import write_text
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.table import TRAIN
-from tasks.tracking.early_stop import HELD_OUT_SCORES, Race, stopped_arms, why_stopped, write_rule
+from tasks.tracking.early_stop import Race, stopped_arms, why_stopped, write_rule
 from tests.conftest import config_values, make_run, write_sums
 
 NAMES = [f"sums.sweep.{arm}" for arm in "abc"]

@@ -1,0 +1,39 @@
+"""Names of files and folders in a run directory. Imports nothing heavy, since quick commands read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CONFIG = "config.toml"
+DATASET = "dataset"
+PLAN = "plan.json"
+PROBE = "probe"
+TRAINING = "training"
+EVALUATION = "evaluation"
+
+# In the folder of a training.
+METRICS = "metrics.jsonl"
+FINDINGS = "health.jsonl"
+COMPLETIONS = "completions"
+CHECKPOINTS = "checkpoints"
+HELD_OUT_SCORES = "held_out"
+BEST = "best"
+MODEL = "model"
+ADAPTER = "adapter"
+RESULT = "result.json"
+PASS_RATES = "pass_rates.parquet"
+PROBED = Path(PROBE, PASS_RATES)  # those of the base model
+
+# In the folder of an evaluation.
+SAMPLES = "samples.parquet"
+REPORT = "report.json"  # also of a probe, and of the validated data
+
+
+def prompts(run: Path, name: str) -> Path:
+    """File with the validated prompts of a data set, such as "train"."""
+    return run / DATASET / f"{name}.parquet"
+
+
+def unfinished(output: str) -> str:
+    """Name of an output until it is complete."""
+    return f"{output}.partial"
