@@ -95,7 +95,7 @@ class Served:
             if run["state_type"] in (states or FINAL):
                 return run
             assert not states or run["state_type"] not in FINAL, f"{run['state']}\n{self.messages(run_id)}"
-            time.sleep(0.2)
+            time.sleep(0.5)
         raise TimeoutError(f"flow run {run_id} is {run['state']}\n{self.messages(run_id)}")
 
     def events(self, *names: str) -> dict[str, dict[str, Any]]:
