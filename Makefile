@@ -10,7 +10,6 @@ BIN := $(VENV)/bin
 HARDWARE ?= $(if $(wildcard $(VENV)/.installed-gpu),gpu,cpu)
 STAMP := $(VENV)/.installed-$(HARDWARE)
 PEER := $(VENV)/.installed-peer
-COMPILED := $(VENV)/.compiled
 UV := $(or $(shell command -v uv),$(BIN)/uv)
 
 # CPU: pip's wheel folder, if there is one, holds PyTorch's CPU build; else uv takes it from PyTorch's index. GPU: PyPI's
@@ -55,13 +54,6 @@ $(PEER): $(STAMP) requirements/bench.txt
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps -r requirements/bench.txt
 	@touch $@
 
-# Python keeps the bytecode of what it imports. Pytest's workers start together: without this each would compile it all.
-$(COMPILED): $(PEER)
-	@for modules in "benchmarks.gpu_checks, peft" "flows.serving.deployments, tasks.register, scipy.stats, kubernetes"; do \
-		$(BIN)/python -W ignore -c "import $$modules" 2>/dev/null & \
-	done; wait
-	@touch $@
-
 quickstart: setup ## build the example's inputs, run the pipeline, say what happened
 	@start=$$SECONDS; \
 	$(BIN)/python examples/arithmetic/make.py && \
@@ -71,16 +63,16 @@ quickstart: setup ## build the example's inputs, run the pipeline, say what happ
 ui: setup ## Prefect and MLflow on 127.0.0.1, over the same data
 	@$(BIN)/grpo up
 
-fast: setup $(COMPILED) ## the tests that take a moment each, for the edit loop
+fast: setup $(PEER) ## the tests that take a moment each, for the edit loop
 	$(BIN)/python -m pytest -q -n 2 -m 'not slow and not e2e' --ignore tests/e2e --ignore tests/served
 
 test: setup ## everything that CI checks
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going check tests
 
-tests: setup $(COMPILED)
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 15 --ignore tests/e2e
+tests: setup $(PEER)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15 --ignore tests/e2e
 
-e2e: setup $(COMPILED) ## the long tests: servers, browser, faults
+e2e: setup $(PEER) ## the long tests: servers, browser, faults
 	$(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --durations 15
 
 pictures: setup ## write docs/images/*.png: pages from the browser tests, curves of recipes from their record

@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 # Typer would build all commands again for every one that a test runs.
-typer.testing._get_command = functools.cache(typer.testing._get_command)
+typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
 
 
 class OneWorkerPerFile(LoadFileScheduling):

@@ -70,7 +70,7 @@ def _expected(folder: Path, model: Any, whole: set[str]) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.e2e)])
 @pytest.mark.parametrize(
     ("tied", "modules", "whole"),
     [

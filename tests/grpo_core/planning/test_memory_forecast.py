@@ -28,7 +28,7 @@ from tests.qwen import SIZES, qwen
 @pytest.mark.parametrize(
     ("prompt", "completion", "sizes", "keys"),
     [
-        pytest.param(50, 100, {}, {}, id="ordinary"),
+        pytest.param(50, 100, {}, {}, id="ordinary", marks=pytest.mark.e2e),
         pytest.param(100, 8, {"num_hidden_layers": 12}, {}, id="long prompts", marks=pytest.mark.e2e),
         pytest.param(10, 100, {"vocab_size": 20_000}, {}, id="large vocabulary", marks=pytest.mark.e2e),
         pytest.param(50, 100, {}, {"mixed_precision": "bf16"}, id="bf16"),

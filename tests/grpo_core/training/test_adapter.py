@@ -122,7 +122,7 @@ def test_a_training_that_is_continued_has_the_same_reference(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.e2e), True])
 def test_embedding_and_head_are_trained_beside_an_adapter_and_continued_bit_for_bit(tmp_path: Path, tied: bool) -> None:
     folder = make_model(tmp_path / "model", tie_word_embeddings=tied)
     keys = {"lora_modules_to_save": ["embed_tokens", "lm_head"], "beta": 0.1, "save_steps": 2, **KEYS}
@@ -192,7 +192,7 @@ def test_an_adapter_of_another_kind_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("no", marks=pytest.mark.e2e), "bf16"])
 def test_a_training_over_4_bits_samples_what_it_trains_and_is_continued_bit_for_bit(
     tmp_path: Path, precision: str
 ) -> None:
@@ -213,7 +213,9 @@ def test_a_training_over_4_bits_samples_what_it_trains_and_is_continued_bit_for_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("targets", [["q_proj", "gate_proj", "up_proj", "down_proj"], ["q_proj"]])
+@pytest.mark.parametrize(
+    "targets", [["q_proj", "gate_proj", "up_proj", "down_proj"], pytest.param(["q_proj"], marks=pytest.mark.e2e)]
+)
 def test_an_adapter_of_a_mixture_of_experts_is_trained_saved_and_continued_bit_for_bit(
     tmp_path: Path, targets: list[str]
 ) -> None:

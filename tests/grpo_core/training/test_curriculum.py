@@ -130,8 +130,14 @@ def test_so_it_has_while_sampling_ahead_also_after_a_kill(
 
 @pytest.mark.parametrize(
     ("curriculum", "keys"),
-    [(KINDS[2], {"dynamic_sample": True}), (KINDS[0], {"num_iterations": 2, "max_steps": 10})],
-    ids=["variance, groups replaced", "easy to hard, within batches"],
+    [
+        pytest.param(KINDS[2], {"dynamic_sample": True}, id="variance, groups replaced"),
+        pytest.param(
+            *(KINDS[0], {"num_iterations": 2, "max_steps": 10}),
+            id="easy to hard, within batches",
+            marks=pytest.mark.e2e,
+        ),
+    ],
 )
 def test_a_training_killed_after_any_update_goes_on_bit_for_bit(
     values: dict[str, Any], tmp_path: Path, curriculum: dict[str, Any], keys: dict[str, Any]

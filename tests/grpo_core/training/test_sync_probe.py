@@ -170,7 +170,7 @@ def test_tokens_of_which_a_policy_is_certain_hide_no_engine_that_stays_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("no", marks=pytest.mark.e2e), "bf16"])
 def test_a_training_notices_a_hand_over_that_does_nothing_in_the_first_update(tmp_path: Path, precision: str) -> None:
     """Whatever the learning rate; a hand-over as it should be is not blamed."""
     rows = measure("copy", precision, tmp_path, updates=5)
