@@ -242,10 +242,12 @@ def _described(
 
 def schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
     """JSON schema of a tool, from its types and its docstring in Google style."""
-    from transformers.utils import get_json_schema
+    from transformers.utils import chat_template_utils
 
+    # Else it imports torch, for seconds, to know arguments that are tensors, which no policy can write.
+    chat_template_utils.is_torch_available = lambda: False
     try:
-        found = get_json_schema(function)
+        found = chat_template_utils.get_json_schema(function)
     except Exception as error:  # DocstringParsingException, TypeHintParsingException, or what an annotation raises
         raise UnusableError(
             f"the tool {name!r} cannot be described to the policy: {error} (types for all arguments, and a docstring "
