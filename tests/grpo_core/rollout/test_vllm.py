@@ -373,3 +373,7 @@ def test_a_new_process_draws_the_same_bits_as_one_that_has_served_before(drawn: 
     resumed = forked.call(resume, drawn.run, drawn.other)
     assert len(resumed["long synced"]) == 48
     assert resumed == {name: drawn.values[name] for name in resumed}
+
+
+def test_what_vllm_imports_is_imported_once_for_all_processes() -> None:
+    assert forked.call(forked.imported).issuperset(forked.PRELOADED)
