@@ -38,7 +38,7 @@ def init(
 
 
 def write_project(name: str, recipe: str, parent: Path) -> Path:
-    """Make `parent`/`name`, in which the commands of the recipe's page work unchanged; its run is called `name`.
+    """Make `parent`/`name`, with the recipe's page, whose commands work there; its run is called `name`.
 
     Raises ConfigError if there is no such recipe, if the name cannot be a run's, or if it exists already.
     """
@@ -59,7 +59,7 @@ def write_project(name: str, recipe: str, parent: Path) -> Path:
         renamed = config.read_text().replace(f'name = "{recipe}"', f'name = "{name}"', 1)
         pointed = renamed.replace(f"docs/tutorials/recipes/{recipe}.md", "README.md")
         (new / "configs" / f"{recipe}.toml").write_text(pointed)
-        page = (FILES / "docs" / f"{recipe}.md").read_text()
-        (new / "README.md").write_text(LINK.sub(r"\1", page))  # without links: those pages are not copied
+        page = LINK.sub(r"\1", (FILES / "docs" / f"{recipe}.md").read_text())  # those pages are not copied
+        (new / "README.md").write_text(re.sub(rf"^(grpo \w+ ){recipe}\b", rf"\g<1>{name}", page, flags=re.MULTILINE))
         new.rename(folder)
     return folder

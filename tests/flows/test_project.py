@@ -16,6 +16,7 @@ from flows.cli.init import RECIPES, write_project
 from flows.cli.main import app
 from grpo_core.config.files import load_config
 from grpo_core.errors import ConfigError
+from tests.command_line import grpo_commands
 from tests.packing import copy_of_the_source
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,7 @@ def test_a_project_holds_what_its_page_names_and_the_configuration_of_the_recipe
     for module, config in named:
         assert (project / (config or module.replace(".", "/") + ".py")).is_file()
     assert "](" not in page
+    assert [command for command in grpo_commands(page) if recipe in command] == [], "the run is called mine"
     ours = load_config(ROOT / "configs" / f"{recipe}.toml")
     theirs = project / "configs" / f"{recipe}.toml"
     assert load_config(theirs) == ours.model_copy(update={"name": "mine"})

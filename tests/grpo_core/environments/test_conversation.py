@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from transformers.utils import get_json_schema
 
 from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.environments.conversation import Conversation, conversation_metrics, converse
@@ -18,6 +20,7 @@ from grpo_core.environments.processes import Environments, Seen
 from grpo_core.environments.registry import EnvironmentsError
 from grpo_core.rollout.conversations import play
 from grpo_core.rollout.types import Sampling
+from tests.grpo_core.environments.playing import echo
 from tests.grpo_core.environments.scripted import Scripted, call, turns
 
 HERE = "tests.grpo_core.environments.playing"
@@ -191,3 +194,19 @@ def test_environments_end_with_the_process_that_holds_them(tmp_path: Path) -> No
     process = int(done.stdout)
     _, alive = psutil.wait_procs([psutil.Process(process)] if psutil.pid_exists(process) else [], timeout=30)
     assert not alive
+
+
+@pytest.mark.slow
+def test_a_tool_is_described_as_transformers_does_without_importing_torch() -> None:
+    """Every process that describes tools would take seconds more."""
+    program = (
+        "import json, sys\n"
+        "from grpo_core.environments.worker import schema\n"
+        "from tests.grpo_core.environments.playing import echo\n"
+        "print(json.dumps([schema(echo, 'echo'), 'torch' in sys.modules]))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, check=True)
+    expected = get_json_schema(echo)
+    del expected["function"]["return"]
+    assert json.loads(done.stdout) == [expected, False]
