@@ -44,10 +44,9 @@ def _work(context: Context) -> dict[str, Any]:
         check_tokens(config, plan, load_tokenizer(config.model), FileRows(data.prompts))
     figures = asdict(plan)
     get_run_logger().info(
-        "%d updates of %d completions (%d prompts × %d); %d prompts dropped per epoch",
+        "%d updates of %d completions, %d per prompt; prompts dropped per epoch: %d",
         figures["max_steps"],
         figures["effective_batch_size"],
-        figures["effective_batch_size"] // figures["num_generations"],
         figures["num_generations"],
         figures["dropped_prompts_per_epoch"],
     )

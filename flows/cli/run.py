@@ -62,8 +62,10 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
     try:
         return load_config(path, overrides)
     except ConfigError as error:
-        unread = str(error).startswith(f"{path}: ")
-        refuse(str(error) if unread else f"{path}: not a valid configuration\n{error}")
+        if str(error).startswith(f"{path}: "):
+            refuse(str(error))
+        given = " ".join([str(path), *(f"--set {override}" for override in overrides or ())])
+        refuse(f"{given}: not a valid configuration\n{error}")
 
 
 def _summary(folder: Path, config: RunConfig, seconds: float) -> None:

@@ -12,8 +12,7 @@ from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ModelShape, adapter_parameters
 from grpo_core.planning.sharding import FLOAT, per_machine, sharing_processes, width
 from grpo_core.planning.wall_time import scorings
-
-GIB = 2**30
+from grpo_core.system.memory import GIB
 
 
 def communication(config: RunConfig, plan: Plan, shape: ModelShape, gpu: Gpu) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from grpo_core.planning.plan import Plan
 from grpo_core.planning.remedies import NOTHING_FITS, remedies
 from grpo_core.planning.shapes import ForecastError, ModelShape, PromptLengths, load_shape
 from grpo_core.planning.wall_time import wall_time
+from grpo_core.system.memory import gib_text
 
 TITLES = {
     "gpus": "GPUs",
@@ -117,16 +118,16 @@ def forecast_rows(forecasts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[
             yield title, f"{found['training']} for the training, {found['servers']} for vLLM servers", found["how"]
         elif name == "memory":
             warning = f": {found['warning']}" if "warning" in found else ""
-            yield title, _size(found["peak_memory_gib"]) + warning, found["how"]
+            yield title, gib_text(found["peak_memory_gib"]) + warning, found["how"]
             yield from _sizes(found)
             if "host_memory_gib" in found:
                 yield (
                     "  host's memory",
-                    _size(found["host_memory_gib"]),
+                    gib_text(found["host_memory_gib"]),
                     "AdamW's moments of a machine's processes",
                 )
             if "remedies" in found:
-                fitting = [("  would fit", _size(it["peak_memory_gib"]), it["change"]) for it in found["remedies"]]
+                fitting = [("  would fit", gib_text(it["peak_memory_gib"]), it["change"]) for it in found["remedies"]]
                 yield from fitting or [("  would fit", "nothing", NOTHING_FITS)]
         elif name == "communication":
             yield title, _duration(found["seconds_per_update"] / 3600), found["how"]
@@ -152,15 +153,11 @@ def _ahead_rows(title: str, found: Mapping[str, Any]) -> Iterator[tuple[str, str
 
 
 def _would_fit(remedy: Mapping[str, Any]) -> str:
-    return f"would fit, with {_size(remedy['peak_memory_gib'])} per GPU: {remedy['change']}"
+    return f"would fit, with {gib_text(remedy['peak_memory_gib'])} per GPU: {remedy['change']}"
 
 
 def _sizes(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    return ((f"  {part}", _size(size), "") for part, size in found["parts_gib"].items() if size)
-
-
-def _size(gib: float) -> str:
-    return f"{gib:.1f} GiB" if gib >= 1 else f"{1024 * gib:.1f} MiB"
+    return ((f"  {part}", gib_text(size), "") for part, size in found["parts_gib"].items() if size)
 
 
 def _duration(hours: float) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from grpo_core.config.training import BF16_CAPABILITY
-from grpo_core.system.memory import memory_limit
+from grpo_core.system.memory import GIB, memory_limit
 
 NVIDIA_SMI_SECONDS = 10
 MIB_PER_GIB = 1024
@@ -75,7 +75,7 @@ def find_gpu() -> Gpu | None:
     names = [gpu.name for gpu in gpus]
     kinds = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
     among = ", ".join(kinds) if len(kinds) > 1 else ""
-    return Gpu(smallest.name, smallest.memory_gib, among, len(gpus), memory_limit() / 2**30)
+    return Gpu(smallest.name, smallest.memory_gib, among, len(gpus), memory_limit() / GIB)
 
 
 def query_gpus(quantities: str) -> list[str]:

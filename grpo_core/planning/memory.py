@@ -21,8 +21,8 @@ from grpo_core.planning.sharding import (
     width,
     working_set,
 )
+from grpo_core.system.memory import GIB, gib_text
 
-GIB = 2**30
 KV_BLOCK = 16  # tokens per block of vLLM's KV cache, one of which it never gives to a sequence
 # Bytes of AdamW's two moments per byte of a float32 weight. If they have 8 bits, 256 have a float32 scale; small
 # parameters, whose moments stay float32, are not counted apart.
@@ -72,7 +72,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
         share = config.rollout.gpu_memory_utilization
         sampled = f"vLLM takes rollout.gpu_memory_utilization = {share:g} of "
         if gpu.memory_gib:
-            sampled += _gib(gpu.memory_gib)
+            sampled += gib_text(gpu.memory_gib)
             cache = max(share * gpu.memory_gib * GIB - engine_weights, 0.0)
         else:
             sampled += f"a memory that is not known; counted is a cache for {in_flight} completions"
@@ -124,7 +124,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     if gpu.memory_gib:
         found["gpu_memory_gib"] = gpu.memory_gib
         if total > gpu.memory_gib * GIB:
-            found["warning"] = f"more than the {_gib(gpu.memory_gib)} of one {gpu.name}"
+            found["warning"] = f"more than the {gib_text(gpu.memory_gib)} of one {gpu.name}"
     return found
 
 
@@ -185,8 +185,8 @@ def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLen
     )
     raise ConfigError(
         f"rollout.gpu_memory_utilization = {share:g}: vLLM's share of one {gpu.name} is {share * gpu.memory_gib:.1f} "
-        f"of {_gib(gpu.memory_gib)}, and must hold its weights ({_gib(weights)}) and the KV cache of at least one "
-        f"sequence of {longest} tokens ({_gib(cache)}); {way_out}"
+        f"of {gib_text(gpu.memory_gib)}, and must hold its weights ({gib_text(weights)}) and the KV cache of at least "
+        f"one sequence of {longest} tokens ({gib_text(cache)}); {way_out}"
     )
 
 
@@ -198,8 +198,9 @@ def check_host_memory(config: RunConfig, shape: ModelShape, gpu: Gpu) -> None:
     processes, each = per_machine(config, gpu), moments(config, shape, gpu) / GIB
     if processes * each > gpu.host_gib:
         raise ConfigError(
-            f"train.offload = 'optimizer': AdamW's moments are {_gib(each)} per process, {_gib(processes * each)} for "
-            f"the {processes} of this machine, whose memory is {_gib(gpu.host_gib)}; set it to 'none', or "
+            f"train.offload = 'optimizer': AdamW's moments are {gib_text(each)} per process, "
+            f"{gib_text(processes * each)} for the {processes} of this machine, whose memory is "
+            f"{gib_text(gpu.host_gib)}; set it to 'none', or "
             + ("train.optim to 'adamw_8bit', or " if config.train.optim == "adamw" else "")
             + "share the model among more machines (train.sharding = 'full')"
         )
@@ -224,7 +225,3 @@ def _vllm_weights(config: RunConfig, shape: ModelShape) -> float:
 def _kv_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Bytes of keys and values per token."""
     return 2 * shape.layers * shape.key_value * width(config)
-
-
-def _gib(gib: float) -> str:
-    return f"{gib:.1f} GiB" if gib >= 1 else f"{1024 * gib:.1f} MiB"

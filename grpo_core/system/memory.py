@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 
+GIB = 2**30
 GROUPS = Path("/proc/self/cgroup")  # a line per hierarchy: number, controllers, path
 MOUNTED = Path("/sys/fs/cgroup")
 
@@ -20,6 +21,11 @@ def available_memory() -> int:
 def memory_limit() -> int:
     """Bytes that this process and all others of its machine or control group may take together."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _control_groups())])
+
+
+def gib_text(gib: float) -> str:
+    """A size in GiB as a person reads it: "23.4 GiB", or "512.0 MiB" below one."""
+    return f"{gib:.1f} GiB" if gib >= 1 else f"{1024 * gib:.1f} MiB"
 
 
 def _control_groups() -> Iterator[tuple[int, int]]:

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from grpo_core.distributed import gathered, own_shard, processes_per_machine
 from grpo_core.system.files import naming
-from grpo_core.system.memory import available_memory
+from grpo_core.system.memory import GIB, available_memory, gib_text
 
-GIB = 2**30
 MOST_OF_MEMORY = 0.5  # of what is free, for the copies of all processes: rewards and engines need some too
 
 
@@ -55,7 +54,7 @@ def has_room_for_copy(tensors: dict[str, Any]) -> tuple[bool, str]:
     machines = [each[first : first + count] for first in range(0, len(each), count)]
     sizes = [(sum(own for own, _ in machine), min(free for _, free in machine)) for machine in machines]
     needed, free = max(sizes, key=lambda size: size[0] - MOST_OF_MEMORY * size[1])
-    said = f"a copy takes {needed / GIB:.1f} GiB of {free / GIB:.1f} GiB of free memory"
+    said = f"a copy takes {gib_text(needed / GIB)} of {gib_text(free / GIB)} of free memory"
     if needed <= MOST_OF_MEMORY * free:
         return True, f"checkpoints are written while the training goes on: {said}"
     return False, f"the training waits while a checkpoint is written: {said}, and may take {MOST_OF_MEMORY:.0%}"

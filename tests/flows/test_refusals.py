@@ -113,6 +113,13 @@ def test_an_error_for_a_person_ends_any_command_with_its_sentence_and_its_status
     assert (done.exit_code, done.stderr) == (status, f"{about}: {error}\n" if about else f"{error}\n")
 
 
+def test_a_mistake_in_an_override_is_not_blamed_on_the_file_alone(config: Path) -> None:
+    done = CliRunner().invoke(app, ["run", str(config), "--set", "train.max_stpes=3"])
+    assert done.exit_code == 2
+    assert f"{config} --set train.max_stpes=3: not a valid" in " ".join(done.stderr.split())
+    assert "did you mean 'max_steps'?" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("started", "error", "status"), [(False, ConfigError, 2), (True, ConfigError, 1), (True, StageError, 1)]
 )
