@@ -132,10 +132,11 @@ class Environments:
     """Environments and tools of a configuration: their schemas, and processes to hold conversations with.
 
     Made once per training process. They end with this object, and with the process that holds it, however it ends.
+    `described`: others of the same configuration, whose schemas are taken, since describing tools takes a second.
     """
 
-    def __init__(self, config: EnvironmentConfig):
-        self.config = config
+    def __init__(self, config: EnvironmentConfig, described: Environments | None = None):
+        self.config, self.described = config, described
         self.idle: list[Environment] = []
         self.taken: dict[int, Environment] = {}  # by id()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -154,6 +155,7 @@ class Environments:
             "factories": factories,
             "args": {name: config.args_of(name) for name in factories},
             "memory_gib": config.memory_gib,
+            "describes": self.described is None,
         }
         found: dict[str, Any] = {"refused": "the process that imports and makes them has ended; its output says why"}
         try:
@@ -168,8 +170,8 @@ class Environments:
         if "refused" in found:
             self.close()
             raise EnvironmentsError(f"environment: {found['refused']}")
-        self.common: dict[str, Any] = found["tools"]
-        self.own: dict[str, dict[str, Any]] = found["environments"]
+        self.common: dict[str, Any] = self.described.common if self.described else found["tools"]
+        self.own: dict[str, dict[str, Any]] = self.described.own if self.described else found["environments"]
 
     def name_for(self, row: Mapping[str, Any]) -> str:
         """The environment of a row of the data. Raises EnvironmentsError if there is none of its name."""

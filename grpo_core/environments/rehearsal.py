@@ -90,7 +90,8 @@ def rehearse(config: RunConfig, data: Path) -> dict[str, Any]:
     tokenizer = rewards.load_tokenizer(config)
     setting = make_setting(config, tokenizer)
     assert setting is not None
-    again = Environments(config.environment)  # imported by another process, in which texts have other hashes
+    # Imported by another process, in which texts have other hashes.
+    again = Environments(config.environment, described=setting.environments)
     try:
         warnings = _notes(config, setting)
         chosen = _rows_by_environment(setting, data)

@@ -67,7 +67,7 @@ def main() -> None:
         connection.close()
 
     # Instances are made for the description in a process of its own: their threads, say, would break each later fork.
-    start(first, lambda: _send_json(first, describe(tools, factories, args)))
+    start(first, lambda: _send_json(first, describe(tools, factories, args) if setup["describes"] else {}))
     while connection := _accept(control):
         start(connection, partial(serve, connection, tools, factories, args))
 

@@ -51,12 +51,14 @@ def remedies(
     found: dict[frozenset[str], dict[str, Any]] = {}
     for size in range(1, len(kinds) + 1):
         for chosen in map(frozenset, itertools.combinations(kinds, size)):
-            less = [it["num_processes"] for parts, it in found.items() if parts < chosen]
-            tried = map(_merged, itertools.product(*(values for kind, values in kinds.items() if kind in chosen)))
-            fits = next(_fitting(config, tried, plan, shape, lengths, gpu), None)
-            if fits and all(fits["num_processes"] < processes for processes in less):
+            if len(found) == SHOWN:
+                break
+            fewest = min((it["num_processes"] for parts, it in found.items() if parts < chosen), default=math.inf)
+            merged = map(_merged, itertools.product(*(values for kind, values in kinds.items() if kind in chosen)))
+            tried = (it for it in merged if it.get("train.num_processes", config.train.num_processes) < fewest)
+            if fits := next(_fitting(config, tried, plan, shape, lengths, gpu), None):
                 found[chosen] = fits
-    return [*found.values()][:SHOWN]
+    return [*found.values()]
 
 
 def _sharding(config: RunConfig) -> Iterator[Changes]:

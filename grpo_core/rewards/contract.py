@@ -21,10 +21,9 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_core.config.inputs import RewardConfig
-from grpo_core.config.run import RunConfig
 from grpo_core.data import chat
 from grpo_core.errors import RewardError
 from grpo_core.rewards.builtin.record import Range, RewardFunction
@@ -32,6 +31,9 @@ from grpo_core.rewards.isolated import RewardProcess, kind_of
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.system import own_code
 from grpo_core.system.own_code import code_of
+
+if TYPE_CHECKING:  # a third of what the process of an isolated reward would import
+    from grpo_core.config.run import RunConfig
 
 ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids", "environments")
 

@@ -7,9 +7,11 @@ Whatever happens to it (it dies, is started again, comes back with the base's we
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 import socket
+import ssl
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -36,6 +38,12 @@ SOCKET_OPTIONS = [
 ]
 
 Result = TypeVar("Result")
+
+
+@functools.cache
+def certificates() -> ssl.SSLContext:
+    """Read the certificates, once, since that takes longer than a request."""
+    return httpx2.create_ssl_context()
 
 
 class Unavailable(RuntimeError):
@@ -101,7 +109,7 @@ class Server:
         self.abandoned: asyncio.Future[str] | None = None  # gets the reason why its answers are not waited for
         # One connection per request: an idle one may be closed by the server just when it is used again.
         limits = httpx2.Limits(max_keepalive_connections=0)
-        transport = httpx2.AsyncHTTPTransport(limits=limits, socket_options=SOCKET_OPTIONS)
+        transport = httpx2.AsyncHTTPTransport(verify=certificates(), limits=limits, socket_options=SOCKET_OPTIONS)
         self.http = httpx2.AsyncClient(
             base_url=self.url,
             transport=transport,

@@ -30,7 +30,7 @@ from vllm.distributed.weight_transfer import (
 
 from grpo_core.errors import EngineError
 from grpo_core.rollout.vllm.adapter import ADAPTER
-from grpo_core.rollout.vllm.client import SOCKET_OPTIONS, Server, Unavailable, Weights
+from grpo_core.rollout.vllm.client import SOCKET_OPTIONS, Server, Unavailable, Weights, certificates
 from grpo_core.rollout.vllm.secret import with_secret
 from grpo_core.rollout.vllm.snapshot import Snapshot
 
@@ -161,7 +161,7 @@ def _connect(server: Server) -> Any:
 
 def _ask(method: str, url: str, seconds: float, json: dict[str, Any] | None = None) -> httpx2.Response:
     """Return the answer to a request through no proxy. Raises httpx2.HTTPError if there is none or it is an error."""
-    transport = httpx2.HTTPTransport(socket_options=SOCKET_OPTIONS)
+    transport = httpx2.HTTPTransport(verify=certificates(), socket_options=SOCKET_OPTIONS)
     with httpx2.Client(transport=transport, timeout=seconds, headers=with_secret(), trust_env=False) as client:
         return client.request(method, url, json=json).raise_for_status()
 

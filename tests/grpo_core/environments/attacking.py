@@ -18,14 +18,14 @@ import psutil
 class Attacking:
     def reset(self, path: str, **row: Any) -> None:
         self.path, self.row = path, row
-        self._mark(os.getpid())
+        _mark(self.path, os.getpid())
 
     def daemon(self) -> str:
         """Leaves a process that has a session and a parent of its own."""
         if os.fork() == 0:
             os.setsid()
             if os.fork() == 0:
-                self._mark(os.getpid())
+                _mark(self.path, os.getpid())
                 time.sleep(1000)
             os._exit(0)
         os.wait()
@@ -89,7 +89,7 @@ class Attacking:
         for _ in range(count):
             if os.fork() == 0:
                 os.setsid()
-                self._mark(os.getpid())
+                _mark(self.path, os.getpid())
                 time.sleep(1000)
         return "spawned"
 
@@ -124,20 +124,21 @@ class Attacking:
 
     def seen(self) -> str:
         """Says what the row holds."""
-        return repr({column: value for column, value in self.row.items() if column != "prompt"})
-
-    def _mark(self, process: int) -> None:
-        with Path(self.path).open("a") as file:
-            file.write(f"{process}\n")
+        return repr({column: value for column, value in self.row.items() if column not in ("prompt", "environment")})
 
 
-class Hanging(Attacking):
+def _mark(path: str, process: int) -> None:
+    with Path(path).open("a") as file:
+        file.write(f"{process}\n")
+
+
+class Hanging:
     def __init__(self, here: bool = False) -> None:
         while here:
             time.sleep(1000)
 
     def reset(self, path: str, **row: Any) -> None:
-        super().reset(path)
+        _mark(path, os.getpid())
         time.sleep(1000)
 
 

@@ -64,6 +64,13 @@ class Counting:
         return float(str(self.count) == self.answer)
 
 
+class Endless:
+    """An environment without tools that never begins."""
+
+    def reset(self, **row: Any) -> None:
+        time.sleep(1000)
+
+
 class Dice:
     """An environment with randomness, from its beginning and in each call."""
 

@@ -44,6 +44,15 @@ def _running(file: Path) -> list[psutil.Process]:
     return [psutil.Process(number) for number in map(int, file.read_text().split()) if psutil.pid_exists(number)]
 
 
+@pytest.fixture(scope="module")
+def kept() -> Iterator[Environments]:
+    """For tests that do no harm."""
+    factories = {name: f"{HERE}:{name}" for name in ("Attacking", "Deep")}
+    started = Environments(EnvironmentConfig(environment_factory=factories, tool_timeout=SECONDS))
+    yield started
+    started.close()
+
+
 def _environments(name: str = "Attacking", **keys: Any) -> Environments:
     return Environments(EnvironmentConfig(**{"environment_factory": f"{HERE}:{name}", "tool_timeout": SECONDS, **keys}))
 
@@ -153,53 +162,41 @@ ODD = {
 }
 
 
-def test_a_row_arrives_as_it_is(marks: Path) -> None:
-    environments = _environments()
-    try:
-        (talk,) = _hold(environments, [["well"]], marks, **ODD, nan=float("nan"))
-        row = Seen(talk.environment, None, 30.0)
-        with pytest.raises(EnvironmentsError, match=r"row is dict, which JSON cannot hold \(.*date"):
-            _ = row.row
-        environments.free_all()
-        (talk,) = _hold(environments, [[call("seen"), "well"]], marks, **{k: v for k, v in ODD.items() if k != "large"})
-        assert talk.said.messages[1]["content"] == repr({k: v for k, v in ODD.items() if k != "large"})
-    finally:
-        environments.close()
+def test_a_row_arrives_as_it_is(kept: Environments, tmp_path: Path) -> None:
+    row = {"environment": "Attacking", **ODD}
+    (talk,) = _hold(kept, [["well"]], tmp_path / "marks", **row, nan=float("nan"))
+    with pytest.raises(EnvironmentsError, match=r"row is dict, which JSON cannot hold \(.*date"):
+        _ = Seen(talk.environment, None, 30.0).row
+    del row["large"]
+    (talk,) = _hold(kept, [[call("seen"), "well"]], tmp_path / "marks", **row)
+    assert talk.said.messages[1]["content"] == repr({k: v for k, v in ODD.items() if k != "large"})
 
 
-def test_a_reward_that_reads_what_cannot_be_sent_is_told(marks: Path) -> None:
-    environments = _environments("Deep")
-    try:
-        (talk,) = _hold(environments, [["well"]], marks)
-        seen = Seen(talk.environment, None, 30.0)
-        with pytest.raises(EnvironmentsError, match="found is list, which JSON cannot hold"):
-            _ = seen.found
-        with pytest.raises(EnvironmentsError, match="object is object, which JSON cannot hold"):
-            _ = seen.object
-        assert seen.half == "\ud800"
-        talk.environment.kill()
-        with pytest.raises(EnvironmentsError, match=LOST):
-            _ = seen.half
-    finally:
-        environments.close()
+def test_a_reward_that_reads_what_cannot_be_sent_is_told(kept: Environments, tmp_path: Path) -> None:
+    (talk,) = _hold(kept, [["well"]], tmp_path / "marks", environment="Deep")
+    seen = Seen(talk.environment, None, 30.0)
+    with pytest.raises(EnvironmentsError, match="found is list, which JSON cannot hold"):
+        _ = seen.found
+    with pytest.raises(EnvironmentsError, match="object is object, which JSON cannot hold"):
+        _ = seen.object
+    assert seen.half == "\ud800"
+    talk.environment.kill()
+    with pytest.raises(EnvironmentsError, match=LOST):
+        _ = seen.half
 
 
-def test_a_descriptor_above_1023_is_read(marks: Path) -> None:
+def test_a_descriptor_above_1023_is_read(kept: Environments, tmp_path: Path) -> None:
     """A process with many conversations has such, which select(2) does not take."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= hard < 4096:
         pytest.skip(f"the hard limit of open files is {hard}")
-    environments = _environments()
-    try:
-        environment = environments.take()
-        environments.free_all()
-        high = fcntl.fcntl(environment.socket, fcntl.F_DUPFD_CLOEXEC, 2000)
-        environment.socket.close()
-        environment.socket = socket.socket(fileno=high)
-        (talk,) = _hold(environments, [[call("child"), "well"]], marks)
-        assert talk.environment is environment and talk.said.messages[1]["content"] == "said\n"
-    finally:
-        environments.close()
+    environment = kept.take()
+    kept.free_all()
+    high = fcntl.fcntl(environment.socket, fcntl.F_DUPFD_CLOEXEC, 2000)
+    environment.socket.close()
+    environment.socket = socket.socket(fileno=high)
+    (talk,) = _hold(kept, [[call("child"), "well"]], tmp_path / "marks", environment="Attacking")
+    assert talk.environment is environment and talk.said.messages[1]["content"] == "said\n"
 
 
 @pytest.mark.e2e

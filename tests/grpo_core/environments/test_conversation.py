@@ -183,9 +183,9 @@ def test_environments_end_with_the_process_that_holds_them(tmp_path: Path) -> No
         "import os, signal\n"
         "from grpo_core.config.environment import EnvironmentConfig\n"
         "from grpo_core.environments.processes import Environments\n"
-        f"held = Environments(EnvironmentConfig(environment_factory='{HERE}:Counting'))\n"
+        f"held = Environments(EnvironmentConfig(environment_factory='{HERE}:Endless'))\n"
         "environment = held.take()\n"
-        "environment.ask({'do': 'call', 'name': 'hang', 'arguments': {}}, 100)\n"
+        "environment.ask({'do': 'reset', 'environment': '', 'seed': 1, 'row': {}}, 100)\n"
         "print(environment.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import signal
@@ -96,13 +97,10 @@ def test_math_answer_judges_every_case_of_the_table_rightly_but_the_known_limits
     cases = [line.replace("⏎", "\n").split(" ;; ") for line in lines]
     ours = math_answer([case[0] for case in cases], [case[1] for case in cases])
     assert len(cases) > 600
+    parsed = functools.cache(lambda text: parse(text, parsing_timeout=None))  # most answers come again
     for (completion, answer, truth, *reason), verdict in zip(cases, ours, strict=True):
         (why,) = reason or [""]
-        theirs = verify(
-            parse(f"\\boxed{{{answer}}}", parsing_timeout=None),
-            parse(completion, parsing_timeout=None),
-            timeout_seconds=None,
-        )
+        theirs = verify(parsed(f"\\boxed{{{answer}}}"), parsed(completion), timeout_seconds=None)
         right = {"1": 1, "0": 0, "-": None}[truth]
         assert (verdict == right) == (not why.startswith("limit")), (completion, answer, why)
         assert (theirs == bool(right)) == (not why or why.startswith("limit: ")), (completion, answer, why)
@@ -121,7 +119,6 @@ def test_math_answer_judges_every_case_of_the_table_rightly_but_the_known_limits
         (r"\boxed{42}" + " and so on" * 5000, 1),
         ("1 " * 20_000, 0),
         ("1,000 or " * 2000 + "42", 0),
-        (r"\boxed{(10^8)!}", 0),
     ],
 )
 def test_math_answer_reads_long_texts(completion: str, right: int) -> None:
@@ -139,7 +136,10 @@ def test_math_answer_does_not_apply_where_there_is_nothing_to_compare_with() -> 
 
 
 @pytest.mark.slow
-def test_an_endless_computation_is_a_wrong_answer_and_costs_the_others_nothing() -> None:
+def test_an_endless_computation_is_a_wrong_answer_and_costs_the_others_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(maths, "SECONDS", 0.3)
     before = signal.getsignal(signal.SIGALRM)
     completions = [r"\boxed{42}", "41", *[r"\boxed{9^{9^{9^9}}}"] * 100]  # said again and again it takes its time once
     assert math_answer(completions, ["42"] * 102) == [1, 0, *[0] * 100]

@@ -118,7 +118,10 @@ ENDLESS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keyword", ["def", "async def"])
-@pytest.mark.parametrize("endless", ENDLESS.values(), ids=ENDLESS)
+@pytest.mark.parametrize(
+    "endless",
+    [pytest.param(body, id=name, marks=[pytest.mark.e2e] * (name == "a loop")) for name, body in ENDLESS.items()],
+)
 def test_a_function_that_hangs_is_ended_and_named_with_the_completion_it_hangs_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endless: str, keyword: str
 ) -> None:

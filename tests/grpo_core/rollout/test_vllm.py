@@ -235,12 +235,10 @@ def resume(run: Path, other: Path) -> dict[str, list[Any]]:
     engine.sync_weights(load_model(other))
     requests = [Request(tokenizer(prompt)["input_ids"], 6, seed=1000 * i) for i, prompt in enumerate(PROMPTS)]
     free = Sampling(6, temperature=0.7)
-    drawn = {
+    return {
         "synced": sampled(engine.generate(requests, free)),
         "long synced": sampled(engine.generate(long_requests(), free)),
     }
-    engine.close()
-    return drawn
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,6 @@ def follow(run: Path) -> tuple[list[float], list[str]]:
         distances += [before, distance(updated)]
         for other, weights in others:
             assert all(torch.equal(p, kept) for p, kept in zip(other.parameters(), weights, strict=True))
-    engine.close()
     return distances, how
 
 
@@ -140,7 +139,6 @@ def adapt(run: Path) -> list[dict[str, Any]]:
         step(f"changed {i}")
         engine.sync_weights(model)
         step(f"synced {i}")
-    engine.close()
     return steps
 
 
@@ -195,7 +193,6 @@ def merge(run: Path) -> tuple[list[float], list[float], list[str]]:
         torch.manual_seed(update)
         for tensor in trainable_state(model).values():
             tensor += 0.05 * torch.randn_like(tensor)
-    engine.close()
     return before, after, how
 
 

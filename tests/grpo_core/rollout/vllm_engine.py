@@ -72,7 +72,7 @@ def plain_distributions(model: Any, ids: list[int], temperature: float, penalty:
 
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, :-1]
-    for place in range(len(logits)):
+    for place in range(len(logits)) if penalty != 1 else ():
         for token in {*ids[: place + 1]}:
             logits[place, token] *= 1 / penalty if logits[place, token] > 0 else penalty
     return (logits / temperature).log_softmax(-1)
