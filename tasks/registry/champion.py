@@ -351,7 +351,7 @@ def _rival(client: MlflowClient, candidate: ModelVersion, recorded: _Recorded, c
 
 
 def _recorded(client: MlflowClient, version: ModelVersion) -> _Recorded:
-    run_id, folder = str(version.run_id or ""), version.tags.get(RECORD)
+    run_id, folder = str(version.run_id or ""), version.tags.get(RECORD, "")
     listed = None
     if run_id and folder:
         listed = _if_there(lambda: client.list_artifacts(run_id, folder))  # None: the run is gone
