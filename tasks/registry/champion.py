@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import polars as pl
 from mlflow import MlflowClient
+from mlflow.artifacts import download_artifacts, list_artifacts
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 
@@ -352,11 +353,14 @@ def _rival(client: MlflowClient, candidate: ModelVersion, recorded: _Recorded, c
 
 def _recorded(client: MlflowClient, version: ModelVersion) -> _Recorded:
     run_id, folder = str(version.run_id or ""), version.tags.get(RECORD, "")
-    listed = None
-    if run_id and folder:
-        listed = _if_there(lambda: client.list_artifacts(run_id, folder))  # None: the run is gone
+    run = _if_there(lambda: client.get_run(run_id)) if run_id and folder else None  # None: the run is gone
     with TemporaryDirectory() as local:
-        record = Path(client.download_artifacts(run_id, folder, local) if listed else local)
+        record = Path(local)
+        if run:
+            # By its address: in a run, MLflow would at each call look for logged models called as the folder is.
+            address, uri = f"{run.info.artifact_uri}/{folder}", client.tracking_uri
+            if list_artifacts(address, tracking_uri=uri):
+                record = Path(download_artifacts(address, dst_path=local, tracking_uri=uri))
         if missing := [name for name in RECORDED if not (record / name).is_file()]:
             raise NotComparableError(
                 f"version {version.version} has no {', '.join(missing)} in its MLflow run ({run_id or 'none'}), so "
