@@ -9,6 +9,8 @@ import gc
 import json
 import os
 import runpy
+import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -129,6 +131,24 @@ def make_model(folder: Path, architecture: str = "Qwen2", **changes: Any) -> Pat
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def embed_mlflow(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], None]:
+    """Puts MLflow's database, without entries, into a storage root: a copy, since MLflow itself would run all of its
+    migrations, which take most of a second."""
+    from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine
+
+    database = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    engine = create_sqlalchemy_engine(f"sqlite:///{database}")
+    _initialize_tables(engine)
+    engine.dispose()
+
+    def embed(storage: Path) -> None:
+        (storage / "mlflow").mkdir(parents=True)
+        shutil.copy(database, storage / "mlflow")
+
+    return embed
 
 
 def write_sums(path: Path, first: int, last: int) -> Path:

@@ -7,6 +7,7 @@ to another storage.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import secrets
 import socket
@@ -184,11 +185,16 @@ def is_ours(url: str, server_id: str) -> bool:
     return answer is not None and answer.server_id == server_id
 
 
+@functools.cache  # a server that starts is asked many times, and the certificates take longer than the question
+def _trusted(certificates: str | None) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=certificates)
+
+
 def ask(url: str) -> Answer | None:
     """The answer of the API at this URL; None if nothing answers."""
     import httpx2  # imported here, so that it does not delay the start of a server
 
-    trusted = ssl.create_default_context(cafile=os.environ.get("PREFECT_API_SSL_CERT_FILE"))
+    trusted = _trusted(os.environ.get("PREFECT_API_SSL_CERT_FILE"))
     try:  # an error status is an answer too: Prefect's client will report the problem
         headers = httpx2.get(f"{url}/health", timeout=5, verify=trusted, follow_redirects=True).headers
     except (httpx2.HTTPError, httpx2.InvalidURL):

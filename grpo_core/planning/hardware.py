@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from grpo_core.config.training import BF16_CAPABILITY
 from grpo_core.system.memory import GIB, memory_limit
 
 NVIDIA_SMI_SECONDS = 10
@@ -99,6 +98,8 @@ def named_gpu(name: str) -> Gpu:
 def capability(gpu: Gpu | None) -> tuple[int, int] | None:
     """Compute capability, precise enough to choose the precision: that of bf16 unless the name is an older GPU's. None
     for a CPU."""
+    from grpo_core.config.training import BF16_CAPABILITY  # with pydantic, which those who only ask nvidia-smi save
+
     return (_by_name(BEFORE_BF16, gpu.name) or BF16_CAPABILITY) if gpu else None
 
 

@@ -167,7 +167,18 @@ def source_of(config: RewardConfig) -> bytes:
     """Bytes that change when the reward does, wherever its files lie: those of the module that names it and of the
     function itself; of a built-in reward all of this package's, since some work in other modules and processes, and
     `data.chat`, through which they read texts."""
-    return b"".join(sorted(Path(file).read_bytes() for file in files_of(config)))
+    if is_builtin(config.function) and not config.isolated:
+        return _source_of_built_in()
+    return _content(files_of(config))
+
+
+@functools.cache  # the same for all of them, and this process does not import them again
+def _source_of_built_in() -> bytes:
+    return _content(_files_of_built_in())
+
+
+def _content(files: Sequence[str]) -> bytes:
+    return b"".join(sorted(Path(file).read_bytes() for file in files))
 
 
 def files_of(config: RewardConfig) -> list[str]:
@@ -179,8 +190,12 @@ def files_here(config: RewardConfig) -> list[str]:
     """`files_of` by importing the function into this process."""
     function = find(config.function)
     if is_builtin(config.function):
-        return sorted([*map(str, Path(__file__).parent.rglob("*.py")), chat.__file__])
+        return _files_of_built_in()
     return own_code.files_of(config.function, function)
+
+
+def _files_of_built_in() -> list[str]:
+    return sorted([*map(str, Path(__file__).parent.rglob("*.py")), chat.__file__])
 
 
 def check(config: RewardConfig) -> None:

@@ -281,7 +281,8 @@ def _parquet(source: Source) -> Rows:
     if wide := [field.name for field in columns if "decimal256" in str(field.type)]:
         raise _unreadable(source, Fault(f"column {wide[0]!r} holds numbers beyond 38 digits; write them as text"))
     at_once = slice_rows(facts.num_rows, sum(facts.row_group(it).total_byte_size for it in range(facts.num_row_groups)))
-    return Rows(_plain(pl.DataFrame(pl.from_arrow(columns.empty_table()))), facts.num_rows, read)
+    empty = pa.Table.from_batches([], columns)  # `columns.empty_table()` would import pandas
+    return Rows(_plain(pl.DataFrame(pl.from_arrow(empty))), facts.num_rows, read)
 
 
 def _kind(path: Path) -> str:

@@ -24,7 +24,6 @@ from typing import Any
 
 import grpo_core
 import tasks
-from grpo_core.config.files import load_config
 from grpo_core.errors import GrpoError
 from tasks.processes.gpu import check_gpu_machine
 from tasks.processes.gpu_locks import POLL_SECONDS, take_gpus, variables, visible_gpus
@@ -123,6 +122,8 @@ def gpus_needed(arguments: list[str]) -> int:
     """Number of GPUs that `tasks.processes.ranks ARGUMENTS` or `grpo_core.rollout.vllm.serve CONFIG …` uses."""
     if "--nproc-per-node" in arguments:
         return int(arguments[arguments.index("--nproc-per-node") + 1])
+    from grpo_core.config.files import load_config  # most of this process's start, and only needed here
+
     rollout = load_config(Path(arguments[2])).rollout
     return rollout.vllm_tensor_parallel_size * rollout.vllm_data_parallel_size
 

@@ -17,13 +17,13 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import polars as pl
 from mlflow import MlflowClient
+from mlflow.artifacts import download_artifacts, list_artifacts
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 
@@ -352,22 +352,21 @@ def _rival(client: MlflowClient, candidate: ModelVersion, recorded: _Recorded, c
 
 
 def _recorded(client: MlflowClient, version: ModelVersion) -> _Recorded:
-    run_id, folder = str(version.run_id or ""), version.tags.get(RECORD)
-    there: set[str] = set()
-    if run_id and folder:
-        for parent in (folder, f"{folder}/{run_files.EVALUATION}"):
-            listed = _if_there(partial(client.list_artifacts, run_id, parent))  # None: the run is gone
-            there |= {it.path for it in listed or []}
-    missing = [name for name in RECORDED if f"{folder}/{name}" not in there]
-    if missing:
-        raise NotComparableError(
-            f"version {version.version} has no {', '.join(missing)} in its MLflow run ({run_id or 'none'}), so "
-            "there is nothing to judge it by; `grpo stage register --run NAME` makes a version that has"
-        )
+    run_id, folder = str(version.run_id or ""), version.tags.get(RECORD, "")
+    run = _if_there(lambda: client.get_run(run_id)) if run_id and folder else None  # None: the run is gone
     with TemporaryDirectory() as local:
-        config, report, samples = (
-            Path(client.download_artifacts(run_id, f"{folder}/{name}", local)) for name in RECORDED
-        )
+        record = Path(local)
+        if run:
+            # By its address: in a run, MLflow would at each call look for logged models called as the folder is.
+            address, uri = f"{run.info.artifact_uri}/{folder}", client.tracking_uri
+            if list_artifacts(address, tracking_uri=uri):
+                record = Path(download_artifacts(address, dst_path=local, tracking_uri=uri))
+        if missing := [name for name in RECORDED if not (record / name).is_file()]:
+            raise NotComparableError(
+                f"version {version.version} has no {', '.join(missing)} in its MLflow run ({run_id or 'none'}), so "
+                "there is nothing to judge it by; `grpo stage register --run NAME` makes a version that has"
+            )
+        config, report, samples = (record / name for name in RECORDED)
         return _Recorded(tomllib.loads(config.read_text()), json.loads(report.read_text()), pl.read_parquet(samples))
 
 

@@ -281,7 +281,7 @@ def test_planning_needs_neither_torch_nor_prefect_nor_mlflow(config: Path) -> No
         "import sys; from flows.cli.main import app\n"
         f"try: app(['plan', {str(config)!r}, '--json'])\n"
         "except SystemExit as end: assert end.code == 0, end.code\n"
-        "loaded = {'torch', 'prefect', 'mlflow', 'transformers', 'pandera'} & set(sys.modules)\n"
+        "loaded = {'torch', 'prefect', 'mlflow', 'transformers', 'pandera', 'pandas'} & set(sys.modules)\n"
         "assert not loaded, loaded"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,11 @@ from tests.pages import Page
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def client(tmp_path_factory: pytest.TempPathFactory, embed_mlflow: Callable[[Path], None]) -> Any:
+    storage = tmp_path_factory.mktemp("storage")
+    embed_mlflow(storage)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRPO_STORAGE", str(tmp_path_factory.mktemp("storage")))
+        patch.setenv("GRPO_STORAGE", str(storage))
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         yield connect()
 

@@ -23,7 +23,7 @@ from tasks.reports.report import report_page
 from tasks.reports.sweep import make_choice, sweep_page
 from tasks.sweep import _markdown as sweep_markdown
 from tests.hostile import EVIL, is_seen, read, render
-from tests.made_up import NUM_PROMPTS, made_up_run, metrics_of, outcomes_of, samples_of, values_of
+from tests.made_up import NUM_PROMPTS, made_up_run, outcomes_of, samples_of, values_of
 from tests.pages import Page
 
 OURS = {"h1", "h2", "p", "strong", "ul", "li", "table", "thead", "tbody", "tr", "th", "td"}
@@ -82,7 +82,7 @@ def test_sweeps_comparisons_and_evaluations_show_models_categories_and_answers_a
         right = {"base": outcomes_of(0, 0.3), "trained": np.full(NUM_PROMPTS, float(model == text))}
         samples = samples_of(right, completion=text, categories=(text, "others"))
         name = "hostile" if model == text else "plain"
-        arms[name] = read_record(made_up_run(tmp_path / name, values, samples, metrics_of()))
+        arms[name] = read_record(made_up_run(tmp_path / name, values, samples, []))
     choice = make_choice(arms)
     assert choice.arm == "hostile"
     _assert_only_text(evaluation_markdown(arms["hostile"].evaluation, "accuracy"), text)

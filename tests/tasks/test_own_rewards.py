@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -54,10 +55,11 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 def test_a_reward_beside_the_configuration_or_in_the_working_folder_is_found(tmp_path: Path) -> None:
     config = _project(tmp_path / "configs", "beside_mine", SHORTER)
     (tmp_path / "in_folder.py").write_text(SHORTER)
-    for function in ("beside_mine:shorter", "in_folder:shorter"):
-        given = (str(config), "--set", f"rewards.0.function={function}", "--completion", "abcd")
-        done = _grpo("rewards", "try", *given, folder=tmp_path)
-        assert done.returncode == 0 and "│ -4" in done.stdout, done.stdout + done.stderr
+    rewards = "[{function = 'beside_mine:shorter', name = 'beside'}, {function = 'in_folder:shorter', name = 'in'}]"
+    given = (str(config), "--set", f"rewards={rewards}", "--completion", "abcd")
+    done = _grpo("rewards", "try", *given, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"│ beside +│ -4 ", done.stdout) and re.search(r"│ in +│ -4 ", done.stdout), done.stdout
 
 
 @pytest.mark.slow

@@ -136,23 +136,31 @@ def test_a_single_fault_in_conversations_is_found_and_placed(
 
 
 def _expect_one(model: Path, folder: Path, frames: Frames, fault: tuple[str, int, str, Any, str]) -> None:
-    """The fault alone is found; as an error it refuses, as a warning it stays, dropped it is kept beside."""
+    """The fault alone is found; dropped, its row is kept beside."""
     dataset, row, column, value, rule = fault
     _set(dataset, row, column, value)(frames)
-    screened = screen(_config(model, folder, frames, **{rule: "error"}))
-    assert screened.findings.select("dataset", "row", "column", "check").rows() == [(dataset, row, column, rule)]
-    assert screened.refused
-    if "warn" in get_args(DataChecks.model_fields[rule].annotation):
-        warned = screen(_config(model, folder, frames, **{rule: "warn"}))
-        assert not warned.refused
-        assert {name: frame.height for name, frame in warned.kept.items()} == {"train": 10, "eval": 5}
     dropped = screen(_config(model, folder, frames, **{rule: "drop"}))
+    assert dropped.findings.select("dataset", "row", "column", "check").rows() == [(dataset, row, column, rule)]
     assert not dropped.refused
     assert dropped.kept[dataset].height == frames[dataset].height - 1
     assert dropped.dropped[dataset]["source_row"].to_list() == [row]
     assert dropped.dropped[dataset].drop("source_row", "broken_rules").to_dicts() == [
         frames[dataset].row(row, named=True)
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", sorted(set(RULES) - {"own_schema"}))
+def test_a_fault_refuses_as_an_error_and_stays_as_a_warning(chat_model: Path, tmp_path: Path, rule: str) -> None:
+    frames = _conversations(_frames())
+    dataset, row, column, value, _ = next(it for it in (*CHAT_FAULTS, *TEXT_FAULTS) if it[-1] == rule)
+    _set(dataset, row, column, value)(frames)
+    screened = screen(_config(chat_model, tmp_path, frames, **{rule: "error"}))
+    assert (screened.refused, screened.findings["check"].to_list()) == (True, [rule])
+    if "warn" in get_args(DataChecks.model_fields[rule].annotation):
+        warned = screen(_config(chat_model, tmp_path, frames, **{rule: "warn"}))
+        assert not warned.refused
+        assert {name: frame.height for name, frame in warned.kept.items()} == {"train": 10, "eval": 5}
 
 
 def test_prompts_are_compared_with_those_that_stay(model_folder: Path, tmp_path: Path) -> None:

@@ -41,10 +41,11 @@ TRAINING = """
 import os, signal, time, httpx2
 from grpo_core.rollout.vllm.secret import with_secret
 from grpo_core.rollout.vllm.serve import read_addresses
+client = httpx2.Client(headers=with_secret(), trust_env=False)
 def ask(url):
     while True:
         try:
-            return int(httpx2.get(url, headers=with_secret(), trust_env=False).raise_for_status().text)
+            return int(client.get(url).raise_for_status().text)
         except httpx2.TransportError:
             time.sleep(0.05)
 first, second = read_addresses()

@@ -85,14 +85,18 @@ def test_every_launcher_of_the_configuration_is_in_the_table() -> None:
     assert set(schema["enum"]) == set(LAUNCHERS)
 
 
-# Each rank writes down its environment; then rank 1 ends as it is told to, and rank 0 as if it had lost it.
-SHOWN = """
+# Each rank writes down its environment and prints; then rank 1 ends as it is told to, and rank 0 as if it had lost it.
+RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
 folder, how, rank = Path(sys.argv[1]), int(sys.argv[2]), os.environ["RANK"]
 names = [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "RANK", "WORLD_SIZE", "OMP_NUM"))]
 (folder / f"{rank}.tmp").write_text(json.dumps({name: os.environ[name] for name in names}))
 (folder / f"{rank}.tmp").rename(folder / rank)
+for number in range(300):
+    print("line", number)
+os.system("echo from a child")
+print("the last words", end="", file=sys.stderr)
 while how and not (folder / str(1 - int(rank))).exists():
     time.sleep(0.01)
 if how < 0 and rank == "1":
@@ -110,41 +114,36 @@ fsdp_config: {fsdp_version: 2, fsdp_offload_params: true}
 """
 
 
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """What three processes have written down, and the lines that they have printed."""
+    folder, lines = tmp_path_factory.mktemp("three"), list[str]()
+    (folder / "accelerate").mkdir()
+    (folder / "accelerate" / "default_config.yaml").write_text(HOSTILE)
+    (folder / "rank.py").write_text(RANK)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(folder))
+        launch(_config(num_processes=3), [str(folder / "rank.py"), str(folder), "0"], lines.append, folder)
+    return folder, lines
+
+
 @pytest.mark.slow
 def test_several_processes_are_started_whatever_the_user_s_accelerate_configuration_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    three: tuple[Path, list[str]],
 ) -> None:
-    (tmp_path / "accelerate").mkdir()
-    (tmp_path / "accelerate" / "default_config.yaml").write_text(HOSTILE)
-    (tmp_path / "show.py").write_text(SHOWN)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    lines: list[str] = []
-    launch(_config(num_processes=2), [str(tmp_path / "show.py"), str(tmp_path), "0"], lines.append, tmp_path)
-    for rank in "01":
-        found = json.loads((tmp_path / rank).read_text())
-        assert (found["RANK"], found["WORLD_SIZE"], found["OMP_NUM_THREADS"]) == (rank, "2", "1")
+    for rank in "012":
+        found = json.loads((three[0] / rank).read_text())
+        assert (found["RANK"], found["WORLD_SIZE"], found["OMP_NUM_THREADS"]) == (rank, "3", "1")
         assert found["ACCELERATE_MIXED_PRECISION"] == "no"
         assert {name for name, value in found.items() if value.lower() == "true"} == {"ACCELERATE_USE_CPU"}
         assert not [name for name in found if "FSDP" in name]
 
 
-PRINTING = """
-import os, sys
-for number in range(300):
-    print("line", number)
-os.system("echo from a child")
-print("the last words", end="", file=sys.stderr)
-"""
-
-
 @pytest.mark.slow
-def test_each_line_of_several_processes_is_whole_and_names_all_but_the_first(tmp_path: Path) -> None:
-    (tmp_path / "printing.py").write_text(PRINTING)
-    lines: list[str] = []
-    launch(_config(num_processes=3), [str(tmp_path / "printing.py")], lines.append, tmp_path)
+def test_each_line_of_several_processes_is_whole_and_names_all_but_the_first(three: tuple[Path, list[str]]) -> None:
     expected = [*(f"line {number}" for number in range(300)), "from a child", "the last words"]
     for rank, name in enumerate(("", "rank 1: ", "rank 2: ")):
-        own = [line for line in lines if line.startswith("rank") == bool(rank) and line.startswith(name)]
+        own = [line for line in three[1] if line.startswith("rank") == bool(rank) and line.startswith(name)]
         assert own == [name + line for line in expected]
 
 
@@ -156,8 +155,8 @@ def test_each_line_of_several_processes_is_whole_and_names_all_but_the_first(tmp
 def test_a_rank_that_fails_is_named_with_the_way_it_ended(
     tmp_path: Path, how: int, said: str, restartable: bool
 ) -> None:
-    (tmp_path / "show.py").write_text(SHOWN)
-    command = [str(tmp_path / "show.py"), str(tmp_path), str(how)]
+    (tmp_path / "rank.py").write_text(RANK)
+    command = [str(tmp_path / "rank.py"), str(tmp_path), str(how)]
     with pytest.raises(ProcessError, match=rf"process 1 \(rank\) on \S+ {said}") as failed:
         launch(_config(num_processes=2), command, print, tmp_path)
     assert failed.value.restartable == restartable
@@ -365,6 +364,13 @@ def test_a_relay_says_that_the_connection_is_lost_and_returns_when_nothing_can_b
     relay = _relay(255)
     assert "the connection is lost; waiting" in relay.communicate()[0]
     assert relay.returncode == LOST
+
+
+@pytest.mark.slow
+def test_the_small_processes_beside_a_training_start_without_the_configuration_s_schema() -> None:
+    """Pydantic and the sections would take most of their start."""
+    imports = "import sys; from tasks.processes import follow, machine, relay, restarting, scheduled"
+    subprocess.run([sys.executable, "-c", f"{imports}; sys.exit('pydantic' in sys.modules)"], check=True)
 
 
 def test_a_connection_is_its_own_whatever_the_user_s_ssh_configuration_says(tmp_path: Path) -> None:

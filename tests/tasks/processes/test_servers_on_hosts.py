@@ -74,7 +74,8 @@ class Servers:
     def ask(self) -> list[tuple[psutil.Process, int]]:
         """Each server's process, and the number of its first GPU."""
         urls = Path(self.environment[ADDRESSES]).read_text().split()
-        answers = [httpx2.get(url, headers=with_secret(self.environment), trust_env=False).json() for url in urls]
+        with httpx2.Client(headers=with_secret(self.environment), trust_env=False) as client:
+            answers = [client.get(url).json() for url in urls]
         return [(psutil.Process(pid), gpu) for pid, gpu in answers]
 
 

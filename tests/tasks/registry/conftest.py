@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from mlflow import set_tracking_uri
 
 
 @pytest.fixture(scope="module")
-def mlflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("mlflow")
+def mlflow(tmp_path_factory: pytest.TempPathFactory, embed_mlflow: Callable[[Path], None]) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("storage")
+    embed_mlflow(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPO_STORAGE", str(folder))
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)

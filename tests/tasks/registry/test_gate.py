@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -45,17 +46,18 @@ def _trials(config: RunConfig, gain: dict[str, float], trials: int = TRIALS, **s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("metric", "confidence", "num_samples", "guards"),
+    ("metric", "confidence", "num_samples"),
     [
-        ("accuracy", 0.95, 1, GUARDS),
-        pytest.param("accuracy", 0.9, 4, [], marks=pytest.mark.e2e),
-        pytest.param("reward", 0.8, 1, [], marks=pytest.mark.e2e),
+        ("accuracy", 0.95, 1),
+        pytest.param("accuracy", 0.9, 4, marks=pytest.mark.e2e),
+        pytest.param("reward", 0.8, 1, marks=pytest.mark.e2e),
     ],
 )
 def test_the_same_policy_twice_is_promoted_no_more_often_than_stated(
-    metric: str, confidence: float, num_samples: int, guards: list[dict[str, Any]]
+    metric: str, confidence: float, num_samples: int
 ) -> None:
-    config = promotion_config(metric=metric, confidence=confidence, guards=guards)
+    """Without guards, which would only refuse more."""
+    config = promotion_config(metric=metric, confidence=confidence)
     promoted = sum(verdict.accepted for verdict in _trials(config, {}, num_samples=num_samples))
     # What a gate that errs exactly as often as stated exceeds in one of a hundred such series.
     assert promoted <= binom.ppf(0.99, TRIALS, 1 - confidence)
@@ -63,9 +65,9 @@ def test_the_same_policy_twice_is_promoted_no_more_often_than_stated(
 
 @pytest.mark.slow
 def test_a_difference_that_is_said_to_be_detectable_is_found_with_the_stated_power() -> None:
-    config = promotion_config(guards=GUARDS)
-    stated = [verdict.comparisons[0].difference.minimum_detectable for verdict in _trials(config, {}, trials=50)]
-    found = sum(verdict.accepted for verdict in _trials(config, {"held-out": float(np.mean(stated))}))
+    unguarded, guarded = promotion_config(), promotion_config(guards=GUARDS)
+    stated = [verdict.comparisons[0].difference.minimum_detectable for verdict in _trials(unguarded, {}, trials=50)]
+    found = sum(verdict.accepted for verdict in _trials(guarded, {"held-out": float(np.mean(stated))}))
     assert binom.ppf(0.01, TRIALS, POWER) <= found <= binom.ppf(0.99, TRIALS, POWER + 0.1)
 
 
@@ -108,12 +110,9 @@ def test_many_candidates_that_are_no_better_promote_none_more_often_than_stated(
     """Thirty nights against one champion, each with other sampling luck; at a fixed level four in five series would
     promote one."""
     rng, series, prompts = np.random.default_rng(8), 300, 200
-    lucky = 0
-    for _ in range(series):
-        wins = rng.binomial(40, 0.5, 30)  # of 40 prompts on which the two differ, in each of 30 nights
-        p_values = binom.sf(wins - 1, 40, 0.5)
-        night = int(np.argmin(p_values / [level_of(attempt, 0.95) for attempt in range(1, 31)]))
-        won = int(wins[night])
+
+    @functools.cache  # other series come to the same
+    def is_accepted(won: int, attempt: int) -> bool:
         samples = fixed_samples(
             {
                 "champion": [0] * won + [1] * (prompts - won),
@@ -121,7 +120,14 @@ def test_many_candidates_that_are_no_better_promote_none_more_often_than_stated(
             }
         )
         contestants = Contestant("2", samples, "trained"), Contestant("1", samples, "champion")
-        lucky += decide(promotion_config(), *contestants, night + 1).accepted
+        return decide(promotion_config(), *contestants, attempt).accepted
+
+    lucky = 0
+    for _ in range(series):
+        wins = rng.binomial(40, 0.5, 30)  # of 40 prompts on which the two differ, in each of 30 nights
+        p_values = binom.sf(wins - 1, 40, 0.5)
+        night = int(np.argmin(p_values / [level_of(attempt, 0.95) for attempt in range(1, 31)]))
+        lucky += is_accepted(int(wins[night]), night + 1)
     assert lucky <= binom.ppf(0.999, series, 0.05)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,9 @@ def complete(folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def version(run: Path, answer: str) -> Iterator[Any]:
+def version(run: Path, answer: str, embed_mlflow: Callable[[Path], None]) -> Iterator[Any]:
     storage = run.parents[1]
-    (storage / "mlflow").mkdir()
+    embed_mlflow(storage)
     mlflow.set_tracking_uri(f"sqlite:///{storage / 'mlflow' / 'mlflow.db'}")
     client = mlflow.MlflowClient()
     experiment = client.create_experiment("grpo", (storage / "mlflow" / "artifacts").as_uri())

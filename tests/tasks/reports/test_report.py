@@ -113,7 +113,7 @@ def test_what_others_wrote_is_text_and_nothing_comes_from_elsewhere(full_html: s
 def test_what_a_category_is_called_is_drawn_as_it_stands(tmp_path: Path) -> None:
     names = (r"$\frac$", "costs $5 to $10", "_a", "50%", "^{2}", "a\nb", r"\alpha")
     samples = samples_of({"base": outcomes_of(0, 0.4), "trained": outcomes_of(1, 0.6)}, categories=names)
-    page = Page(_html(read_record(made_up_run(tmp_path, values_of("named"), samples, metrics_of()))))
+    page = Page(_html(read_record(made_up_run(tmp_path, values_of("named"), samples, []))))
     for name in names:
         assert all(f"· {line}" in page.text for line in name.splitlines()[:1])
 
@@ -130,20 +130,21 @@ def test_a_part_without_data_is_left_out(bare: Record, full_page: Page, bare_pag
 
 
 @pytest.mark.slow
-def test_the_page_names_code_and_data_and_a_time_only_where_it_was_forecast(bare: Record) -> None:
+def test_the_page_names_code_and_data_and_a_time_only_where_it_was_forecast(bare: Record, bare_page: Page) -> None:
+    without_curves = replace(bare, metrics=[])
     data = {
         **bare.data,
         "made": {"train": "738e8676a53217862a9f151273ef9982", "eval": "ca09b3db3e0116802b158ada08c3a573"},
     }
     plan = {**bare.plan, "forecasts": {"time": {"error": "no earlier run"}}}
-    text = "".join(Page(_html(replace(bare, data=data, plan=plan))).text.split())
+    text = "".join(Page(_html(replace(without_curves, data=data, plan=plan))).text.split())
     for shown in (
         "Trained with the code of commit bcdcd2a8e0af with uncommitted changes.",
         "train.parquet (validated content 738e8676a532)",
         "time in updates – no forecast 50 s",
     ):
         assert "".join(shown.split()) in text
-    page = Page(_html(bare)).text
+    page = bare_page.text
     assert "Time forecast, made before the training: a guess." in page
     text = "".join(page.split())  # 50 s of updates, forecast 36; the training's 63 s, forecast 72
     assert "timeinupdates36sforecast50s1.4×theforecast" in text
@@ -152,7 +153,7 @@ def test_the_page_names_code_and_data_and_a_time_only_where_it_was_forecast(bare
     parts = {"probe": 0.01, **time["parts_hours"]}
     with_probe = {**bare.plan, "forecasts": {"time": {**time, "parts_hours": parts, "wall_time_hours": 0.03}}}
     rates = {"scored": 40, "never": 12, "always": 3, "mean": 0.4375, "histogram": [12, *[3] * 8, 4]}
-    probed = replace(bare, plan=with_probe, seconds={**bare.seconds, "probe": 18.0}, probe=rates)
+    probed = replace(without_curves, plan=with_probe, seconds={**bare.seconds, "probe": 18.0}, probe=rates)
     text = "".join(Page(_html(probed)).text.split())
     assert "of 40 prompts 12 are never solved and 3 always; mean 43.8%".replace(" ", "") in text
     assert "Pass rates of the base" not in page
@@ -161,12 +162,13 @@ def test_the_page_names_code_and_data_and_a_time_only_where_it_was_forecast(bare
 
 
 @pytest.mark.slow
-def test_the_page_says_that_a_training_sampled_less_far_ahead_and_why(bare: Record) -> None:
+def test_the_page_says_that_a_training_sampled_less_far_ahead_and_why(bare: Record, bare_page: Page) -> None:
     rollout = bare.config.rollout.model_copy(update={"max_staleness": 4})
     lowered = replace(
         bare,
         config=bare.config.model_copy(update={"rollout": rollout}),
         result={**bare.result, "max_staleness": 1},
+        metrics=[],
         findings=[
             {"step": 9, "rule": "log_ratio", "action": "lower_staleness", "message": "log_ratio/max = 7 is above"}
         ],
@@ -175,7 +177,7 @@ def test_the_page_says_that_a_training_sampled_less_far_ahead_and_why(bare: Reco
     page = Page(_html(lowered)).text
     assert said in page
     assert "Health (lower_staleness): log_ratio/max = 7 is above" in page
-    assert "less far ahead" not in Page(_html(bare)).text
+    assert "less far ahead" not in bare_page.text
 
 
 @pytest.mark.slow
@@ -249,7 +251,7 @@ def test_of_several_completions_the_page_shows_pass_at_k_and_how_many_are_right(
         for sample, right in enumerate((0.0, 1.0))
     ]
     keys = {"num_samples": 2, "temperature": 0.7}
-    run = made_up_run(tmp_path, values_of("several", evaluation=keys), pl.concat(drawn), metrics_of())
+    run = made_up_run(tmp_path, values_of("several", evaluation=keys), pl.concat(drawn), [])
     page = Page(_html(read_record(run)))
     for shown in ("pass@k, %", "pass@2", "majority@2", "60 better", "1 of 2 right, the first", "0 of 2 right"):
         assert shown in page.text
@@ -266,7 +268,7 @@ def test_a_run_whose_rewards_are_grades_is_headlined_by_its_reward(tmp_path: Pat
     ]
     keys = {"num_samples": 2, "temperature": 0.7}
     values = values_of("graded", evaluation=keys)
-    html = _html(read_record(made_up_run(tmp_path, values, pl.concat(drawn), metrics_of())))
+    html = _html(read_record(made_up_run(tmp_path, values, pl.concat(drawn), [])))
     text = Page(html).text
     for shown in (
         f"Better than the base by {gain.mean():.3f} in reward (p = ",
@@ -288,7 +290,7 @@ def test_a_run_whose_rewards_are_grades_is_headlined_by_its_reward(tmp_path: Pat
 def test_a_set_that_no_reward_scored_is_said_and_not_drawn(tmp_path: Path) -> None:
     nothing = np.full(60, np.nan)
     samples = samples_of({"base": nothing, "trained": nothing}).fill_nan(None)
-    page = Page(_html(read_record(made_up_run(tmp_path, values_of("unscored"), samples, metrics_of()))))
+    page = Page(_html(read_record(made_up_run(tmp_path, values_of("unscored"), samples, []))))
     assert "No comparison with the base: no prompt was scored for both" in page.text
     assert "with 95% intervals" not in page.text
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import mlflow
 import pytest
@@ -11,9 +12,13 @@ from tasks.tracking.runs import connect
 
 
 @pytest.fixture(scope="module")
-def mlflow_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[mlflow.MlflowClient]:
+def mlflow_client(
+    tmp_path_factory: pytest.TempPathFactory, embed_mlflow: Callable[[Path], None]
+) -> Iterator[mlflow.MlflowClient]:
+    storage = tmp_path_factory.mktemp("storage")
+    embed_mlflow(storage)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRPO_STORAGE", str(tmp_path_factory.mktemp("storage")))
+        patch.setenv("GRPO_STORAGE", str(storage))
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         yield connect()
     mlflow.set_tracking_uri(None)

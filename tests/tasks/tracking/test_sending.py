@@ -62,13 +62,11 @@ def _sent(folder: Path) -> float:
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds MLflow's SQLite file, which takes seconds to make."""
-    folder = tmp_path_factory.mktemp("mlflow")
-    mlflow.set_tracking_uri(f"sqlite:///{folder / 'mlflow.db'}")
-    MlflowClient().search_experiments()
-    mlflow.set_tracking_uri(None)
-    return folder
+def database(tmp_path_factory: pytest.TempPathFactory, embed_mlflow: Callable[[Path], None]) -> Path:
+    """Holds MLflow's SQLite file."""
+    storage = tmp_path_factory.mktemp("storage")
+    embed_mlflow(storage)
+    return storage / "mlflow"
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +32,23 @@ def test_a_tracking_uri_with_a_password_is_refused_without_saying_it(monkeypatch
 
 
 @pytest.mark.slow
-def test_each_storage_root_has_a_store_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_storage_root_has_a_store_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embed_mlflow: Callable[[Path], None]
+) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    embed_mlflow(tmp_path / "second")  # the first has none yet
     for name in ("first", "second"):
         monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / name))
         assert connect().tracking_uri == f"sqlite:///{tmp_path / name / 'mlflow' / 'mlflow.db'}"
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def store(tmp_path_factory: pytest.TempPathFactory, embed_mlflow: Callable[[Path], None]) -> Iterator[None]:
     """An embedded MLflow, in a storage root of its own."""
+    storage = tmp_path_factory.mktemp("storage")
+    embed_mlflow(storage)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRPO_STORAGE", str(tmp_path_factory.mktemp("storage")))
+        patch.setenv("GRPO_STORAGE", str(storage))
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         yield
     mlflow.set_tracking_uri(None)
