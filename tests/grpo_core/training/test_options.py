@@ -257,8 +257,8 @@ def test_an_update_without_a_trained_token_says_nothing_about_entropy_and_adapts
 
 @pytest.mark.slow
 def test_an_entropy_bonus_keeps_the_policy_more_varied(values: dict[str, Any], tmp_path: Path) -> None:
-    plain = metrics_of(trained_run(tmp_path / "plain", values, max_steps=12))
-    varied = metrics_of(trained_run(tmp_path / "varied", values, max_steps=12, entropy_coef=1.0))
+    plain = metrics_of(trained_run(tmp_path / "plain", values, max_steps=6))
+    varied = metrics_of(trained_run(tmp_path / "varied", values, max_steps=6, entropy_coef=1.0))
     assert varied[-1]["entropy"] > plain[-1]["entropy"] + 0.1
 
 
@@ -360,7 +360,7 @@ def test_a_process_without_a_share_of_the_prompts_scores_nothing(model_folder: P
 
 @pytest.mark.slow
 def test_prompts_are_seen_in_the_planned_order(values: dict[str, Any], tmp_path: Path) -> None:
-    run = trained_run(tmp_path / "run", values, num_iterations=2, max_steps=20)
+    run = trained_run(tmp_path / "run", values, num_iterations=2, max_steps=14)  # 7 rollouts: two epochs
     plan = load_plan(run / "plan.json")
     rows = pq.read_table(run / "dataset" / "train.parquet")["prompt"].to_pylist()
     for index in range(plan.rollouts):
