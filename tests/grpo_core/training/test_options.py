@@ -34,6 +34,12 @@ from tests.grpo_core.training.training import are_close, checkpoint_of, metrics_
 CALM_ADAM = {"adam_epsilon": 1e-3}
 
 
+@pytest.fixture
+def two_layers(values: dict[str, Any], smooth_model_folder: Path) -> dict[str, Any]:
+    """The configuration with a model of two layers."""
+    return with_keys(values, name_or_path=str(smooth_model_folder))
+
+
 # The update does not depend on how it is cut.
 
 OFF_POLICY = {"steps_per_generation": 4, "num_iterations": 2}
@@ -110,9 +116,9 @@ def test_when_memory_runs_out_training_goes_on_with_smaller_passes(
 
 @pytest.mark.slow
 def test_when_memory_runs_out_with_one_completion_layers_are_computed_again(
-    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two_layers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = with_keys(values, **CALM_ADAM, temperature=0.9)
+    values = with_keys(two_layers, **CALM_ADAM, temperature=0.9)
     whole = trained_run(tmp_path / "whole", values)
     policies: set[Policy] = set()
     forward = Policy.forward
@@ -132,11 +138,13 @@ def test_when_memory_runs_out_with_one_completion_layers_are_computed_again(
 
 
 @pytest.mark.parametrize("recomputed", [1, 2])
-def test_some_layers_computed_again_or_all_leave_the_gradient_as_it_is(model_folder: Path, recomputed: int) -> None:
+def test_some_layers_computed_again_or_all_leave_the_gradient_as_it_is(
+    smooth_model_folder: Path, recomputed: int
+) -> None:
     sequences = Sequences(torch.randint(3, 13, (3, 9)), torch.full((3,), 4), torch.full((3,), 5), torch.arange(3))
     gradients, calls = [], []
     for layers in (0, recomputed):
-        policy = Policy(load_model(model_folder), 1.0)
+        policy = Policy(load_model(smooth_model_folder), 1.0)
         policy.recompute(layers)
         for layer in policy.recomputable:
             layer.mlp.register_forward_pre_hook(lambda *_: calls.append(0))
@@ -161,7 +169,7 @@ def test_a_single_completion_too_large_for_memory_is_said(
 
 @pytest.mark.slow
 def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(
-    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two_layers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: Counter[str] = Counter()
     forward = Qwen2DecoderLayer.forward
@@ -171,10 +179,10 @@ def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(
         return forward(self, *args, **options)
 
     monkeypatch.setattr(Qwen2DecoderLayer, "forward", counted)
-    plain = trained_run(tmp_path / "plain", values)
+    plain = trained_run(tmp_path / "plain", two_layers)
     once = calls.copy()
     calls.clear()
-    recomputed = trained_run(tmp_path / "recomputed", values, gradient_checkpointing=True)
+    recomputed = trained_run(tmp_path / "recomputed", two_layers, gradient_checkpointing=True)
     assert calls["with gradient"] == 2 * once["with gradient"]
     assert calls["without"] == once["without"]
     a, b = weights_of(plain), weights_of(recomputed)
