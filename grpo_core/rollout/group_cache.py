@@ -23,6 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_core.model.capabilities import TOLERANCE, attends_to_all, decoder
+from grpo_core.model.sequences import pad
 
 NAME = "grpo_group_cache"
 FIRST_CAPACITY = 64  # initial capacity, in tokens of a completion
@@ -275,9 +276,12 @@ def matches_plain_forward(model: Any, make_cache: Callable[..., Any]) -> bool:
         cached += [cache.decode(tokens).clone() for tokens in steps[1:]]
     except (AttributeError, IndexError, KeyError, NotPlainError, RuntimeError, TypeError, ValueError):
         return False
-    for row, (prompt, tokens) in enumerate(zip([prompts[0], prompts[1], *prompts[1:]], later, strict=True)):
-        ids = torch.tensor([prompt + tokens], device=model.device)
-        plain = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
+    starts = [prompts[0], prompts[1], *prompts[1:]]
+    # Padded on the right, where a causal model's other positions do not see it: one pass for all rows.
+    ids = pad([prompt + tokens for prompt, tokens in zip(starts, later, strict=True)], torch.int64)
+    every = model(input_ids=ids.to(model.device), use_cache=False).logits.float()
+    for row, (prompt, tokens) in enumerate(zip(starts, later, strict=True)):
+        plain = every[row, len(prompt) - 1 : len(prompt) + len(tokens)]
         found = torch.stack([logits[row] for logits in cached[-len(plain) :]])
         if not (plain - found).norm() < TOLERANCE[model.dtype] * plain.norm():
             return False

@@ -74,39 +74,44 @@ def _slices(rollout: Rollout, slices: Sequence[int], plan: Plan, config: RunConf
     sequences = join(rollout, rows.tolist())
     width = int(sequences.completion_lengths.max())
 
-    def taken(values: Tensor) -> Tensor:
-        return values[:, :width].index_select(0, rows)
-
-    def weights(loss_type: LossType, trained: Tensor) -> Tensor:
-        rollout_tokens = max(int(trained.sum()), 1)
-        of_micro_steps = [
-            token_weights(
-                loss_type,
-                mask,
-                micro_steps=micro_steps,
-                rollout_tokens=rollout_tokens,
-                steps_per_generation=plan.steps_per_generation,
-                num_processes=plan.num_processes,
-                max_completion_length=config.rollout.max_completion_length,
-            )
-            for mask in taken(trained).split(plan.per_device_train_batch_size)
-        ]
-        return torch.cat(of_micro_steps)
-
     mask = rollout.completion_mask
     kept = mask if rollout.keep is None else mask * rollout.keep
+    by_token = {
+        "mask": mask,
+        "sampling_logprobs": rollout.sampling_logprobs,
+        "old_logprobs": rollout.old_logprobs,
+        "ref_logprobs": rollout.ref_logprobs,
+        "keep": rollout.keep,
+    }
+    taken = {name: None if values is None else values[rows, :width] for name, values in by_token.items()}
     return MicroBatch(
         sequences=sequences,
-        mask=taken(mask),
-        weights=weights(config.algorithm.loss_type, mask),
+        weights=_weights(config.algorithm.loss_type, mask, rows, width, plan, config, micro_steps),
         # A mean over tokens whatever the loss type, so that entropy_coef means the same for all.
-        entropy_weights=weights("dapo", kept),
+        entropy_weights=_weights("dapo", kept, rows, width, plan, config, micro_steps),
         advantages=rollout.advantages[rows],
-        sampling_logprobs=taken(rollout.sampling_logprobs),
-        old_logprobs=None if rollout.old_logprobs is None else taken(rollout.old_logprobs),
-        ref_logprobs=None if rollout.ref_logprobs is None else taken(rollout.ref_logprobs),
-        keep=None if rollout.keep is None else taken(rollout.keep),
+        **taken,  # type: ignore[arg-type]
     )
+
+
+def _weights(
+    loss_type: LossType, trained: Tensor, rows: Tensor, width: int, plan: Plan, config: RunConfig, micro_steps: int
+) -> Tensor:
+    """Return the weights of these rows' tokens; `trained`: which tokens of the whole rollout count."""
+    rollout_tokens = max(int(trained.sum()), 1)
+    of_micro_steps = [
+        token_weights(
+            loss_type,
+            mask,
+            micro_steps=micro_steps,
+            rollout_tokens=rollout_tokens,
+            steps_per_generation=plan.steps_per_generation,
+            num_processes=plan.num_processes,
+            max_completion_length=config.rollout.max_completion_length,
+        )
+        for mask in trained[rows, :width].split(plan.per_device_train_batch_size)
+    ]
+    return torch.cat(of_micro_steps)
 
 
 def concatenate(batches: Sequence[MicroBatch]) -> MicroBatch:
@@ -114,14 +119,12 @@ def concatenate(batches: Sequence[MicroBatch]) -> MicroBatch:
     if len(batches) == 1:
         return batches[0]
 
-    def rows(name: str) -> Tensor | None:
-        tensors = [getattr(batch, name) for batch in batches]
-        return None if tensors[0] is None else _stack(tensors)
-
     columns = dataclasses.fields(Sequences)
     parts = {field.name: _stack([getattr(batch.sequences, field.name) for batch in batches]) for field in columns}
     names = [field.name for field in dataclasses.fields(MicroBatch) if field.name != "sequences"]
-    return MicroBatch(Sequences(**parts), **{name: rows(name) for name in names})  # type: ignore[arg-type]
+    values = {name: [getattr(batch, name) for batch in batches] for name in names}
+    tensors = {name: None if found[0] is None else _stack(found) for name, found in values.items()}
+    return MicroBatch(Sequences(**parts), **tensors)  # type: ignore[arg-type]
 
 
 def has_gradient(advantages: Tensor, mask: Tensor) -> Tensor:

@@ -39,6 +39,10 @@ class Passes(TorchDispatchMode):
         self.noted: list[str] = []
         self.bytes = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch would import its compiler to skip it
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
         large = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor) and x.shape[-1:] == (VOCABULARY,)]

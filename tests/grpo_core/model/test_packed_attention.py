@@ -131,7 +131,10 @@ def test_flex_attention_is_compiled_once_for_all_lengths_in_training_scoring_and
 
 
 @pytest.mark.slow
-def test_flex_attention_past_dynamo_s_limit_is_an_error_and_not_all_scores(compilations: Counter[str]) -> None:
+def test_flex_attention_past_dynamo_s_limit_is_an_error_and_not_all_scores(
+    compilations: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_attention, "_create_block_mask", lambda _: flex_attention.create_block_mask)
     with torch._dynamo.config.patch(recompile_limit=1):
         _pass(2, grad=True, trainable=True)
         with pytest.raises(FailOnRecompileLimitHit):

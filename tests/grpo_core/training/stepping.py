@@ -165,7 +165,7 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator, folder: Pat
         learning_rate=lambda updates: 0.01,
         engine=engine,
         lookahead=engine if config.rollout.max_staleness else None,
-        memory=OutOfMemoryRetry(4 * plan.per_device_train_batch_size, policy),
+        memory=OutOfMemoryRetry(1000, policy),  # a pass an update: passes are not counted
         probe=Probe([[0]], [[1]], "no"),
         rates=no_rates(plan.num_prompts),
     )

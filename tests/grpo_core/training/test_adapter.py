@@ -73,7 +73,7 @@ def test_a_training_starts_from_what_peft_loads(model_folder: Path, adapter: Pat
 
 
 @pytest.mark.slow
-def test_it_is_compared_with_its_start_and_leaves_one_adapter_over_the_base(
+def test_it_is_compared_with_its_start_leaves_one_adapter_over_the_base_and_is_continued_bit_for_bit(
     model_folder: Path, adapter: Path, tmp_path: Path
 ) -> None:
     values = config_values(model_folder, tmp_path, adapter=str(adapter), beta=0.1, save_steps=2, **KEYS)
@@ -105,20 +105,7 @@ def test_it_is_compared_with_its_start_and_leaves_one_adapter_over_the_base(
     found, expected = reports
     assert found["base"] == expected["base"]
 
-
-@pytest.mark.slow
-def test_a_training_that_is_continued_has_the_same_reference(
-    model_folder: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values = config_values(model_folder, tmp_path, adapter=str(adapter), beta=0.1, save_steps=2, **KEYS)
-    run = make_run(tmp_path / "run", values)
-    train(run, run / "training")
-    expected = [step["kl"] for step in metrics_of(run)]
-    (run / "training" / "result.json").unlink()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    assert train(run, run / "training")["resumed_at_step"] == 2
-    AcceleratorState._reset_state(reset_partial_state=True)
-    assert [step["kl"] for step in metrics_of(run)] == expected
+    _continue_from_the_checkpoint(run)
 
 
 @pytest.mark.slow

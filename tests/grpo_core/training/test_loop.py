@@ -12,6 +12,7 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,7 +21,7 @@ from grpo_core.data.order import training_order
 from grpo_core.errors import RewardError, TrainingError
 from grpo_core.planning.plan import load_plan
 from grpo_core.training.loop import train
-from tests.conftest import make_run, with_keys
+from tests.conftest import config_values, make_run, with_keys
 from tests.grpo_core.rollout.vllm_engine import plain_logprobs
 from tests.grpo_core.training.several import in_processes
 from tests.grpo_core.training.training import are_close, metrics_of, trained_run, weights_of
@@ -40,10 +41,16 @@ EVERYTHING = {
 WINDOWS = {"num_iterations": 2, "steps_per_generation": 4, "beta": 0.1, "max_steps": 7}
 
 
+@pytest.fixture(scope="module", params=[{}, WINDOWS], ids=["on-policy", "inside a generation window, with KL"])
+def run(request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    run = trained_run(folder / "run", config_values(model_folder, folder), **request.param)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return run
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [{}, WINDOWS], ids=["on-policy", "inside a generation window, with KL"])
-def test_what_the_plan_says_is_what_happens(values: dict[str, Any], tmp_path: Path, keys: dict[str, Any]) -> None:
-    run = trained_run(tmp_path / "run", values, **keys)
+def test_what_the_plan_says_is_what_happens(run: Path) -> None:
     plan = load_plan(run / "plan.json")
     result = json.loads((run / "training" / "result.json").read_text())
     assert result["counted"] == result["planned"] == plan.counts(plan.max_steps)
@@ -52,20 +59,17 @@ def test_what_the_plan_says_is_what_happens(values: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_training_raises_the_reward(values: dict[str, Any], tmp_path: Path) -> None:
-    values["rewards"] = [{"function": "length", "args": {"target": 3}}]
-    metrics = metrics_of(trained_run(tmp_path / "run", values, max_steps=25))
-    first, last = ([m["reward"] for m in part] for part in (metrics[:5], metrics[-5:]))
-    assert sum(last) / 5 > sum(first) / 5 + 0.2
+def test_the_engines_log_probabilities_are_the_trainers(run: Path) -> None:
+    for step in metrics_of(run):
+        assert step["sampling/sampling_logp_difference/max"] <= 1e-4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [{}, WINDOWS], ids=["on-policy", "off-policy"])
-def test_the_engines_log_probabilities_are_the_trainers(
-    values: dict[str, Any], tmp_path: Path, keys: dict[str, Any]
-) -> None:
-    for step in metrics_of(trained_run(tmp_path / "run", values, **keys)):
-        assert step["sampling/sampling_logp_difference/max"] <= 1e-4
+def test_training_raises_the_reward(values: dict[str, Any], tmp_path: Path) -> None:
+    values["rewards"] = [{"function": "length", "args": {"target": 3}}]
+    metrics = metrics_of(trained_run(tmp_path / "run", values, max_steps=16))
+    first, last = ([m["reward"] for m in part] for part in (metrics[:5], metrics[-5:]))
+    assert sum(last) / 5 > sum(first) / 5 + 0.2
 
 
 @pytest.mark.slow

@@ -68,11 +68,11 @@ class Watch:
 
 
 def _trained(run: Path, values: dict[str, Any]) -> tuple[list[dict[str, float]], list[Tensor], torch.optim.Optimizer]:
-    """Metrics of three updates from one rollout, the weights after them, the optimizer."""
+    """Metrics of two updates from one rollout, the weights after them, the optimizer."""
     session = load_session(make_run(run, values))
     torch.manual_seed(0)
     batch = first_update(session, rollout_with(session, torch.randn(session.plan.generation_batch_size)))
-    metrics = [update(session, batch, START) for _ in range(3)]
+    metrics = [update(session, batch, START) for _ in range(2)]
     weights = [parameter.detach().cpu().clone() for parameter in session.model.parameters()]
     return metrics, weights, session.optimizer
 

@@ -34,6 +34,12 @@ from tests.grpo_core.training.training import are_close, checkpoint_of, metrics_
 CALM_ADAM = {"adam_epsilon": 1e-3}
 
 
+@pytest.fixture
+def two_layers(values: dict[str, Any], smooth_model_folder: Path) -> dict[str, Any]:
+    """The configuration with a model of two layers."""
+    return with_keys(values, name_or_path=str(smooth_model_folder))
+
+
 # The update does not depend on how it is cut.
 
 OFF_POLICY = {"steps_per_generation": 4, "num_iterations": 2}
@@ -110,9 +116,9 @@ def test_when_memory_runs_out_training_goes_on_with_smaller_passes(
 
 @pytest.mark.slow
 def test_when_memory_runs_out_with_one_completion_layers_are_computed_again(
-    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two_layers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = with_keys(values, **CALM_ADAM, temperature=0.9)
+    values = with_keys(two_layers, **CALM_ADAM, temperature=0.9)
     whole = trained_run(tmp_path / "whole", values)
     policies: set[Policy] = set()
     forward = Policy.forward
@@ -132,11 +138,13 @@ def test_when_memory_runs_out_with_one_completion_layers_are_computed_again(
 
 
 @pytest.mark.parametrize("recomputed", [1, 2])
-def test_some_layers_computed_again_or_all_leave_the_gradient_as_it_is(model_folder: Path, recomputed: int) -> None:
+def test_some_layers_computed_again_or_all_leave_the_gradient_as_it_is(
+    smooth_model_folder: Path, recomputed: int
+) -> None:
     sequences = Sequences(torch.randint(3, 13, (3, 9)), torch.full((3,), 4), torch.full((3,), 5), torch.arange(3))
     gradients, calls = [], []
     for layers in (0, recomputed):
-        policy = Policy(load_model(model_folder), 1.0)
+        policy = Policy(load_model(smooth_model_folder), 1.0)
         policy.recompute(layers)
         for layer in policy.recomputable:
             layer.mlp.register_forward_pre_hook(lambda *_: calls.append(0))
@@ -161,7 +169,7 @@ def test_a_single_completion_too_large_for_memory_is_said(
 
 @pytest.mark.slow
 def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(
-    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two_layers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: Counter[str] = Counter()
     forward = Qwen2DecoderLayer.forward
@@ -171,10 +179,10 @@ def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(
         return forward(self, *args, **options)
 
     monkeypatch.setattr(Qwen2DecoderLayer, "forward", counted)
-    plain = trained_run(tmp_path / "plain", values)
+    plain = trained_run(tmp_path / "plain", two_layers)
     once = calls.copy()
     calls.clear()
-    recomputed = trained_run(tmp_path / "recomputed", values, gradient_checkpointing=True)
+    recomputed = trained_run(tmp_path / "recomputed", two_layers, gradient_checkpointing=True)
     assert calls["with gradient"] == 2 * once["with gradient"]
     assert calls["without"] == once["without"]
     a, b = weights_of(plain), weights_of(recomputed)
@@ -257,8 +265,8 @@ def test_an_update_without_a_trained_token_says_nothing_about_entropy_and_adapts
 
 @pytest.mark.slow
 def test_an_entropy_bonus_keeps_the_policy_more_varied(values: dict[str, Any], tmp_path: Path) -> None:
-    plain = metrics_of(trained_run(tmp_path / "plain", values, max_steps=12))
-    varied = metrics_of(trained_run(tmp_path / "varied", values, max_steps=12, entropy_coef=1.0))
+    plain = metrics_of(trained_run(tmp_path / "plain", values, max_steps=6))
+    varied = metrics_of(trained_run(tmp_path / "varied", values, max_steps=6, entropy_coef=1.0))
     assert varied[-1]["entropy"] > plain[-1]["entropy"] + 0.1
 
 
@@ -360,7 +368,7 @@ def test_a_process_without_a_share_of_the_prompts_scores_nothing(model_folder: P
 
 @pytest.mark.slow
 def test_prompts_are_seen_in_the_planned_order(values: dict[str, Any], tmp_path: Path) -> None:
-    run = trained_run(tmp_path / "run", values, num_iterations=2, max_steps=20)
+    run = trained_run(tmp_path / "run", values, num_iterations=2, max_steps=14)  # 7 rollouts: two epochs
     plan = load_plan(run / "plan.json")
     rows = pq.read_table(run / "dataset" / "train.parquet")["prompt"].to_pylist()
     for index in range(plan.rollouts):

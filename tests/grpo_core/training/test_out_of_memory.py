@@ -24,8 +24,8 @@ LENGTHS = [10, 40, 10, 10, 20, 10]  # with prompts of 2 tokens
 
 
 @pytest.fixture
-def policy(model_folder: Path) -> Policy:
-    return Policy(load_model(model_folder), 1.0)
+def policy(smooth_model_folder: Path) -> Policy:
+    return Policy(load_model(smooth_model_folder), 1.0)
 
 
 def _sequences() -> Sequences:

@@ -22,9 +22,9 @@ from tests.grpo_core.training.killing import in_child
 
 
 @pytest.fixture
-def request_(model_folder: Path, tmp_path: Path) -> PaceRequest:
+def request_(smooth_model_folder: Path, tmp_path: Path) -> PaceRequest:
     write_sums(tmp_path / "train.parquet", 0, 40)
-    config = parse_config(config_values(model_folder, tmp_path))
+    config = parse_config(config_values(smooth_model_folder, tmp_path))
     plan = make_plan(plan_inputs(config, 40))
     prompts = tmp_path / "train.parquet"
     return pace_request(config, plan, PromptLengths(4.0, 6, "given"), prompts, tmp_path, 1, "")

@@ -117,7 +117,7 @@ def test_a_training_on_sources_is_resumed_bit_for_bit(trained: Path, tmp_path: P
 @pytest.mark.slow
 def test_a_curriculum_keeps_each_sources_share_and_is_resumed_bit_for_bit(model_folder: Path, tmp_path: Path) -> None:
     """Each source passes by a reward of its own; what an epoch takes of one follows from its own rates."""
-    values = two_sources(model_folder, tmp_path, max_steps=30, save_steps=25)
+    values = two_sources(model_folder, tmp_path, max_steps=20, save_steps=15)
     values["data"]["curriculum"] = {"kind": "variance"}
     values["rewards"][1]["args"] = {"target": 50}  # tells lengths apart
     whole, run = _run(tmp_path / "whole", values), tmp_path / "run"
@@ -133,10 +133,10 @@ def test_a_curriculum_keeps_each_sources_share_and_is_resumed_bit_for_bit(model_
     for own in source_rows(plan):
         assert [taken.get(row, 0) for row in own] != [plain[row] for row in own], "the curriculum takes others"
     shutil.copytree(whole, run)
-    shutil.rmtree(run / "training" / "checkpoints" / "step-000030", ignore_errors=True)
+    shutil.rmtree(run / "training" / "checkpoints" / "step-000020", ignore_errors=True)
     (run / "training" / "result.json").unlink()
     train(run, run / "training")
-    assert result_of(run)["resumed_at_step"] == 25
+    assert result_of(run)["resumed_at_step"] == 15
     assert_same(run, whole)
 
 

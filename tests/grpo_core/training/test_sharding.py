@@ -173,10 +173,10 @@ def test_a_sharded_training_that_was_killed_goes_on_bit_for_bit_and_by_other_num
 
 @pytest.mark.e2e
 def test_memory_that_runs_out_in_one_process_is_spared_by_all_from_the_next_start_on(
-    tmp_path: Path, model_folder: Path, reward: None
+    tmp_path: Path, reward: None
 ) -> None:
     (tmp_path / "small.py").write_text(SMALL)
-    values = config_values(model_folder, tmp_path, engine="transformers", save_steps=1, **CALM_ADAM)
+    values = config_values(make_model(tmp_path / "model"), tmp_path, engine="transformers", save_steps=1, **CALM_ADAM)
     values["rewards"] = [{"function": "patience:patient"}]
     one = trained_run(tmp_path / "one", values, per_device_train_batch_size=24)
     values["rewards"] = [{"function": "small:score"}]
@@ -222,9 +222,11 @@ def test_a_sharded_evaluation_finds_what_one_process_finds(tmp_path: Path, rewar
 @pytest.mark.e2e
 @pytest.mark.parametrize("keys", [{"beta": 0.1}, LORA], ids=["whole model", "adapter"])
 def test_sharding_changes_an_update_in_bfloat16_by_less_than_bfloat16_does(
-    tmp_path: Path, model_folder: Path, reward: None, keys: dict[str, Any]
+    tmp_path: Path, reward: None, keys: dict[str, Any]
 ) -> None:
-    values = config_values(model_folder, tmp_path, engine="transformers", max_steps=1, **CALM_ADAM, **keys)
+    values = config_values(
+        make_model(tmp_path / "model"), tmp_path, engine="transformers", max_steps=1, **CALM_ADAM, **keys
+    )
     values["rewards"] = [{"function": "patience:patient"}]
     alone = {"per_device_train_batch_size": 16}
     plain = trained_run(tmp_path / "plain", values, **alone)
