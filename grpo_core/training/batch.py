@@ -76,28 +76,25 @@ def _slices(rollout: Rollout, slices: Sequence[int], plan: Plan, config: RunConf
 
     mask = rollout.completion_mask
     kept = mask if rollout.keep is None else mask * rollout.keep
-    by_token = {
-        "mask": mask,
-        "sampling_logprobs": rollout.sampling_logprobs,
-        "old_logprobs": rollout.old_logprobs,
-        "ref_logprobs": rollout.ref_logprobs,
-        "keep": rollout.keep,
-    }
-    taken = {name: None if values is None else values[rows, :width] for name, values in by_token.items()}
+    own = rows, slice(width)
     return MicroBatch(
         sequences=sequences,
-        weights=_weights(config.algorithm.loss_type, mask, rows, width, plan, config, micro_steps),
+        mask=mask[own],
+        weights=_weights(config.algorithm.loss_type, mask, own, plan, config, micro_steps),
         # A mean over tokens whatever the loss type, so that entropy_coef means the same for all.
-        entropy_weights=_weights("dapo", kept, rows, width, plan, config, micro_steps),
+        entropy_weights=_weights("dapo", kept, own, plan, config, micro_steps),
         advantages=rollout.advantages[rows],
-        **taken,  # type: ignore[arg-type]
+        sampling_logprobs=rollout.sampling_logprobs[own],
+        old_logprobs=None if rollout.old_logprobs is None else rollout.old_logprobs[own],
+        ref_logprobs=None if rollout.ref_logprobs is None else rollout.ref_logprobs[own],
+        keep=None if rollout.keep is None else rollout.keep[own],
     )
 
 
 def _weights(
-    loss_type: LossType, trained: Tensor, rows: Tensor, width: int, plan: Plan, config: RunConfig, micro_steps: int
+    loss_type: LossType, trained: Tensor, own: tuple[Tensor, slice], plan: Plan, config: RunConfig, micro_steps: int
 ) -> Tensor:
-    """Return the weights of these rows' tokens; `trained`: which tokens of the whole rollout count."""
+    """Return the weights of some rows' tokens; `trained`: which tokens of the whole rollout count, `own`: the rows."""
     rollout_tokens = max(int(trained.sum()), 1)
     of_micro_steps = [
         token_weights(
@@ -109,7 +106,7 @@ def _weights(
             num_processes=plan.num_processes,
             max_completion_length=config.rollout.max_completion_length,
         )
-        for mask in trained[rows, :width].split(plan.per_device_train_batch_size)
+        for mask in trained[own].split(plan.per_device_train_batch_size)
     ]
     return torch.cat(of_micro_steps)
 
