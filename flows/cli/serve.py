@@ -19,7 +19,7 @@ ENDING_SECONDS = 28  # given to flow runs when serving ends: a training takes at
 def serve() -> None:
     """Offer the pipeline and each stage in Prefect's UI, and run here what is triggered there, until Ctrl-C."""
     _set_up()
-    _exec_supervised("flows.serving.deployments")
+    _exec_supervised("flows.serving.runner")
 
 
 def worker(

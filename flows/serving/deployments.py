@@ -96,7 +96,3 @@ def _is_known(name: str) -> bool:
         except ObjectNotFound:
             return False
     return True
-
-
-if __name__ == "__main__":
-    serve()

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.data.chat import NO_OPTIONS, encode_prompts, end_token_problem
 from grpo_core.errors import ConfigError
+from grpo_core.system.processes import importing
 
 GROUPS = 256  # row groups of a file that are kept in memory; one of a large file has few rows
 PROMPTS = 2**16  # prompts whose tokens are kept in memory
@@ -98,9 +99,13 @@ class Encoded(Sequence[list[int]]):
 
 def load_tokenizer(config: ModelConfig) -> Any:
     """The model's tokenizer."""
-    from transformers import AutoTokenizer
+    with importing():
+        import transformers
 
-    return AutoTokenizer.from_pretrained(config.name_or_path, revision=config.revision)
+        import grpo_core.model  # noqa: F401  (keeps transformers from importing scikit-learn)
+
+        loader = transformers.AutoTokenizer  # the import of which takes seconds
+    return loader.from_pretrained(config.name_or_path, revision=config.revision)
 
 
 def load_prompts(

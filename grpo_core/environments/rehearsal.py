@@ -25,6 +25,7 @@ from grpo_core.environments.worker import NO_TEXT
 from grpo_core.rewards import rehearsal as rewards
 from grpo_core.rewards.rehearsal import ROWS, TRYING
 from grpo_core.rewards.scoring import short
+from grpo_core.system.processes import run_and_leave
 
 SECONDS = 120.0  # after which no further row is tried
 SLOW = 1.0  # seconds
@@ -337,4 +338,4 @@ def _label(config: RunConfig, name: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_leave(main)

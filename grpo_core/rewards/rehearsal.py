@@ -28,6 +28,7 @@ from grpo_core.rewards.isolated import START_SECONDS
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.rewards.scoring import GRACE, Batch, score, short
 from grpo_core.system.libraries import quiet_libraries
+from grpo_core.system.processes import run_and_leave
 
 ROWS = 8
 FIRST_SECONDS = 60.0  # for one reward on one completion, with all that it imports or loads for that
@@ -63,11 +64,20 @@ def _on_first_rows(config: RunConfig, data: Path) -> dict[str, Any]:
 
 def first_rows(config: RunConfig, data: Path, count: int) -> list[dict[str, Any]]:
     """First rows of the data, equally many of each source."""
-    import pyarrow.dataset as ds
+    import pyarrow.parquet as pq  # not pyarrow.dataset, which imports pandas
 
-    names, rows = config.evaluated_sources, ds.dataset(data)
-    chosen = [ds.field("source") == name for name in names] or [None]
-    return [row for each in chosen for row in rows.head(-(-count // len(chosen)), filter=each).to_pylist()]
+    names = config.evaluated_sources
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names or [""]}
+    each = -(-count // len(found))
+    with pq.ParquetFile(data) as file:
+        for batch in file.iter_batches(batch_size=1024):
+            sources = batch["source"].to_pylist() if names else [""] * batch.num_rows
+            for place, name in enumerate(sources):
+                if len(found[name]) < each:
+                    found[name] += batch.slice(place, 1).to_pylist()
+            if all(len(rows) == each for rows in found.values()):
+                break
+    return [row for rows in found.values() for row in rows]
 
 
 def load_tokenizer(config: RunConfig) -> Any:
@@ -252,4 +262,4 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_leave(main)

@@ -40,7 +40,7 @@ class ModelError(GrpoError):
 def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
     """Load the tokenizer; returns it and the largest number of tokens in a sequence (None: no limit)."""
     with importing():
-        from transformers import AutoConfig, AutoTokenizer, logging  # noqa: F401  (AutoTokenizer: for load_tokenizer)
+        from transformers import AutoConfig, logging
 
         from grpo_core.model.positions import usable_positions
 

@@ -35,6 +35,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.fingerprint import content_hash
 from grpo_core.planning.hardware import find_gpu, name_hardware
 from grpo_core.planning.pace import Throughput
+from grpo_core.system.processes import importing
 from tasks.data.path_or_hub import data_set
 from tasks.data.sources import Source, sources_of
 from tasks.rendering.markdown import escape
@@ -75,7 +76,8 @@ def connect() -> mlflow.MlflowClient:
     mlflow.set_tracking_uri(tracking_uri())
     if not named:  # MLflow sets the variable, which would then apply to other storage roots too
         os.environ.pop("MLFLOW_TRACKING_URI", None)
-    return mlflow.MlflowClient()
+    with importing():  # the store, with all that it stands on
+        return mlflow.MlflowClient()
 
 
 @contextmanager

@@ -24,7 +24,8 @@ WORK_POOLS = PROJECT / "docs" / "how-to" / "work-pools"
 STAGES = {stage.name: "gpu" if stage.gpu else "cpu" for stage in table.ALL_STAGES}
 
 PREFECT = """
-import json, sys
+import gc, json, sys
+gc.disable()  # nearly all of the time goes into imports, which leave no garbage
 from prefect.cli import app
 for command in json.loads(sys.argv[1]):
     sys.argv = ["prefect", "--no-prompt", *command]

@@ -280,14 +280,11 @@ def test_a_stage_rerun_alone_meets_the_champion_and_the_pipeline_reruns_just_wha
     assert _mlflow_run(finished).data.metrics["eval/held-out/champion/accuracy"] == _accuracy(after)["mean"]
 
 
-def test_the_real_prompts_and_plan_made_again_come_out_the_same_and_nothing_is_trained_again(
-    finished: Path, inputs: Path
-) -> None:
+def test_the_real_prompts_and_plan_made_again_come_out_the_same_and_nothing_is_trained_again(finished: Path) -> None:
     from flows.stages import plan_run, validate_run
     from tasks.stages.condition import conditions
     from tasks.stages.run_directory import read_config
 
-    _run(inputs)
     validate_run("small", force=True)
     plan_run("small", force=True)
     assert _task_states("small-plan", 1) == [("plan", "Completed")]

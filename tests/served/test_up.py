@@ -161,7 +161,7 @@ def test_a_schedule_that_is_switched_on_makes_runs(served: Served) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    "begun", ["flows.serving.prefect_server", "mlflow.server", "flows.cli.main serve", "flows.serving.deployments"]
+    "begun", ["flows.serving.prefect_server", "mlflow.server", "flows.cli.main serve", "flows.serving.runner"]
 )
 def test_ctrl_c_pressed_twice_while_servers_start_leaves_none_and_no_traceback(begun: str, tmp_path: Path) -> None:
     deadline = time.monotonic() + START_SECONDS

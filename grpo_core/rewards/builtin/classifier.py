@@ -68,14 +68,14 @@ def classifier(
 def _load(model: str, revision: str | None, dtype: str, device: str) -> tuple[Any, Any]:
     """The model on its device and its tokenizer, loaded once per process."""
     import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    import transformers
 
     from grpo_core.model.loading import attention_of
 
     try:
         # The training's random state must not depend on when this is called first.
         with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
-            loaded, found = AutoModelForSequenceClassification.from_pretrained(
+            loaded, found = transformers.AutoModelForSequenceClassification.from_pretrained(
                 model,
                 revision=revision,
                 dtype=dtype,
@@ -83,7 +83,7 @@ def _load(model: str, revision: str | None, dtype: str, device: str) -> tuple[An
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-        tokenizer: Any = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RewardError(f"model {model!r} cannot be loaded: {error}") from error
     if found["missing_keys"]:

@@ -12,7 +12,6 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from kubernetes.client import V1Job, V1PodTemplateSpec
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
@@ -40,6 +39,8 @@ def kubernetes_config(template: Path = SHIPPED / "training.yaml") -> RunConfig:
 
 
 def test_a_job_is_the_template_with_one_pod_per_machine_that_is_never_replaced() -> None:
+    from kubernetes.client import V1Job, V1PodTemplateSpec
+
     template = read_template(str(SHIPPED / "training.yaml"))
     job = make_job(template, "grpo-a-1", COMMAND, 2, None)
     V1Job.model_validate(job)

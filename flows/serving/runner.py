@@ -1,0 +1,16 @@
+"""What `grpo serve` runs once it has set up the server: offer the deployments, and run what is triggered."""
+
+from __future__ import annotations
+
+from grpo_core.system.processes import importing, run_and_leave
+
+
+def main() -> None:
+    with importing():
+        from flows.serving.deployments import serve
+
+    serve()
+
+
+if __name__ == "__main__":
+    run_and_leave(main)
