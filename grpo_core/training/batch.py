@@ -94,7 +94,8 @@ def _slices(rollout: Rollout, slices: Sequence[int], plan: Plan, config: RunConf
 def _weights(
     loss_type: LossType, trained: Tensor, own: tuple[Tensor, slice], plan: Plan, config: RunConfig, micro_steps: int
 ) -> Tensor:
-    """Return the weights of some rows' tokens; `trained`: which tokens of the whole rollout count, `own`: the rows."""
+    """Return the weights of some rows' tokens; `trained`: which tokens of the whole rollout count, `own`: these
+    rows, and the columns that they fill."""
     rollout_tokens = max(int(trained.sum()), 1)
     of_micro_steps = [
         token_weights(

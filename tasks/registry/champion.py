@@ -26,6 +26,7 @@ from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts, list_artifacts
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
+from mlflow.utils.uri import append_to_uri_path
 
 from grpo_core import run_files
 from grpo_core.config.evaluation import CHAMPION, RegistryConfig
@@ -358,8 +359,8 @@ def _recorded(client: MlflowClient, version: ModelVersion) -> _Recorded:
         record = Path(local)
         if run:
             # By its address: in a run, MLflow would at each call look for logged models called as the folder is.
-            address, uri = f"{run.info.artifact_uri}/{folder}", client.tracking_uri
-            if list_artifacts(address, tracking_uri=uri):
+            address, uri = append_to_uri_path(run.info.artifact_uri, folder), client.tracking_uri
+            if _if_there(lambda: list_artifacts(address, tracking_uri=uri)):
                 record = Path(download_artifacts(address, dst_path=local, tracking_uri=uri))
         if missing := [name for name in RECORDED if not (record / name).is_file()]:
             raise NotComparableError(

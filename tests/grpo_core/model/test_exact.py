@@ -95,14 +95,14 @@ def usual(place: int, way: str) -> list[pytest.MarkDecorator]:
 
 
 def half_of(values: dict[str, Any], ways: Iterable[str]) -> list[Any]:
-    """Each value in every other way; the other half in `make e2e`."""
+    """Each value in some of the ways (see `usual`); in the others in `make e2e`."""
     return [
         pytest.param(values[name], way, id=f"{name}-{way}", marks=usual(i + j, way))
         for (i, name), (j, way) in itertools.product(enumerate(values), enumerate(ways))
     ]
 
 
-# Each option in each way, one half of these with silent groups; the other half in `make e2e`.
+# Each option in each way, with silent groups and without; those that `usual` leaves out in `make e2e`.
 CASES = [
     pytest.param(
         OPTIONS[options],

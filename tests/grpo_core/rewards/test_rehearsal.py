@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from grpo_core.config.files import parse_config
 from grpo_core.errors import RewardError
-from grpo_core.rewards.rehearsal import TRYING, longest_seconds, rehearse
+from grpo_core.rewards.rehearsal import TRYING, first_rows, longest_seconds, rehearse
 from tests.conftest import config_values, make_tokenizer
 from tests.grpo_core.rewards.judging import judging
 
@@ -190,3 +192,14 @@ def test_the_longest_rehearsal_allows_each_reward_its_time_limits(tmp_path: Path
     config = parse_config({**config_values(tmp_path, tmp_path), "rewards": rewards})
     calls = 2 * (5 + 1 + 5 + 1) + 2 * (500 + 1 + 500 + 1) + 2 * (60 + 1 + 20 + 1)
     assert longest_seconds(config) == 600 + calls + 3 * 300
+
+
+def test_it_tries_the_first_rows_of_each_source_wherever_they_stand(tmp_path: Path) -> None:
+    names = ["late", "early", "short"]
+    of_rows = ["early"] * 3000 + ["short", "late", "short"] + ["late"] * 9
+    rows = [{"n": n, "source": source} for n, source in enumerate(of_rows)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet", row_group_size=700)
+    values = config_values(tmp_path, tmp_path)
+    values["data"] = {"sources": [{"name": name, **values["data"]} for name in names]}
+    found = first_rows(parse_config(values), tmp_path / "train.parquet", 8)  # 3 of each, if it has as many
+    assert found == [row for name in names for row in [it for it in rows if it["source"] == name][:3]]

@@ -368,7 +368,7 @@ def test_a_process_without_a_share_of_the_prompts_scores_nothing(model_folder: P
 
 @pytest.mark.slow
 def test_prompts_are_seen_in_the_planned_order(values: dict[str, Any], tmp_path: Path) -> None:
-    run = trained_run(tmp_path / "run", values, num_iterations=2, max_steps=14)  # 7 rollouts: two epochs
+    run = trained_run(tmp_path / "run", values, num_iterations=2, max_steps=14)  # an epoch, and a rollout of the next
     plan = load_plan(run / "plan.json")
     rows = pq.read_table(run / "dataset" / "train.parquet")["prompt"].to_pylist()
     for index in range(plan.rollouts):

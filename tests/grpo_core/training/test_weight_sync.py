@@ -155,13 +155,17 @@ def test_prompts_and_completions_of_one_token_are_probed_too(
     assert [step["sampling/sync_drift"] < 1e-4 for step in steps] == [True] * 2
 
 
+def first_token(completion_ids: list[list[int]]) -> list[float]:
+    return [float(ids[0]) for ids in completion_ids]
+
+
 @pytest.mark.e2e
 def test_vllm_follows_an_adapter_in_a_training_whose_completions_are_one_token_long(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
     """The probe is then as long as the longest sequence that the engine takes."""
-    values["rewards"] = [{"function": "tests.grpo_core.training.test_loop:parity"}]
-    keys = {"engine": "vllm", "max_completion_length": 1, "max_steps": 3}
+    values["rewards"] = [{"function": "tests.grpo_core.training.test_weight_sync:first_token"}]
+    keys = {"engine": "vllm", "max_completion_length": 1, "max_steps": 3, "learning_rate": 1e-3}
     keys |= {"use_peft": True, "use_rslora": True, "lora_alpha": 8, "lora_dropout": 0.1}
     run = make_run(tmp_path / "run", with_keys(values, **keys))
     steps = forked.train(run)
