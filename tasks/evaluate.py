@@ -24,7 +24,8 @@ from grpo_core.data.chat import turns
 from tasks.processes.launch import launch_with_restarts
 from tasks.processes.slots import hold_gpus
 from tasks.processes.vllm_servers import servers
-from tasks.registry.champion import identity, present_champion
+from tasks.registry.champion import present_champion
+from tasks.registry.judging import identity
 from tasks.rendering import figures as as_text
 from tasks.rendering.markdown import escape, table
 from tasks.reports.evaluation_tables import rows_of, verdicts

@@ -13,28 +13,21 @@ from __future__ import annotations
 
 import difflib
 import json
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
-import polars as pl
 from mlflow import MlflowClient
-from mlflow.artifacts import download_artifacts, list_artifacts
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
-from mlflow.exceptions import MlflowException
-from mlflow.utils.uri import append_to_uri_path
 
-from grpo_core import run_files
 from grpo_core.config.evaluation import CHAMPION, RegistryConfig
-from grpo_core.config.files import parse_config
 from grpo_core.errors import ConfigError, GrpoError
-from tasks.registry.approval import WAITING, Approval, Change, decision_of, largest_changes, tags_of
-from tasks.registry.gate import Contestant, NotComparableError, Verdict, decide, refuse_chosen_there
+from tasks.registry.approval import WAITING, Approval, Change, decision_of, tags_of
+from tasks.registry.gate import NotComparableError, Verdict
 from tasks.registry.history import ROLLED_BACK, Entry, bounded, reigns, written
+from tasks.registry.judging import RECORD, judge
+from tasks.registry.lookup import find_version, if_there
 from tasks.registry.model_lock import model_lock
 from tasks.registry.spending import ATTEMPTS, take_number
 from tasks.tracking.runs import answering, connect
@@ -45,10 +38,6 @@ DECISION, AGAINST, REASON, DECIDED_AT = (f"promotion.{it}" for it in ("decision"
 ROLLED_BACK_TO, ROLLED_BACK_AT = "promotion.rolled_back_to", "promotion.rolled_back_at"
 MADE_CHAMPION = ("promoted", "forced")
 NAMES_SHOWN = 5
-NOT_THERE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # the latter for a name that no model can have
-T = TypeVar("T")
-RECORD = "record"  # tag of a version: the folder in its MLflow run that holds RECORDED
-RECORDED = (run_files.CONFIG, *(f"{run_files.EVALUATION}/{it}" for it in (run_files.REPORT, run_files.SAMPLES)))
 
 
 class PromotionError(GrpoError):
@@ -67,15 +56,6 @@ class Outcome:
     reason: str
     verdict: Verdict | None = None
     changes: tuple[Change, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    """Configuration and evaluation of a version, from its MLflow run, in the folder that the tag RECORD names."""
-
-    config: dict[str, Any]
-    report: dict[str, Any]
-    samples: pl.DataFrame
 
 
 def promote(
@@ -109,7 +89,7 @@ def promote(
         returning = {"base", *(entry["version"] for entry in reigns(history))}
         attempt, attempts = take_number(model.tags.get(ATTEMPTS, ""), champion or "base", comparison, returning)
         try:
-            verdict, shown = _judge(client, candidate, champion, rules, attempt)
+            verdict, shown = judge(client, candidate, champion, rules, attempt)
         except NotComparableError as error:
             verdict, shown = Verdict(False, str(error)), None
         else:
@@ -153,7 +133,7 @@ def rollback(name: str) -> tuple[str | None, str]:
             return str(left.version), history[-1]["version"]
         earlier = [it["version"] for it in reversed(reigns(history)) if it["version"] != present]
         # A version may have been deleted.
-        previous = next((it for it in earlier if _find_version(client, name, it)), None)
+        previous = next((it for it in earlier if find_version(client, name, it)), None)
         if previous is None:
             before = f"version {present}" if present else "now"
             raise PromotionError(
@@ -176,16 +156,10 @@ def describe_rollback(name: str, left: str | None, version: str) -> str:
     return f"{name} version {version} is champion again" + (f", version {left} is not" if left else "")
 
 
-def identity(version: ModelVersion) -> dict[str, Any]:
-    """Identity of a champion in an evaluation. It includes the MLflow run: if a model is deleted and made again under
-    the same name, its versions are numbered from 1 again."""
-    return {"model_name": version.name, "version": str(version.version), "run_id": version.run_id}
-
-
 def present_champion(client: MlflowClient, name: str) -> ModelVersion | None:
     """Return the version of a registered model that has the alias `champion`; None if there is none. Raises
     MlflowException if the registry does not answer, since that does not mean that there is none."""
-    model = _if_there(lambda: client.get_registered_model(name))
+    model = if_there(lambda: client.get_registered_model(name))
     number = model.aliases.get(CHAMPION) if model else None
     return client.get_model_version(name, number) if number else None
 
@@ -207,7 +181,7 @@ def _rules(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _model(client: MlflowClient, name: str) -> RegisteredModel:
-    if model := _if_there(lambda: client.get_registered_model(name)):
+    if model := if_there(lambda: client.get_registered_model(name)):
         return model
     names = [model.name for model in client.search_registered_models()]
     near = difflib.get_close_matches(name, names, n=NAMES_SHOWN) or sorted(names)[:NAMES_SHOWN]
@@ -222,24 +196,10 @@ def _version(client: MlflowClient, model: RegisteredModel, version: str) -> Mode
         raise PromotionError(
             f"{model.name} has no version with the alias {version!r} (its aliases: {aliases}): give a version's number"
         )
-    found = _find_version(client, model.name, str(number))
+    found = find_version(client, model.name, str(number))
     if found is None:
         raise PromotionError(f"{model.name} has no version {number}")
     return found
-
-
-def _find_version(client: MlflowClient, name: str, number: str) -> ModelVersion | None:
-    return _if_there(lambda: client.get_model_version(name, number))
-
-
-def _if_there(ask: Callable[[], T]) -> T | None:
-    """Return the registry's answer; None if it says that the object does not exist. Other errors are raised."""
-    try:
-        return ask()
-    except MlflowException as error:
-        if error.error_code not in NOT_THERE:
-            raise
-        return None
 
 
 def _see_champion(client: MlflowClient, model: RegisteredModel) -> tuple[str | None, list[Entry]]:
@@ -269,7 +229,7 @@ def _being_rolled_back(
     """Version left by a rollback to `champion` whose process died before everything was written; None if there is
     none."""
     number = next((entry["version"] for entry in reversed(history) if entry["version"] != champion), None)
-    left = _find_version(client, name, number) if number else None
+    left = find_version(client, name, number) if number else None
     if left and champion and left.tags.get(ROLLED_BACK_TO) == champion and ROLLED_BACK_AT not in left.tags:
         return left
     return None
@@ -280,7 +240,7 @@ def _why_no_champion(client: MlflowClient, name: str, history: list[Entry]) -> s
     last = next((entry["version"] for entry in reversed(history) if entry["version"]), None)
     if last is None or history[-1]["version"]:
         return ""
-    fate = "lost the alias" if _find_version(client, name, last) else "was deleted"
+    fate = "lost the alias" if find_version(client, name, last) else "was deleted"
     return f"; there is no champion: version {last}, the last one, {fate}"
 
 
@@ -309,66 +269,6 @@ def _remember(client: MlflowClient, name: str, version: str | None, how: str, hi
     longer = bounded([*history, {"version": version, "how": how, "at": _now()}])
     client.set_registered_model_tag(name, HISTORY, written(longer))
     return longer
-
-
-def _judge(
-    client: MlflowClient, candidate: ModelVersion, champion: str | None, rules: Mapping[str, Any], attempt: int
-) -> tuple[Verdict, tuple[Change, ...] | None]:
-    """Return the gate's verdict, and the prompts to show to a person; None instead of these if no approval is
-    needed."""
-    recorded = _recorded(client, candidate)
-    try:
-        config = parse_config(recorded.config)
-    except ConfigError as error:
-        raise NotComparableError(f"the configuration recorded with it is not valid here: {error}") from None
-    if rules:
-        config = parse_config({**recorded.config, "promotion": {**recorded.config.get("promotion", {}), **rules}})
-    refuse_chosen_there(config, recorded.samples)
-    trained = Contestant(f"version {candidate.version}", recorded.samples, "trained")
-    rival = _rival(client, candidate, recorded, champion)
-    try:
-        verdict = decide(config, trained, rival, attempt)
-    except ValueError as error:
-        raise NotComparableError(f"{error}; a guard can use only metrics that the evaluation recorded") from None
-    return verdict, largest_changes(config, trained, rival) if config.promotion.approval else None
-
-
-def _rival(client: MlflowClient, candidate: ModelVersion, recorded: _Recorded, champion: str | None) -> Contestant:
-    """Return what the candidate has to beat. This is the champion, as evaluated beside it or by itself on the same
-    prompts with the same settings (the reports then have the same key). Without a champion, it is the base model."""
-    if champion is None:
-        return Contestant("the base model", recorded.samples, "base")
-    label, beside = f"champion version {champion}", recorded.report.get("champion")
-    version = client.get_model_version(candidate.name, champion)
-    if beside == identity(version):
-        return Contestant(label, recorded.samples, CHAMPION)
-    theirs = _recorded(client, version)
-    if theirs.report["key"] != recorded.report["key"]:
-        run = recorded.config["name"]
-        raise NotComparableError(
-            f"it was not evaluated beside the {label}, but on other prompts or with other settings: "
-            f"`grpo stage evaluate --run {run} --force` and `grpo stage register --run {run}` make a version that is"
-        )
-    return Contestant(label, theirs.samples, "trained")
-
-
-def _recorded(client: MlflowClient, version: ModelVersion) -> _Recorded:
-    run_id, folder = str(version.run_id or ""), version.tags.get(RECORD, "")
-    run = _if_there(lambda: client.get_run(run_id)) if run_id and folder else None  # None: the run is gone
-    with TemporaryDirectory() as local:
-        record = Path(local)
-        if run:
-            # By its address: in a run, MLflow would at each call look for logged models called as the folder is.
-            address, uri = append_to_uri_path(run.info.artifact_uri, folder), client.tracking_uri
-            if _if_there(lambda: list_artifacts(address, tracking_uri=uri)):
-                record = Path(download_artifacts(address, dst_path=local, tracking_uri=uri))
-        if missing := [name for name in RECORDED if not (record / name).is_file()]:
-            raise NotComparableError(
-                f"version {version.version} has no {', '.join(missing)} in its MLflow run ({run_id or 'none'}), so "
-                "there is nothing to judge it by; `grpo stage register --run NAME` makes a version that has"
-            )
-        config, report, samples = (record / name for name in RECORDED)
-        return _Recorded(tomllib.loads(config.read_text()), json.loads(report.read_text()), pl.read_parquet(samples))
 
 
 def _tags(outcome: Outcome, rules: Mapping[str, Any], attempt: int) -> dict[str, str | None]:

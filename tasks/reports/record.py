@@ -122,7 +122,7 @@ def _tracked(reference: str) -> tuple[str, str | None] | None:
     none."""
     import mlflow
 
-    from tasks.registry.champion import RECORD
+    from tasks.registry.judging import RECORD
     from tasks.tracking.runs import connect
 
     client = connect()

@@ -14,7 +14,8 @@ from flows.cli.main import app
 from grpo_core.config.files import dump_config
 from grpo_core.errors import ConfigError
 from tasks.register import keep_record
-from tasks.registry.champion import PromotionError, identity, is_decided, promote, rollback
+from tasks.registry.champion import PromotionError, is_decided, promote, rollback
+from tasks.registry.judging import identity
 from tasks.stages.run_directory import storage_root
 from tasks.tracking.runs import connect
 from tests.evaluations import promotion_config, register_version, simulated_samples

@@ -14,6 +14,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.store.model_registry.dbmodels.models import SqlRegisteredModelTag
 
 from tasks.registry import champion as module
+from tasks.registry import judging
 from tasks.registry.champion import PromotionError, is_decided, promote, rollback
 from tasks.tracking.runs import connect
 from tests.evaluations import register_version
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("mlflow")
 @pytest.fixture(autouse=True)
 def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each version's evaluation is read from MLflow once: half the time of these tests, and they are about writes."""
-    recorded, known = module._recorded, {}
+    recorded, known = judging._recorded, {}
 
     def read_once(client: MlflowClient, version: ModelVersion) -> Any:
         place = version.name, version.version
@@ -33,7 +34,7 @@ def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
             known[place] = recorded(client, version)
         return known[place]
 
-    monkeypatch.setattr(module, "_recorded", read_once)
+    monkeypatch.setattr(judging, "_recorded", read_once)
 
 
 class _Killed(BaseException):
@@ -122,7 +123,7 @@ def test_a_champion_that_another_machine_sets_meanwhile_is_left_alone(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_champions(model, 2)
-    judge = module._judge
+    judge = module.judge
 
     def other_machine(*arguments: Any) -> Any:
         verdict = judge(*arguments)
@@ -130,11 +131,11 @@ def test_a_champion_that_another_machine_sets_meanwhile_is_left_alone(
         return verdict
 
     register_version(model, samples_of(base=0, trained=40))
-    monkeypatch.setattr(module, "_judge", other_machine)
+    monkeypatch.setattr(module, "judge", other_machine)
     with pytest.raises(PromotionError, match=r"was version 2 at the start and is version 1 now.*start again"):
         promote(model)
     assert (champion_of(model), "decision" in tags_of(model, "3"), is_decided(model, "3")) == ("1", False, False)
-    monkeypatch.setattr(module, "_judge", judge)
+    monkeypatch.setattr(module, "judge", judge)
     assert promote(model).against == "1"
 
 

@@ -1,0 +1,108 @@
+"""Judge a version by the configuration and the evaluation that were recorded with it in MLflow."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import polars as pl
+from mlflow import MlflowClient
+from mlflow.artifacts import download_artifacts, list_artifacts
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.utils.uri import append_to_uri_path
+
+from grpo_core import run_files
+from grpo_core.config.evaluation import CHAMPION
+from grpo_core.config.files import parse_config
+from grpo_core.errors import ConfigError
+from tasks.registry.approval import Change, largest_changes
+from tasks.registry.gate import Contestant, NotComparableError, Verdict, decide, refuse_chosen_there
+from tasks.registry.lookup import if_there
+
+RECORD = "record"  # tag of a version: the folder in its MLflow run that holds RECORDED
+RECORDED = (run_files.CONFIG, *(f"{run_files.EVALUATION}/{it}" for it in (run_files.REPORT, run_files.SAMPLES)))
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """Configuration and evaluation of a version, from its MLflow run, in the folder that the tag RECORD names."""
+
+    config: dict[str, Any]
+    report: dict[str, Any]
+    samples: pl.DataFrame
+
+
+def judge(
+    client: MlflowClient, candidate: ModelVersion, champion: str | None, rules: Mapping[str, Any], attempt: int
+) -> tuple[Verdict, tuple[Change, ...] | None]:
+    """Return the gate's verdict on a version, and the prompts to show to a person; None instead of these if no approval
+    is needed.
+
+    champion: version that it has to beat; None for the base model. rules: keys of [promotion] that differ from those
+    recorded. attempt: number of this comparison with the champion, from 1. Raises NotComparableError if what is needed
+    was not recorded, or was recorded with other prompts or settings.
+    """
+    recorded = _recorded(client, candidate)
+    try:
+        config = parse_config(recorded.config)
+    except ConfigError as error:
+        raise NotComparableError(f"the configuration recorded with it is not valid here: {error}") from None
+    if rules:
+        config = parse_config({**recorded.config, "promotion": {**recorded.config.get("promotion", {}), **rules}})
+    refuse_chosen_there(config, recorded.samples)
+    trained = Contestant(f"version {candidate.version}", recorded.samples, "trained")
+    rival = _rival(client, candidate, recorded, champion)
+    try:
+        verdict = decide(config, trained, rival, attempt)
+    except ValueError as error:
+        raise NotComparableError(f"{error}; a guard can use only metrics that the evaluation recorded") from None
+    return verdict, largest_changes(config, trained, rival) if config.promotion.approval else None
+
+
+def _rival(client: MlflowClient, candidate: ModelVersion, recorded: _Recorded, champion: str | None) -> Contestant:
+    """Return what the candidate has to beat. This is the champion, as evaluated beside it or by itself on the same
+    prompts with the same settings (the reports then have the same key). Without a champion, it is the base model."""
+    if champion is None:
+        return Contestant("the base model", recorded.samples, "base")
+    label, beside = f"champion version {champion}", recorded.report.get("champion")
+    version = client.get_model_version(candidate.name, champion)
+    if beside == identity(version):
+        return Contestant(label, recorded.samples, CHAMPION)
+    theirs = _recorded(client, version)
+    if theirs.report["key"] != recorded.report["key"]:
+        run = recorded.config["name"]
+        raise NotComparableError(
+            f"it was not evaluated beside the {label}, but on other prompts or with other settings: "
+            f"`grpo stage evaluate --run {run} --force` and `grpo stage register --run {run}` make a version that is"
+        )
+    return Contestant(label, theirs.samples, "trained")
+
+
+def _recorded(client: MlflowClient, version: ModelVersion) -> _Recorded:
+    run_id, folder = str(version.run_id or ""), version.tags.get(RECORD, "")
+    run = if_there(lambda: client.get_run(run_id)) if run_id and folder else None  # None: the run is gone
+    with TemporaryDirectory() as local:
+        record = Path(local)
+        if run:
+            # By its address: in a run, MLflow would at each call look for logged models called as the folder is.
+            address, uri = append_to_uri_path(run.info.artifact_uri, folder), client.tracking_uri
+            if if_there(lambda: list_artifacts(address, tracking_uri=uri)):
+                record = Path(download_artifacts(address, dst_path=local, tracking_uri=uri))
+        if missing := [name for name in RECORDED if not (record / name).is_file()]:
+            raise NotComparableError(
+                f"version {version.version} has no {', '.join(missing)} in its MLflow run ({run_id or 'none'}), so "
+                "there is nothing to judge it by; `grpo stage register --run NAME` makes a version that has"
+            )
+        config, report, samples = (record / name for name in RECORDED)
+        return _Recorded(tomllib.loads(config.read_text()), json.loads(report.read_text()), pl.read_parquet(samples))
+
+
+def identity(version: ModelVersion) -> dict[str, Any]:
+    """Identity of a champion in an evaluation. It includes the MLflow run: if a model is deleted and made again under
+    the same name, its versions are numbered from 1 again."""
+    return {"model_name": version.name, "version": str(version.version), "run_id": version.run_id}
