@@ -19,6 +19,7 @@ from typing import Any
 import httpx2
 import psutil
 
+from flows.serving.environment import FILE_LEASES
 from tasks.stages.table import ALL_STAGES
 
 START_SECONDS = 300
@@ -165,7 +166,8 @@ def prefect_server(
     """The Prefect server of `grpo up` alone, until the body ends; on a free port unless it has to be found where one
     was before; `command`: `grpo up`'s, unless it is Prefect's own."""
     ports = [port] if port else free_ports(1)
-    with _running([*command, str(ports[0])], ports, storage, environment) as served:
+    kept = {"PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": FILE_LEASES, **environment}  # as for `grpo up`
+    with _running([*command, str(ports[0])], ports, storage, kept) as served:
         _wait(served.process, served.log, lambda: served.api.get("/health").is_success)
         yield served
 
