@@ -167,7 +167,7 @@ def source_of(config: RewardConfig) -> bytes:
     """Bytes that change when the reward does, wherever its files lie: those of the module that names it and of the
     function itself; of a built-in reward all of this package's, since some work in other modules and processes, and
     `data.chat`, through which they read texts."""
-    if is_builtin(config.function) and not config.isolated:
+    if is_builtin(config.function):
         return _source_of_built_in()
     return _content(files_of(config))
 
