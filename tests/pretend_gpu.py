@@ -3,6 +3,8 @@
 A tensor of the pretended device is one in the CPU's memory whose class says that it is elsewhere. Each operation on one
 is seen: if another argument is on the CPU, CUDA would refuse it (a mismatch, raised and recorded), and if its result or
 the size of its result has to be known to the host, the host would wait for all work in the queue (a wait, recorded).
+Copies that the host does not wait for are made when it next waits: what is read before is garbage, and page-locked
+memory that is written before is recorded (a race). Work that would go to another process's GPU is recorded (a stray).
 
     with pretend_gpu() as gpu:
         session = load_session(run)
@@ -13,28 +15,29 @@ the size of its result has to be known to the host, the host would wait for all 
 
 from __future__ import annotations
 
+import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM
 
 from grpo_core.model import fused_logprobs, packed_attention
 from grpo_core.rollout.group_cache import GroupCache
 from tests.plain_kernels import plain_flex, plain_gradient, plain_product, plain_statistics, plain_varlen
+from tests.pretend_cuda import Copies, Driver
 
-CUDA = torch.device("cuda", 0)
 ROOT = Path(__file__).parents[1]
 # Their result, or its size, is known to the host only when the device has come so far.
 WAITING = {
@@ -51,24 +54,36 @@ class DeviceTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     # `.data = …` may have put a tensor of the CPU in place of this one.
-    device = property(lambda self: CUDA if is_on_gpu(self) else torch.device("cpu"))  # type: ignore[assignment]
+    device = property(lambda self: own_device() if is_on_gpu(self) else torch.device("cpu"))  # type: ignore[assignment]
     is_cuda = property(lambda self: is_on_gpu(self))  # type: ignore[assignment]
     is_cpu = property(lambda self: not is_on_gpu(self))  # type: ignore[assignment]
 
     def get_device(self) -> int:
-        return 0 if is_on_gpu(self) else -1
+        return own_device().index if is_on_gpu(self) else -1
 
     def __repr__(self, **_: Any) -> str:
         return f"{to_cpu(self)!r} on {self.device}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return to_cpu(self).__reduce_ex__(protocol)  # torch.save writes what the device has
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         assert active is not None, "a tensor of the pretended device outlives it"
-        active.check(func, args, kwargs)
-        with no_dispatch():
+        later = active.check(func, args, kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        with no_dispatch(), active.driver.drawing() if draws else nullcontext():
             result = func(*args, **kwargs)
-        return tree_map_only(Tensor, to_gpu, result)
+        for host in later:
+            active.copies.write_later(host)
+        return _all_to_gpu(result)
+
+
+def own_device() -> torch.device:
+    """The device of this process's tensors, which has an index, whatever they were asked to be on."""
+    assert active is not None, "a tensor of the pretended device outlives it"
+    return active.device
 
 
 def is_on_gpu(value: Any) -> bool:
@@ -77,6 +92,21 @@ def is_on_gpu(value: Any) -> bool:
 
 def to_gpu(tensor: Tensor) -> Tensor:
     return tensor if is_on_gpu(tensor) else Tensor._make_subclass(DeviceTensor, tensor)
+
+
+def _all_to_gpu(result: Any) -> Any:
+    if isinstance(result, list | tuple):
+        return type(result)(map(_all_to_gpu, result))
+    return to_gpu(result) if isinstance(result, Tensor) else result
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among an operation's arguments, and in the lists among them; torch's pytree takes longer."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 def to_cpu(tensor: Tensor) -> Tensor:
@@ -102,11 +132,15 @@ class _Transfer(torch.autograd.Function):
 class Gpu(TorchFunctionMode):
     """The record, and what happens between the sides before any operation is dispatched."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int, count: int) -> None:
         super().__init__()
+        self.device, self.driver, self.copies = torch.device("cuda", index), Driver(count, self._wait), Copies()
         self.mismatches: list[str] = []
         self.waits: list[str] = []
+        self.races = self.copies.races
+        self.strays: list[str] = []
         self.pinned: dict[int, Tensor] = {}  # by address; held, so that no other tensor gets it
+        self.main = threading.get_ident()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -127,20 +161,23 @@ class Gpu(TorchFunctionMode):
                 return to_gpu(func(*args, **kwargs))
         pin = kwargs.pop("pin_memory", False)
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            self._reach(torch.device(kwargs["device"]), name)
             if name in ("tensor", "as_tensor"):
                 self._wait(name)
             requires_grad = kwargs.pop("requires_grad", False)
-            made = to_gpu(func(*args, **{**kwargs, "device": "cpu"}))
+            with self.driver.drawing() if name.startswith("rand") else nullcontext():
+                made = to_gpu(func(*args, **{**kwargs, "device": "cpu"}))
             return made.requires_grad_() if requires_grad else made
         made = func(*args, **kwargs)
         if kwargs.get("device") is not None and is_on_gpu(made):  # like a tensor of the device, made elsewhere
             made = to_cpu(made)
         return self._pin(made) if pin else made
 
-    def check(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Record what CUDA would do at this operation besides computing it. Raises RuntimeError where CUDA does."""
+    def check(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+        """Record what CUDA would do at this operation besides computing it. Returns the host's tensors that are written
+        when the host next waits. Raises RuntimeError where CUDA does."""
         name = func.overloadpacket.__name__.rstrip("_")
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [*_tensors(args), *_tensors(kwargs.values())]
         if name in WAITING:
             self._wait(name)
         elif name in ("index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put"):
@@ -157,14 +194,21 @@ class Gpu(TorchFunctionMode):
         elif name in ("copy", "_foreach_copy"):
             pairs = [args[:2]] if name == "copy" else [*zip(*args[:2], strict=True)]
             blocking = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+            later = []
             for to, source in pairs:
-                if is_on_gpu(to) != is_on_gpu(source) and (blocking or not self._is_pinned(to, source)):
-                    self._wait(f"{name} between the devices")
-            return
+                if is_on_gpu(to) != is_on_gpu(source):
+                    if blocking or not self._is_pinned(to, source):
+                        self._wait(f"{name} between the devices")
+                    elif is_on_gpu(to):
+                        self.copies.read_later(source, _place())
+                    else:
+                        later.append(to)
+            return later
         of_cpu = [t for t in tensors if not is_on_gpu(t) and (t.ndim > 0 or name in JOINING)]
         if of_cpu and any(map(is_on_gpu, tensors)):
             self.mismatches.append(f"{name} at {_place()}")
             raise RuntimeError(f"Expected all tensors to be on the same device: {self.mismatches[-1]}")
+        return []
 
     def _move(self, func: Any, name: str, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if name != "to":
@@ -176,11 +220,27 @@ class Gpu(TorchFunctionMode):
         copy = kwargs.pop("copy", False)
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         there = is_on_gpu(tensor) if device is None else device.type == "cuda"
-        if there != is_on_gpu(tensor):
-            if not (non_blocking and (not there or self._is_pinned(tensor))):
-                self._wait(f"{name} {'the device' if there else 'the CPU'}")
+        if there and device is not None:
+            self._reach(device, name)
+        crosses = there != is_on_gpu(tensor)
+        waits = crosses and not (non_blocking and (not there or self._is_pinned(tensor)))
+        if waits:
+            self._wait(f"{name} {'the device' if there else 'the CPU'}")
+        elif crosses and there:
+            self.copies.read_later(tensor, _place())
+        if crosses:
             tensor = _Transfer.apply(tensor, there)
-        return Tensor.to(tensor, dtype=dtype or tensor.dtype, copy=copy, memory_format=memory_format)
+        moved = Tensor.to(tensor, dtype=dtype or tensor.dtype, copy=copy, memory_format=memory_format)
+        if crosses and not there and not waits:
+            self.copies.write_later(moved)
+        return moved
+
+    def _reach(self, device: torch.device, name: str) -> None:
+        """Record work for a GPU that is not this process's, or that is only by chance, where a thread has not chosen
+        one. Raises RuntimeError if there is no such GPU."""
+        by_chance = device.index is None and threading.get_ident() != self.main and not self.driver.is_chosen
+        if by_chance or self.driver.index(device) != self.device.index:
+            self.strays.append(f"{name} in thread {threading.current_thread().name} at {_place()}")
 
     def _is_pinned(self, *tensors: Tensor) -> bool:
         return all(is_on_gpu(t) or t.untyped_storage().data_ptr() in self.pinned for t in tensors)
@@ -191,6 +251,7 @@ class Gpu(TorchFunctionMode):
 
     def _wait(self, name: str) -> None:
         self.waits.append(f"{name} at {_place()}")
+        self.copies.finish()
 
 
 def _place() -> str:
@@ -220,7 +281,8 @@ def _group_by_device(*arguments: Any) -> dict[Any, Any]:
     """As torch's, which asks each tensor for its device in C++."""
     groups = _GROUP(*arguments)
     return {
-        (CUDA if is_on_gpu(lists[0][0]) else where, dtype): (lists, n) for (where, dtype), (lists, n) in groups.items()
+        (own_device() if is_on_gpu(lists[0][0]) else where, dtype): (lists, n)
+        for (where, dtype), (lists, n) in groups.items()
     }
 
 
@@ -249,19 +311,34 @@ def _load_and_move(path: Any, *, device_map: Any = None, **options: Any) -> Any:
 _LOAD = AutoModelForCausalLM.from_pretrained
 
 
+def _within(gpu: Gpu, work: Callable[..., Any]) -> Callable[..., Any]:
+    """The work with the pretended device, which a thread does not have by itself, nor a backward pass, whose functions
+    and hooks run inside of an operation."""
+
+    def work_within(*arguments: Any, **options: Any) -> Any:
+        with gpu:
+            return work(*arguments, **options)
+
+    return work_within
+
+
 @contextmanager
-def pretend_gpu() -> Iterator[Gpu]:
-    """Inside, accelerate trains on the pretended device, and tensors may be made there and moved there and back.
+def pretend_gpu(index: int = 0, count: int = 1) -> Iterator[Gpu]:
+    """Inside, torch sees `count` GPUs, accelerate trains on the pretended device (this process's, number `index`), and
+    tensors may be made there and moved there and back, in every thread.
 
     What cannot exist here is plain torch: flash attention's kernel, Triton's, a captured CUDA graph.
     """
     global active
+    if find_spec("bitsandbytes"):
+        import bitsandbytes  # noqa: F401  # for the CPU that there is, not for the device
     AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test's may be on the CPU
     with ExitStack() as patches:
-        active = patches.enter_context(Gpu())
+        active = patches.enter_context(Gpu(index, count))
         for owner, changes in (
-            (PartialState, {"default_device": CUDA}),
-            (torch.cuda, {"get_device_capability": lambda *_: (9, 0)}),  # an H100's
+            *active.driver.patches(),
+            (threading.Thread, {"run": _within(active, threading.Thread.run)}),
+            (torch.autograd, {"_engine_run_backward": _within(active, torch.autograd._engine_run_backward)}),
             (torch._C, {"_group_tensors_by_device_and_dtype": _group_by_device}),
             (nn.Module, {"to": _move_module}),
             (AutoModelForCausalLM, {"from_pretrained": _load_and_move}),
@@ -271,9 +348,10 @@ def pretend_gpu() -> Iterator[Gpu]:
             (fused_logprobs, {"_add_product": plain_product}),
             (GroupCache, {"_replay": lambda cache, token: cache._forward(token[:, None], cache.positions[:, None])}),
         ):
-            patches.enter_context(mock.patch.multiple(owner, **changes))
+            patches.enter_context(mock.patch.multiple(owner, create=True, **changes))
         try:
             yield active
+            active.copies.finish()
         finally:
             active = None
             AcceleratorState._reset_state(reset_partial_state=True)

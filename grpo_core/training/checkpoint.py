@@ -165,7 +165,7 @@ class Checkpoints:
                     self._prune(keep)
 
         if background:
-            self.in_flight = _Write(state, in_thread(work, self.accelerator.device))
+            self.in_flight = _Write(state, in_thread(work))
         else:
             work()
             self.newest = state

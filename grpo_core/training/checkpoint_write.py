@@ -24,10 +24,10 @@ from grpo_core.system.memory import GIB, available_memory, gib_text
 MOST_OF_MEMORY = 0.5  # of what is free, for the copies of all processes: rewards and engines need some too
 
 
-def in_thread(work: Callable[[], None], device: torch.device) -> Future[None]:
+def in_thread(work: Callable[[], None]) -> Future[None]:
     """Do the work in a thread; the end of the process does not wait for it. Returns a Future of its end or error.
 
-    `device`: this process's, which a new thread does not know.
+    The work uses the host's memory only: on a GPU, it would be another process's, since each thread begins on GPU 0.
     """
     done: Future[None] = Future()
     works = [work]
@@ -35,8 +35,6 @@ def in_thread(work: Callable[[], None], device: torch.device) -> Future[None]:
     def run() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # which wake the main thread
         try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
             works.pop()()  # the copy that it holds is gone before the Future says that it is done
         except BaseException as error:
             done.set_exception(error)

@@ -9,10 +9,7 @@ import os
 import resource
 import signal
 import sys
-import threading
 import weakref
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +32,7 @@ from tests.conftest import config_values, make_model, make_run, with_keys
 from tests.grpo_core.training import killing, killing_writes
 from tests.grpo_core.training.launching import TWO_PROCESSES, finish, kill_tree, started
 from tests.grpo_core.training.several import in_two_processes
-from tests.grpo_core.training.training import assert_same
+from tests.grpo_core.training.training import assert_same, write_when_waited_for
 
 CONFIG = parse_config(config_values(Path("model"), Path("data")))
 
@@ -50,20 +47,6 @@ def _state(updates: int, **fields: Any) -> TrainingState:
     return TrainingState(tokens_per_pass=1, updates=updates, **fields)
 
 
-def _begin_when_waited_for(patch: pytest.MonkeyPatch) -> None:
-    """Each write begins as late as possible: when something waits for its end."""
-    in_thread = checkpoint_write.in_thread
-
-    def late(work: Callable[[], None], device: torch.device) -> Future[None]:
-        waited_for = threading.Event()
-        done = in_thread(lambda: (waited_for.wait(), work())[-1], device)
-        result = done.result
-        done.result = lambda: (waited_for.set(), result())[-1]  # type: ignore[method-assign, assignment]
-        return done
-
-    patch.setattr(checkpoint, "in_thread", late)
-
-
 def _no_room(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(checkpoint_write, "available_memory", lambda: 0)
 
@@ -71,7 +54,7 @@ def _no_room(patch: pytest.MonkeyPatch) -> None:
 def test_a_checkpoint_holds_what_was_when_it_was_begun_and_is_there_before_the_next_is_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _begin_when_waited_for(monkeypatch)
+    write_when_waited_for(monkeypatch)
     checkpoints = _checkpoints(tmp_path)
     weights = checkpoints.model.weight
     with torch.no_grad():
@@ -108,7 +91,7 @@ def test_nothing_of_the_copy_stays_in_memory(tmp_path: Path, monkeypatch: pytest
 def test_a_checkpoint_that_is_being_written_keeps_its_best_policy_and_is_marked_healthy_when_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _begin_when_waited_for(monkeypatch)
+    write_when_waited_for(monkeypatch)
     checkpoints = _checkpoints(tmp_path)
     checkpoints.save(_state(2, best_step=1), keep=2)
     checkpoints.save(_state(4, best_step=3), keep=2)
@@ -123,7 +106,7 @@ def test_a_checkpoint_that_is_being_written_keeps_its_best_policy_and_is_marked_
 def test_an_error_of_the_training_waits_for_the_checkpoint_and_is_what_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _begin_when_waited_for(monkeypatch)
+    write_when_waited_for(monkeypatch)
     checkpoints = _checkpoints(tmp_path)
     with pytest.raises(ZeroDivisionError), checkpoints.finished():
         checkpoints.save(_state(1), keep=1)
@@ -296,7 +279,7 @@ def test_a_training_whose_checkpoints_are_written_as_late_as_possible_is_that_wh
 ) -> None:
     """Rolled back right after the checkpoint of step 4 was begun, told to stop in update 6, and resumed."""
     runs = {}
-    for name, patching in {"late": _begin_when_waited_for, "waits": _no_room}.items():
+    for name, patching in {"late": write_when_waited_for, "waits": _no_room}.items():
         runs[name] = run = make_run(tmp_path / name, with_keys(values, **EVERYTHING))
         with monkeypatch.context() as patch:
             patching(patch)

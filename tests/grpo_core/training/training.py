@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from grpo_core.training import checkpoint, checkpoint_write
 from grpo_core.training.loop import train
 from tests.conftest import make_run, with_keys
 
@@ -76,3 +81,17 @@ def interrupted(values: dict[str, Any], tmp_path: Path) -> tuple[Path, Path]:
     run = shutil.copytree(_undisturbed[known_by], tmp_path / "run")
     (run / "training" / "result.json").unlink()
     return run, _undisturbed[known_by]
+
+
+def write_when_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """Each write of a checkpoint begins as late as possible: when something waits for its end."""
+    in_thread = checkpoint_write.in_thread
+
+    def late(work: Callable[[], None]) -> Future[None]:
+        waited_for = threading.Event()
+        done = in_thread(lambda: (waited_for.wait(), work())[-1])
+        result = done.result
+        done.result = lambda: (waited_for.set(), result())[-1]  # type: ignore[method-assign, assignment]
+        return done
+
+    patch.setattr(checkpoint, "in_thread", late)

@@ -1,0 +1,109 @@
+"""A training on a GPU, from its first checkpoint to its result, on the pretended device. As accelerate gives it to a
+single process, it has no index."""
+
+from __future__ import annotations
+
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_core.training import loop
+from grpo_core.training.interrupt import Stopped
+from grpo_core.training.loop import train
+from tests.conftest import config_values, make_run
+from tests.grpo_core.training.training import assert_same, checkpoint_of, metrics_of, result_of, write_when_waited_for
+from tests.pretend_gpu import Gpu, pretend_gpu
+
+# The second evaluation, which is worse than the first, ends the training.
+LIFE = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "max_completion_length": 4,
+    "max_steps": 8,
+    "save_steps": 1,
+    "eval_steps": 2,
+    "early_stopping_patience": 1,
+    "load_best_model_at_end": True,
+    "not_finite_action": "roll_back",
+}
+STOPPED, BROKEN = 3, 4  # updates
+MOVING = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}
+ADAPTER = {"beta": 0.1, "use_peft": True, "lora_r": 4, "lora_dropout": 0.2, "gradient_checkpointing": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {"mixed_precision": "no"},
+    "bf16, moving reference, moments of 8 bits at rest": {**MOVING, "optim": "adamw_8bit", "offload": "optimizer"},
+    "bf16, adapter with dropout, layers computed again, moments at rest": {**ADAPTER, "offload": "optimizer"},
+}
+RARER = ("float32",)  # in `make e2e`
+
+
+def sums(completion_ids: list[list[int]]) -> list[float | None]:
+    """Tells almost all completions apart."""
+    return [float(sum(ids)) for ids in completion_ids]
+
+
+def _interfere(patch: pytest.MonkeyPatch, *, stops: bool) -> None:
+    """One update has a loss that is NaN, SIGTERM comes in another one, once, if the training `stops`, and evaluations
+    find the policy worse and worse."""
+    update, evaluate, told = loop.update, loop.evaluate_policy, not stops
+
+    def disturbed(session: Any, batch: Any, state: Any) -> dict[str, float]:
+        nonlocal told
+        if state.updates + 1 == STOPPED and not told:
+            told = True
+            signal.raise_signal(signal.SIGTERM)
+        if state.updates + 1 == BROKEN and not state.roll_backs:
+            batch.weights.fill_(math.nan)
+        return update(session, batch, state)
+
+    def worse(session: Any, state: Any, folder: Path) -> dict[str, float]:
+        return {**evaluate(session, state, folder), "eval_reward": -state.updates}
+
+    patch.setattr(loop, "update", disturbed)
+    patch.setattr(loop, "evaluate_policy", worse)
+
+
+def _check_clean(gpu: Gpu) -> None:
+    assert not gpu.mismatches
+    assert not gpu.races
+    assert not gpu.strays
+
+
+def _tensors(saved: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    found = {}
+    for name, value in saved.items():
+        found |= _tensors(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [pytest.param(it, marks=[pytest.mark.e2e] * (it in RARER)) for it in KINDS])
+def test_a_training_is_stopped_goes_on_rolls_back_and_ends_with_its_best_policy_as_one_that_is_not_stopped(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    values = config_values(model_folder, tmp_path, **LIFE, **KINDS[kind])
+    values["rewards"].append({"function": "tests.grpo_core.training.test_on_gpu:sums"})
+    whole, run = (make_run(tmp_path / name, values) for name in ("whole", "run"))
+    for folder, stops in ((whole, False), (run, True)):
+        with pretend_gpu() as gpu, monkeypatch.context() as patch:
+            _interfere(patch, stops=stops)
+            if stops:
+                write_when_waited_for(patch)
+                with pytest.raises(Stopped):
+                    train(folder, folder / "training")
+            train(folder, folder / "training")
+            _check_clean(gpu)
+    result = result_of(run)
+    assert result["resumed_at_step"] == STOPPED - 1
+    assert (result["roll_backs"], result["best_step"], result["stopped_early_at_step"]) == (1, 2, 4)
+    assert [row["step"] for row in metrics_of(run)] == [1, 2, 3, 4]
+    assert all(row["grad_norm"] > 0 for row in metrics_of(run))
+    assert_same(run, whole)
+    ended = [_tensors(checkpoint_of(folder, 3)) for folder in (run, whole)]
+    assert ended[0].keys() == ended[1].keys()
+    assert any("exp_avg" in name for name in ended[0])
+    assert not [name for name, tensor in ended[0].items() if not tensor.equal(ended[1][name])]

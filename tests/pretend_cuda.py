@@ -1,0 +1,120 @@
+"""Driver of the pretended GPU, under torch's own functions in Python: so it is torch that says which device a function
+takes, whose random numbers are meant, and what is refused. And the copies that a host does not wait for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+H100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * 2**30)
+
+
+class Driver:
+    """`count` GPUs, as one process sees them. Each thread has a current one: GPU 0 until it chooses another."""
+
+    def __init__(self, count: int, wait: Callable[[str], None]):
+        self.count, self.wait = count, wait
+        self.generators = tuple(torch.Generator() for _ in range(count))
+        self.thread = threading.local()
+
+    @property
+    def current(self) -> int:
+        return getattr(self.thread, "current", 0)
+
+    @property
+    def is_chosen(self) -> bool:
+        """True if this thread has said which GPU it works on."""
+        return hasattr(self.thread, "chosen")
+
+    def index(self, device: torch.device) -> int:
+        """Number of the GPU that a device names. Raises RuntimeError if there is none."""
+        index = self.current if device.index is None else device.index
+        if not 0 <= index < self.count:
+            raise RuntimeError("CUDA error: invalid device ordinal")
+        return index
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Inside, random numbers are the current GPU's, whose generator is not the CPU's."""
+        own, before = self.generators[self.current], torch.get_rng_state()
+        torch.set_rng_state(own.get_state())
+        try:
+            yield
+        finally:
+            own.set_state(torch.get_rng_state())
+            torch.set_rng_state(before)
+
+    def patches(self) -> list[tuple[Any, dict[str, Any]]]:
+        """What stands in for a driver, by the module that has it in a build of torch for CUDA."""
+        return [
+            (
+                torch._C,
+                {
+                    "_cuda_getDeviceCount": lambda: self.count,
+                    "_cuda_getDevice": lambda: self.current,
+                    "_cuda_setDevice": self._choose,
+                    "_cuda_synchronize": lambda: self.wait("synchronize"),
+                    "_cuda_emptyCache": lambda: None,
+                    "_cuda_memoryStats": lambda index: {},
+                    "_cuda_resetPeakMemoryStats": lambda index: None,
+                },
+            ),
+            (
+                torch.cuda,
+                {
+                    "_initialized": True,
+                    "_cached_device_count": None,
+                    "_cudart": SimpleNamespace(cudaMemGetInfo=lambda index: (H100.total_memory, H100.total_memory)),
+                    "_exchange_device": self._exchange,
+                    "_maybe_exchange_device": self._exchange,
+                    "_get_device_properties": lambda index: H100,
+                    "default_generators": self.generators,
+                },
+            ),
+        ]
+
+    def _choose(self, index: int) -> None:
+        self.thread.current, self.thread.chosen = self.index(torch.device("cuda", index)), True
+
+    def _exchange(self, index: int) -> int:
+        if index < 0:
+            return -1
+        before, self.thread.current = self.current, self.index(torch.device("cuda", index))
+        return before
+
+
+class Copies:
+    """Copies between page-locked memory and the device, which are made when the host next waits."""
+
+    def __init__(self) -> None:
+        self.races: list[str] = []
+        self.reads: list[tuple[Tensor, Tensor, str]] = []  # where from, what is expected there, who asked
+        self.writes: list[tuple[Tensor, Tensor]] = []  # where to, what
+
+    def read_later(self, host: Tensor, place: str) -> None:
+        self.reads.append((host.detach(), host.detach().clone(), place))
+
+    def write_later(self, host: Tensor) -> None:
+        """Take away what is there already, and leave garbage."""
+        host = host.detach()
+        self.writes.append((host, host.clone()))
+        garbage = ~(host if host.dtype == torch.bool else _bytes(host))
+        host.copy_(garbage.view(host.dtype).view(host.shape))
+
+    def finish(self) -> None:
+        for host, expected, place in self.reads:
+            if not _bytes(host).equal(_bytes(expected)):
+                self.races.append(f"memory was written before its copy to the device was made, at {place}")
+        for host, values in self.writes:
+            host.copy_(values)
+        self.reads, self.writes = [], []
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
