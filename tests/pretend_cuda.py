@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -40,8 +41,11 @@ class Driver:
         return index
 
     @contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Inside, random numbers are the current GPU's, whose generator is not the CPU's."""
+    def drawing(self, *arguments: Any) -> Iterator[None]:
+        """Inside, random numbers are the current GPU's, whose generator is not the CPU's. Raises RuntimeError if there
+        is a generator among the arguments: it is the CPU's."""
+        if any(isinstance(it, torch.Generator) for it in arguments):
+            raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
         own, before = self.generators[self.current], torch.get_rng_state()
         torch.set_rng_state(own.get_state())
         try:
@@ -75,6 +79,10 @@ class Driver:
                     "_maybe_exchange_device": self._exchange,
                     "_get_device_properties": lambda index: H100,
                     "default_generators": self.generators,
+                    "Stream": mock.Mock,
+                    "Event": mock.Mock,
+                    "current_stream": lambda *_: mock.Mock(),
+                    "stream": lambda _: nullcontext(),
                 },
             ),
         ]

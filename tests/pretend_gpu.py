@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +29,8 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch._C import DispatchKey
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
@@ -44,7 +47,12 @@ WAITING = {
     *("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "bincount"),
     *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
 }
-JOINING = {"cat", "stack"}  # do not take a number of the CPU's beside tensors of the device
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot"}  # of floating point alone
+# Do not take a number of the CPU's beside tensors of the device.
+STRICT = {
+    *("cat", "stack", "index_select", "index_copy", "index_add", "gather", "scatter", "embedding"),
+    *("searchsorted", "bucketize", "_fused_adamw", *PRODUCTS),
+}
 active: Gpu | None = None
 
 
@@ -72,8 +80,10 @@ class DeviceTensor(Tensor):
         kwargs = kwargs or {}
         assert active is not None, "a tensor of the pretended device outlives it"
         later = active.check(func, args, kwargs)
+        if kwargs.get("device") is not None:  # in a sharded tensor's operation; or the CPU, which is what C++ sees
+            kwargs = {**kwargs, "device": torch.device("cpu")}
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        with no_dispatch(), active.driver.drawing() if draws else nullcontext():
+        with no_dispatch(), active.driver.drawing(*args, *kwargs.values()) if draws else nullcontext():
             result = func(*args, **kwargs)
         for host in later:
             active.copies.write_later(host)
@@ -87,16 +97,30 @@ def own_device() -> torch.device:
 
 
 def is_on_gpu(value: Any) -> bool:
-    return isinstance(value, Tensor) and torch._C._dispatch_keys(value).has(DispatchKey.Python)
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return False
+    return torch._C._dispatch_keys(value).has(DispatchKey.Python)
 
 
 def to_gpu(tensor: Tensor) -> Tensor:
     return tensor if is_on_gpu(tensor) else Tensor._make_subclass(DeviceTensor, tensor)
 
 
+def own_part(tensor: Any) -> Any:
+    """The tensor, or this process's part of a sharded one."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def with_part(tensor: Tensor, part: Tensor) -> Tensor:
+    """What has this part in place of its own."""
+    return DTensor(part, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else part
+
+
 def _all_to_gpu(result: Any) -> Any:
     if isinstance(result, list | tuple):
         return type(result)(map(_all_to_gpu, result))
+    if isinstance(result, AsyncCollectiveTensor):
+        result = result.wait()
     return to_gpu(result) if isinstance(result, Tensor) else result
 
 
@@ -146,8 +170,12 @@ class Gpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name in ("to", "cpu", "cuda") and args and isinstance(args[0], Tensor):
-            return self._move(func, name, *args, **kwargs)
+            moved = self._move(func, name, own_part(args[0]), *args[1:], **kwargs)
+            if not isinstance(args[0], DTensor) or is_on_gpu(moved) != is_on_gpu(own_part(args[0])):
+                return with_part(args[0], moved)
         if name == "pin_memory":
+            if is_on_gpu(args[0]):
+                raise RuntimeError("only dense CPU tensors can be pinned")
             return self._pin(args[0].clone())
         if name == "is_pinned":
             return args[0].untyped_storage().data_ptr() in self.pinned
@@ -165,12 +193,14 @@ class Gpu(TorchFunctionMode):
             if name in ("tensor", "as_tensor"):
                 self._wait(name)
             requires_grad = kwargs.pop("requires_grad", False)
-            with self.driver.drawing() if name.startswith("rand") else nullcontext():
+            with self.driver.drawing(*kwargs.values()) if name.startswith("rand") else nullcontext():
                 made = to_gpu(func(*args, **{**kwargs, "device": "cpu"}))
             return made.requires_grad_() if requires_grad else made
         made = func(*args, **kwargs)
-        if kwargs.get("device") is not None and is_on_gpu(made):  # like a tensor of the device, made elsewhere
-            made = to_cpu(made)
+        if kwargs.get("device") is not None and is_on_gpu(
+            own_part(made)
+        ):  # like a tensor of the device, made elsewhere
+            made = with_part(made, to_cpu(own_part(made)))
         return self._pin(made) if pin else made
 
     def check(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -178,6 +208,8 @@ class Gpu(TorchFunctionMode):
         when the host next waits. Raises RuntimeError where CUDA does."""
         name = func.overloadpacket.__name__.rstrip("_")
         tensors = [*_tensors(args), *_tensors(kwargs.values())]
+        if name in PRODUCTS and not tensors[0].is_floating_point():
+            raise NotImplementedError(f"{name} is not implemented for {tensors[0].dtype} on CUDA")
         if name in WAITING:
             self._wait(name)
         elif name in ("index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put"):
@@ -204,7 +236,7 @@ class Gpu(TorchFunctionMode):
                     else:
                         later.append(to)
             return later
-        of_cpu = [t for t in tensors if not is_on_gpu(t) and (t.ndim > 0 or name in JOINING)]
+        of_cpu = [t for t in tensors if not is_on_gpu(t) and (t.ndim > 0 or name in STRICT)]
         if of_cpu and any(map(is_on_gpu, tensors)):
             self.mismatches.append(f"{name} at {_place()}")
             raise RuntimeError(f"Expected all tensors to be on the same device: {self.mismatches[-1]}")
@@ -246,7 +278,8 @@ class Gpu(TorchFunctionMode):
         return all(is_on_gpu(t) or t.untyped_storage().data_ptr() in self.pinned for t in tensors)
 
     def _pin(self, tensor: Tensor) -> Tensor:
-        self.pinned[tensor.untyped_storage().data_ptr()] = tensor
+        part = own_part(tensor)
+        self.pinned[part.untyped_storage().data_ptr()] = part
         return tensor
 
     def _wait(self, name: str) -> None:
@@ -341,6 +374,10 @@ def pretend_gpu(index: int = 0, count: int = 1) -> Iterator[Gpu]:
             (torch.autograd, {"_engine_run_backward": _within(active, torch.autograd._engine_run_backward)}),
             (torch._C, {"_group_tensors_by_device_and_dtype": _group_by_device}),
             (nn.Module, {"to": _move_module}),
+            (
+                DTensor,
+                {name: property(attrgetter(f"_local_tensor.{name}")) for name in ("device", "is_cuda", "is_cpu")},
+            ),
             (AutoModelForCausalLM, {"from_pretrained": _load_and_move}),
             (packed_attention, {"varlen_attn": plain_varlen, "_flex": plain_flex}),
             (packed_attention, {"_create_block_mask": plain_block_mask}),

@@ -5,17 +5,29 @@ from __future__ import annotations
 
 import math
 import signal
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from grpo_core.training import loop
+from grpo_core.model.loading import saved_name
+from grpo_core.training import checkpoint, loop
+from grpo_core.training.checkpoint_write import in_thread
 from grpo_core.training.interrupt import Stopped
 from grpo_core.training.loop import train
 from tests.conftest import config_values, make_run
-from tests.grpo_core.training.training import assert_same, checkpoint_of, metrics_of, result_of, write_when_waited_for
+from tests.grpo_core.training.training import (
+    assert_same,
+    checkpoint_of,
+    metrics_of,
+    result_of,
+    weights_of,
+    write_when_waited_for,
+)
 from tests.pretend_gpu import Gpu, pretend_gpu
 
 # The second evaluation, which is worse than the first, ends the training.
@@ -25,6 +37,7 @@ LIFE = {
     "max_completion_length": 4,
     "max_steps": 8,
     "save_steps": 1,
+    "save_total_limit": 8,
     "eval_steps": 2,
     "early_stopping_patience": 1,
     "load_best_model_at_end": True,
@@ -73,6 +86,23 @@ def _check_clean(gpu: Gpu) -> None:
     assert not gpu.strays
 
 
+def _write_immediately(patch: pytest.MonkeyPatch) -> None:
+    """Each checkpoint is written before the training goes on, by its thread."""
+
+    def begun(work: Callable[[], None]) -> Future[None]:
+        done = in_thread(work)
+        done.exception()
+        return done
+
+    patch.setattr(checkpoint, "in_thread", begun)
+
+
+def _saved_weights(run: Path) -> dict[str, torch.Tensor]:
+    """What was trained, as it is saved for others."""
+    adapter = run / "training" / "adapter" / "adapter_model.safetensors"
+    return load_file(adapter) if adapter.exists() else weights_of(run)
+
+
 def _tensors(saved: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
     found = {}
     for name, value in saved.items():
@@ -85,18 +115,22 @@ def _tensors(saved: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]
 def test_a_training_is_stopped_goes_on_rolls_back_and_ends_with_its_best_policy_as_one_that_is_not_stopped(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
+    """The checkpoints of the one are written as late as possible, those of the other as early as possible."""
     values = config_values(model_folder, tmp_path, **LIFE, **KINDS[kind])
     values["rewards"].append({"function": "tests.grpo_core.training.test_on_gpu:sums"})
     whole, run = (make_run(tmp_path / name, values) for name in ("whole", "run"))
-    for folder, stops in ((whole, False), (run, True)):
-        with pretend_gpu() as gpu, monkeypatch.context() as patch:
-            _interfere(patch, stops=stops)
-            if stops:
-                write_when_waited_for(patch)
-                with pytest.raises(Stopped):
-                    train(folder, folder / "training")
-            train(folder, folder / "training")
-            _check_clean(gpu)
+    with pretend_gpu() as gpu, monkeypatch.context() as patch:
+        _interfere(patch, stops=False)
+        _write_immediately(patch)
+        train(whole, whole / "training")
+        _check_clean(gpu)
+    with pretend_gpu() as gpu, monkeypatch.context() as patch:
+        _interfere(patch, stops=True)
+        write_when_waited_for(patch)
+        with pytest.raises(Stopped):
+            train(run, run / "training")
+        train(run, run / "training")
+        _check_clean(gpu)
     result = result_of(run)
     assert result["resumed_at_step"] == STOPPED - 1
     assert (result["roll_backs"], result["best_step"], result["stopped_early_at_step"]) == (1, 2, 4)
@@ -107,3 +141,6 @@ def test_a_training_is_stopped_goes_on_rolls_back_and_ends_with_its_best_policy_
     assert ended[0].keys() == ended[1].keys()
     assert any("exp_avg" in name for name in ended[0])
     assert not [name for name, tensor in ended[0].items() if not tensor.equal(ended[1][name])]
+    best = {saved_name(name): tensor for name, tensor in checkpoint_of(run, 2)["model"].items()}
+    saved = _saved_weights(run)
+    assert not [name for name, tensor in best.items() if not tensor.equal(saved[name])]
