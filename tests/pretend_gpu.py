@@ -41,6 +41,9 @@ from grpo_core.rollout.group_cache import GroupCache
 from tests.plain_kernels import plain_flex, plain_gradient, plain_product, plain_statistics, plain_varlen
 from tests.pretend_cuda import Copies, Driver
 
+if find_spec("bitsandbytes"):
+    import bitsandbytes  # noqa: F401  # before there seems to be a GPU, for which it has no kernels here
+
 ROOT = Path(__file__).parents[1]
 # Their result, or its size, is known to the host only when the device has come so far.
 WAITING = {
@@ -363,8 +366,6 @@ def pretend_gpu(index: int = 0, count: int = 1) -> Iterator[Gpu]:
     What cannot exist here is plain torch: flash attention's kernel, Triton's, a captured CUDA graph.
     """
     global active
-    if find_spec("bitsandbytes"):
-        import bitsandbytes  # noqa: F401  # for the CPU that there is, not for the device
     AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test's may be on the CPU
     with ExitStack() as patches:
         active = patches.enter_context(Gpu(index, count))

@@ -4,14 +4,18 @@ single process, it has no index."""
 from __future__ import annotations
 
 import math
+import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from safetensors.torch import load_file
 
 from grpo_core.model.loading import saved_name
@@ -20,9 +24,11 @@ from grpo_core.training.checkpoint_write import in_thread
 from grpo_core.training.interrupt import Stopped
 from grpo_core.training.loop import train
 from tests.conftest import config_values, make_run
+from tests.grpo_core.training.several import in_two_processes
 from tests.grpo_core.training.training import (
     assert_same,
     checkpoint_of,
+    figures_of,
     metrics_of,
     result_of,
     weights_of,
@@ -43,7 +49,6 @@ LIFE = {
     "load_best_model_at_end": True,
     "not_finite_action": "roll_back",
 }
-STOPPED, BROKEN = 3, 4  # updates
 MOVING = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}
 ADAPTER = {"beta": 0.1, "use_peft": True, "lora_r": 4, "lora_dropout": 0.2, "gradient_checkpointing": True}
 KINDS: dict[str, dict[str, Any]] = {
@@ -51,7 +56,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "bf16, moving reference, moments of 8 bits at rest": {**MOVING, "optim": "adamw_8bit", "offload": "optimizer"},
     "bf16, adapter with dropout, layers computed again, moments at rest": {**ADAPTER, "offload": "optimizer"},
 }
-RARER = ("float32",)  # in `make e2e`
+SHARED: dict[str, dict[str, Any]] = {
+    "sharded, moments of 8 bits at rest": {"sharding": "full", "optim": "adamw_8bit", "offload": "optimizer"},
+    "sharded, adapter": {**ADAPTER, "sharding": "full"},
+    "sharded, moving reference, moments at rest": {**MOVING, "sharding": "full", "offload": "optimizer"},
+    "not sharded": {"mixed_precision": "no"},
+}
+RARER = ("float32", *[*SHARED][1:])  # in `make e2e`
 
 
 def sums(completion_ids: list[list[int]]) -> list[float | None]:
@@ -59,17 +70,17 @@ def sums(completion_ids: list[list[int]]) -> list[float | None]:
     return [float(sum(ids)) for ids in completion_ids]
 
 
-def _interfere(patch: pytest.MonkeyPatch, *, stops: bool) -> None:
-    """One update has a loss that is NaN, SIGTERM comes in another one, once, if the training `stops`, and evaluations
-    find the policy worse and worse."""
-    update, evaluate, told = loop.update, loop.evaluate_policy, not stops
+def _interfere(patch: pytest.MonkeyPatch, *, stopped: int | None = None, broken: int | None = None) -> None:
+    """SIGTERM comes once, in update `stopped`. The loss of update `broken` is NaN, also once. Evaluations find the
+    policy worse and worse."""
+    update, evaluate, told = loop.update, loop.evaluate_policy, False
 
     def disturbed(session: Any, batch: Any, state: Any) -> dict[str, float]:
         nonlocal told
-        if state.updates + 1 == STOPPED and not told:
+        if state.updates + 1 == stopped and not told:
             told = True
             signal.raise_signal(signal.SIGTERM)
-        if state.updates + 1 == BROKEN and not state.roll_backs:
+        if state.updates + 1 == broken and not state.roll_backs:
             batch.weights.fill_(math.nan)
         return update(session, batch, state)
 
@@ -120,19 +131,19 @@ def test_a_training_is_stopped_goes_on_rolls_back_and_ends_with_its_best_policy_
     values["rewards"].append({"function": "tests.grpo_core.training.test_on_gpu:sums"})
     whole, run = (make_run(tmp_path / name, values) for name in ("whole", "run"))
     with pretend_gpu() as gpu, monkeypatch.context() as patch:
-        _interfere(patch, stops=False)
+        _interfere(patch, broken=4)
         _write_immediately(patch)
         train(whole, whole / "training")
         _check_clean(gpu)
     with pretend_gpu() as gpu, monkeypatch.context() as patch:
-        _interfere(patch, stops=True)
+        _interfere(patch, stopped=3, broken=4)
         write_when_waited_for(patch)
         with pytest.raises(Stopped):
             train(run, run / "training")
         train(run, run / "training")
         _check_clean(gpu)
     result = result_of(run)
-    assert result["resumed_at_step"] == STOPPED - 1
+    assert result["resumed_at_step"] == 2
     assert (result["roll_backs"], result["best_step"], result["stopped_early_at_step"]) == (1, 2, 4)
     assert [row["step"] for row in metrics_of(run)] == [1, 2, 3, 4]
     assert all(row["grad_norm"] > 0 for row in metrics_of(run))
@@ -144,3 +155,32 @@ def test_a_training_is_stopped_goes_on_rolls_back_and_ends_with_its_best_policy_
     best = {saved_name(name): tensor for name, tensor in checkpoint_of(run, 2)["model"].items()}
     saved = _saved_weights(run)
     assert not [name for name, tensor in best.items() if not tensor.equal(saved[name])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [pytest.param(it, marks=[pytest.mark.e2e] * (it in RARER)) for it in SHARED])
+def test_two_processes_each_with_its_gpu_are_stopped_and_go_on_bit_for_bit(
+    model_folder: Path, tmp_path: Path, kind: str
+) -> None:
+    keys = {"max_steps": 3, "num_processes": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    values = config_values(model_folder, tmp_path, save_steps=1, max_completion_length=4, **keys, **SHARED[kind])
+    values["rewards"].append({"function": "tests.grpo_core.training.test_on_gpu:sums"})
+    whole, run = (make_run(tmp_path / name, values) for name in ("whole", "run"))
+
+    def work(rank: int, folder: Path, stops: bool) -> None:
+        del os.environ["ACCELERATE_USE_CPU"]
+        with pretend_gpu(index=rank, count=2) as gpu, pytest.MonkeyPatch.context() as patch:
+            PartialState().backend = "gloo"  # accelerate believes that it is NCCL
+            assert str(PartialState().device) == f"cuda:{rank}"
+            _interfere(patch, stopped=1 if stops and rank == 1 else None)
+            with pytest.raises(Stopped) if stops else nullcontext():
+                train(folder, folder / "training")
+            _check_clean(gpu)
+
+    for number, (folder, stops) in enumerate([(whole, False), (run, True), (run, False)]):
+        in_two_processes(tmp_path / f"group-{number}", partial(work, folder=folder, stops=stops))
+    assert result_of(run)["resumed_at_step"] == 1
+    assert all(row["grad_norm"] > 0 for row in metrics_of(run))
+    assert figures_of(run) == figures_of(whole)
+    weights = [weights_of(folder) for folder in (run, whole)]
+    assert not [name for name, tensor in weights[0].items() if not tensor.equal(weights[1][name])]
