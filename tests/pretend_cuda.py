@@ -17,10 +17,14 @@ H100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_mem
 
 
 class Driver:
-    """`count` GPUs, as one process sees them. Each thread has a current one: GPU 0 until it chooses another."""
+    """`count` GPUs, as one process sees them. Each thread has a current one: GPU 0 until it chooses another.
 
-    def __init__(self, count: int, wait: Callable[[str], None]):
-        self.count, self.wait = count, wait
+    `wait` is called where the host waits, and `reach` with the device that work is for. Streams keep no order here: all
+    work is done when it is asked for.
+    """
+
+    def __init__(self, count: int, wait: Callable[[str], None], reach: Callable[[torch.device, str], None]):
+        self.count, self.wait, self.reach = count, wait, reach
         self.generators = tuple(torch.Generator() for _ in range(count))
         self.thread = threading.local()
 
@@ -81,11 +85,15 @@ class Driver:
                     "default_generators": self.generators,
                     "Stream": mock.Mock,
                     "Event": mock.Mock,
-                    "current_stream": lambda *_: mock.Mock(),
+                    "current_stream": self._current_stream,
                     "stream": lambda _: nullcontext(),
                 },
             ),
         ]
+
+    def _current_stream(self, device: Any = None) -> Any:
+        self.reach(torch.device("cuda" if device is None else device), "current_stream")
+        return mock.Mock()
 
     def _choose(self, index: int) -> None:
         self.thread.current, self.thread.chosen = self.index(torch.device("cuda", index)), True

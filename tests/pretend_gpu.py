@@ -161,7 +161,8 @@ class Gpu(TorchFunctionMode):
 
     def __init__(self, index: int, count: int) -> None:
         super().__init__()
-        self.device, self.driver, self.copies = torch.device("cuda", index), Driver(count, self._wait), Copies()
+        self.device, self.copies = torch.device("cuda", index), Copies()
+        self.driver = Driver(count, self._wait, self.reach)
         self.mismatches: list[str] = []
         self.waits: list[str] = []
         self.races = self.copies.races
@@ -192,7 +193,7 @@ class Gpu(TorchFunctionMode):
                 return to_gpu(func(*args, **kwargs))
         pin = kwargs.pop("pin_memory", False)
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
-            self._reach(torch.device(kwargs["device"]), name)
+            self.reach(torch.device(kwargs["device"]), name)
             if name in ("tensor", "as_tensor"):
                 self._wait(name)
             requires_grad = kwargs.pop("requires_grad", False)
@@ -256,7 +257,7 @@ class Gpu(TorchFunctionMode):
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         there = is_on_gpu(tensor) if device is None else device.type == "cuda"
         if there and device is not None:
-            self._reach(device, name)
+            self.reach(device, name)
         crosses = there != is_on_gpu(tensor)
         waits = crosses and not (non_blocking and (not there or self._is_pinned(tensor)))
         if waits:
@@ -270,7 +271,7 @@ class Gpu(TorchFunctionMode):
             self.copies.write_later(moved)
         return moved
 
-    def _reach(self, device: torch.device, name: str) -> None:
+    def reach(self, device: torch.device, name: str) -> None:
         """Record work for a GPU that is not this process's, or that is only by chance, where a thread has not chosen
         one. Raises RuntimeError if there is no such GPU."""
         by_chance = device.index is None and threading.get_ident() != self.main and not self.driver.is_chosen

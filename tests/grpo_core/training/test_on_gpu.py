@@ -172,15 +172,20 @@ def test_two_processes_each_with_its_gpu_are_stopped_and_go_on_bit_for_bit(
         with pretend_gpu(index=rank, count=2) as gpu, pytest.MonkeyPatch.context() as patch:
             PartialState().backend = "gloo"  # accelerate believes that it is NCCL
             assert str(PartialState().device) == f"cuda:{rank}"
-            _interfere(patch, stopped=1 if stops and rank == 1 else None)
+            _interfere(patch, stopped=2 if stops and rank == 1 else None)
+            if folder == run:
+                write_when_waited_for(patch)
             with pytest.raises(Stopped) if stops else nullcontext():
                 train(folder, folder / "training")
             _check_clean(gpu)
 
     for number, (folder, stops) in enumerate([(whole, False), (run, True), (run, False)]):
         in_two_processes(tmp_path / f"group-{number}", partial(work, folder=folder, stops=stops))
-    assert result_of(run)["resumed_at_step"] == 1
+    assert result_of(run)["resumed_at_step"] == 2
     assert all(row["grad_norm"] > 0 for row in metrics_of(run))
     assert figures_of(run) == figures_of(whole)
     weights = [weights_of(folder) for folder in (run, whole)]
     assert not [name for name, tensor in weights[0].items() if not tensor.equal(weights[1][name])]
+    shares = [sorted((folder / "training" / "checkpoints").glob("step-*/*.distcp")) for folder in (run, whole)]
+    assert len(shares[0]) == len(shares[1]) == (2 * 2 if values["train"].get("sharding") else 0)
+    assert all(mine.read_bytes() == theirs.read_bytes() for mine, theirs in zip(*shares, strict=True))
