@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+
+from grpo_core.system.torch_releases import RELEASE
 
 
 def plain_flex(scale: float, compiled: bool) -> Any:
@@ -32,11 +36,13 @@ def plain_varlen(
     *,
     scale: float,
     window_size: tuple[int, int],
-    enable_gqa: bool,
+    **given: Any,
 ) -> Tensor:
     """torch's varlen_attn without flash attention's kernel: all scores. The last query of a sequence sees its last key,
     as in torch.nn.attention.bias, which calls the same kernel for what it names LOWER_RIGHT."""
     assert window_size == (-1, 0)
+    assert given.keys() <= inspect.signature(varlen_attn).parameters.keys()  # of the torch that is installed
+    enable_gqa = given.get("enable_gqa", RELEASE < (2, 12))
     assert {query_starts.dtype, key_starts.dtype} == {torch.int32}
     if query.is_cuda:
         if query.dtype == torch.float32:

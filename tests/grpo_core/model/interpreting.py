@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from triton.runtime import interpreter
 
 from grpo_core.model import fused_logprobs, logprobs
 
@@ -29,6 +30,14 @@ UNSEEN = (
     aten.new_empty.default,
     aten.set_.source_Storage_storage_offset,
 )  # allocation, the interpreter's own
+
+
+def _with_index(tensor: Any, scope: Any, patch: Any = interpreter._patch_lang_tensor) -> None:
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = _with_index  # Triton 3.6 calls int() on an array, which NumPy 2.5 refuses
 
 
 class Passes(TorchDispatchMode):

@@ -14,6 +14,7 @@ import torch
 
 from grpo_core.config.memory_bounds import chunk_tokens
 from grpo_core.model import fused_logprobs
+from grpo_core.system.torch_releases import RELEASE
 
 BOUND = {"float32": 5e-6, "bfloat16": 0.05}  # relative; logits of up to 200 are rounded to 8 bits
 
@@ -74,6 +75,12 @@ def test_the_products_on_a_gpu_have_matching_shapes_and_dtypes(
     monkeypatch.setattr(fused_logprobs, "_statistics", lambda logits, *_: logits.new_empty(4, len(logits)).float())
     monkeypatch.setattr(fused_logprobs, "_overwrite_by_gradient", lambda *_: None)
     monkeypatch.setattr(fused_logprobs, "chunk_tokens", lambda *_: 8)
+    if RELEASE < (2, 13):  # its addmm of two dtypes knows no tensors without data, but its mm does
+
+        def addmm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **keywords: Any) -> torch.Tensor:
+            return torch.mm(a, b, **keywords)
+
+        monkeypatch.setattr(torch, "addmm", addmm)
 
     class Context:
         needs_input_grad = (True, True, False, False)

@@ -25,6 +25,7 @@ from grpo_core.planning.memory import GIB, activations, peak_memory
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths, adapter_parameters, model_shape
 from grpo_core.planning.sharding import working_set
+from grpo_core.system.torch_releases import GATHER, REDUCE
 from tests.conftest import config_values
 from tests.qwen import QWEN, qwen
 
@@ -141,7 +142,7 @@ def test_communication_is_what_fsdp_sends(
 
         monkeypatch.setattr(dist, name, counted)
 
-    for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
+    for name in (GATHER, REDUCE, "all_reduce"):
         count(name)
     for _ in _passes(model, config.vocab_size, 16, 2):
         pass
@@ -151,11 +152,11 @@ def test_communication_is_what_fsdp_sends(
     found = communication(run, _plan(run), shape, Gpu("GPU", per_machine=2))["parts_gib"]
     others = 3 / 4 if sharding == "full" else 1 / 2
     handed_over = (2 if bf16 else 4) * shape.parameters  # to the engine, after the update
-    assert found["gathered"] * GIB == pytest.approx(others * (sizes["all_gather_single"] + handed_over))
+    assert found["gathered"] * GIB == pytest.approx(others * (sizes[GATHER] + handed_over))
     # An all-reduce over two sends every byte once: half to be summed, half of the sums.
     summed = sizes.get("all_reduce", 0.0)
     assert bool(summed) == (sharding == "hybrid")
-    assert found["reduced"] * GIB == pytest.approx(others * sizes["reduce_scatter_single"] + summed)
+    assert found["reduced"] * GIB == pytest.approx(others * sizes[REDUCE] + summed)
 
 
 @pytest.mark.parametrize(
