@@ -31,6 +31,8 @@ from benchmarks.vs_trl import ROOT, environment
 
 TAIL = 6000  # characters kept of a failed part's output
 POLL_SECONDS = 0.1
+ON_GPU = Path("/dev/nvidiactl").exists()
+CACHE_BYTES = 4 * 10**9  # of an engine of vLLM's beside others
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,6 @@ ALONE = [
 ]
 WHOLE = [Part("pipeline", "engines:pipeline", 900, 60, ("prefect", "mlflow", "pandera", "vllm"))]  # not with --offline
 GROUPS = [[Part("hardware", "hardware:hardware", 90, 10)], SIDE_BY_SIDE, *([part] for part in ALONE + WHOLE)]
-NAMES = [part.name for group in GROUPS for part in group]
 
 
 def main() -> None:
@@ -89,10 +90,10 @@ def main() -> None:
     parser.add_argument("--offline", action="store_true", help="without the whole pipeline: what bare PyTorch runs")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for all parts together")
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that the parts run")
-    parser.add_argument(
-        "--only", nargs="+", choices=NAMES, default=NAMES, metavar="PART", help=f"of {', '.join(NAMES)}"
-    )
-    parser.add_argument("--skip", nargs="+", choices=NAMES, default=[], metavar="PART")
+    names = [part.name for group in GROUPS for part in group]
+    listed = f"of {', '.join(names)}"
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=listed)
+    parser.add_argument("--skip", nargs="+", choices=names, default=[], metavar="PART")
     parser.add_argument("--output", type=Path, default=Path("gpu-check.json"))
     arguments = parser.parse_args()
     if arguments.tiny:
@@ -112,8 +113,7 @@ def main() -> None:
 
 def run_groups(groups: Sequence[Sequence[Part]], deadline: float) -> Iterator[dict[str, Any]]:
     """Run the parts of each group side by side, and yield the result of each when it ends."""
-    one_by_one = "GPU_CHECK_TINY" in os.environ or not Path("/dev/nvidiactl").exists()  # few cores, and no GPU to fill
-    for group in [[part] for several in groups for part in several] if one_by_one else groups:
+    for group in groups if ON_GPU else [[part] for several in groups for part in several]:
         running: list[_Running] = []
         for part in group:
             missing = [module for module in part.needs if find_spec(module) is None]
@@ -140,7 +140,11 @@ class _Running:
         folder = Path(self.scratch.name)
         self.rows, self.output = folder / "rows.jsonl", folder / "output"
         own = {"GPU_CHECK_PROFILES": str(folder)}
-        if part in ALONE:  # which train in their own process; as the launcher sets it
+        if part in SIDE_BY_SIDE:
+            if ON_GPU:  # several engines share it
+                options = json.loads(os.environ.get("GPU_CHECK_VLLM") or "{}")
+                own["GPU_CHECK_VLLM"] = json.dumps(options | {"kv_cache_memory_bytes": CACHE_BYTES})
+        else:  # these train in their own process; as the launcher sets it
             own["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         with self.output.open("w") as said:
             self.process = subprocess.Popen(

@@ -17,6 +17,7 @@ from benchmarks.gpu.report import (
     DEVICE,
     MISSING,
     ON_GPU,
+    PRECISION,
     TINY,
     Report,
     Row,
@@ -188,7 +189,7 @@ def waits(scratch: Path, report: Report) -> None:
 
     work = small(mode="replay")
     write(work, scratch / "workload")
-    run_directory(work, scratch / "workload", scratch / "run", {"precision": "bf16" if ON_GPU else "no"})
+    run_directory(work, scratch / "workload", scratch / "run", {"precision": PRECISION})
     counts: list[list[str]] = []
     update = loop.update
 

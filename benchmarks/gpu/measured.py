@@ -146,10 +146,10 @@ def measure(
     elif reduced is not None:
         report(Row("tokens per pass after memory ran out", str(reduced), "memory does not run out", False))
     if ON_GPU and not too_large:
-        _beside_forecast(report, run, session)
+        beside_forecast(report, run, session)
 
 
-def _beside_forecast(report: Report, run: Path, session: Session) -> None:
+def beside_forecast(report: Report, run: Path, session: Session) -> None:
     peak = torch.cuda.max_memory_allocated() / GIB
     told = forecast_gib(run, session)
     share, (low, high) = peak / told, FORECAST

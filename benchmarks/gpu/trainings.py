@@ -29,7 +29,7 @@ from tasks.processes.launch import process_environment
 
 STOP_AFTER = 3  # updates
 KEPT: dict[str, Any] = {"train.save_steps": 1, "train.save_total_limit": 20}
-TRAIN = ("-m", "grpo_core.train")
+TRAIN = ["-m", "grpo_core.train"]  # arguments of `python`
 NOISE = 5e-2  # relative, between gradient norms of the same update by kernels that add in another order
 CLOCKS = ("time/", "step_time", "timestamp")  # figures that no two runs have alike
 
@@ -41,12 +41,12 @@ class Done:
     seconds: float
 
 
-def start(run: Path, program: Sequence[str] = TRAIN) -> subprocess.Popen[str]:
+def start(run: Path, program: Sequence[str] | None = None) -> subprocess.Popen[str]:
     """Start the training of a run directory as a stage does, its output in RUN/said."""
     config = load_config(run / run_files.CONFIG)
     with (run / "said").open("w") as said:
         return subprocess.Popen(
-            [sys.executable, *program, str(run)],
+            [sys.executable, *(program or TRAIN), str(run)],
             env=os.environ | process_environment(config),
             stdout=said,
             stderr=said,
@@ -55,7 +55,7 @@ def start(run: Path, program: Sequence[str] = TRAIN) -> subprocess.Popen[str]:
         )
 
 
-def train(run: Path, program: Sequence[str] = TRAIN) -> Done:
+def train(run: Path, program: Sequence[str] | None = None) -> Done:
     """Train to the end; its output is printed too."""
     began = time.perf_counter()
     status = start(run, program).wait()
@@ -64,7 +64,7 @@ def train(run: Path, program: Sequence[str] = TRAIN) -> Done:
     return Done(status, said, time.perf_counter() - began)
 
 
-def stop_after(run: Path, updates: int, program: Sequence[str] = TRAIN) -> tuple[int, int]:
+def stop_after(run: Path, updates: int, program: Sequence[str] | None = None) -> tuple[int, int]:
     """Train, and send SIGTERM once this many updates are recorded; returns status and process group."""
     process = start(run, program)
     while process.poll() is None and len(metrics_of(run)) < updates:
@@ -107,7 +107,7 @@ def resume(scratch: Path, report: Report) -> None:
     same_next_update(report, again, whole, STOP_AFTER, exact=False)
 
 
-def stopped_and_continued(report: Report, run: Path, work: Workload, program: Sequence[str] = TRAIN) -> None:
+def stopped_and_continued(report: Report, run: Path, work: Workload, program: Sequence[str] | None = None) -> None:
     """Report on a training that is stopped and continued: statuses, the step that it goes on from, its record, and that
     nothing of it is left."""
     status, group = stop_after(run, STOP_AFTER, program)
@@ -288,4 +288,4 @@ def _program(count: int) -> list[str]:
 
     port = str(free_port())
     meeting = ["--nnodes", "1", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port]
-    return [*TRAIN] if count == 1 else ["-m", "tasks.processes.ranks", *meeting, "--nproc-per-node", str(count), *TRAIN]
+    return TRAIN if count == 1 else ["-m", "tasks.processes.ranks", *meeting, "--nproc-per-node", str(count), *TRAIN]
