@@ -119,6 +119,7 @@ SWEEPS = [
 QWEN: dict[str, dict[str, Any]] = {  # the shapes of Qwen2.5, random weights
     "0.5B": {"hidden": 896, "intermediate": 4864, "layers": 24, "heads": 14, "kv_heads": 2, "vocabulary": 151_936},
     "1.5B": {"hidden": 1536, "intermediate": 8960, "layers": 28, "heads": 12, "kv_heads": 2, "vocabulary": 151_936},
+    "3B": {"hidden": 2048, "intermediate": 11_008, "layers": 36, "heads": 16, "kv_heads": 2, "vocabulary": 151_936},
     "7B": {"hidden": 3584, "intermediate": 18_944, "layers": 28, "heads": 28, "kv_heads": 4, "vocabulary": 152_064},
 }
 WORD_PROBLEMS: dict[str, Any] = {"prompts": 32, "prompt_lengths": (60, 220), "completion": 512}  # as in GSM8K

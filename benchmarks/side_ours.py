@@ -3,7 +3,7 @@
     python -m benchmarks.side_ours FOLDER SETTINGS RESULT
 
 SETTINGS is JSON: `precision` ("no" or "bf16"); `engine`, `seed`, `processes` and `sharding`, by default "transformers",
-0, 1 and "none".
+0, 1 and "none"; `keys`, further keys of the configuration, such as {"train.save_steps": 1}.
 """
 
 from __future__ import annotations
@@ -32,32 +32,34 @@ def run_directory(workload: Workload, folder: Path, run: Path, settings: dict[st
 
     num_prompts = pq.read_metadata(folder / "prompts.parquet").num_rows
     replay = workload.mode == "replay"
-    config = parse_config(
-        {
-            "name": "benchmark",
-            "seed": settings.get("seed", 0),
-            "model": {"name_or_path": str(folder / "model")},
-            "data": {"train": str(folder / "prompts.parquet"), "eval": str(folder / "prompts.parquet")},
-            "rewards": [{"function": f"{reward(workload).__module__}:{reward(workload).__name__}"}],
-            "rollout": {
-                "engine": settings.get("engine", "transformers"),
-                "num_generations": workload.group,
-                "max_completion_length": workload.completion,
-            },
-            # Stored completions were not sampled from the policy, so there is nothing to correct.
-            "algorithm": {"vllm_importance_sampling_correction": not replay},
-            "train": {
-                "mixed_precision": settings["precision"],
-                "num_processes": settings.get("processes", 1),
-                "sharding": settings.get("sharding", "none"),
-                "offload": settings.get("offload", "none"),
-                "per_device_train_batch_size": workload.completions // settings.get("processes", 1),
-                "max_steps": workload.steps,
-                "learning_rate": 1e-4,
-                "lr_scheduler_type": "constant",
-            },
-        }
-    )
+    values: dict[str, Any] = {
+        "name": "benchmark",
+        "seed": settings.get("seed", 0),
+        "model": {"name_or_path": str(folder / "model")},
+        "data": {"train": str(folder / "prompts.parquet"), "eval": str(folder / "prompts.parquet")},
+        "rewards": [{"function": f"{reward(workload).__module__}:{reward(workload).__name__}"}],
+        "rollout": {
+            "engine": settings.get("engine", "transformers"),
+            "num_generations": workload.group,
+            "max_completion_length": workload.completion,
+        },
+        # Stored completions were not sampled from the policy, so there is nothing to correct.
+        "algorithm": {"vllm_importance_sampling_correction": not replay},
+        "train": {
+            "mixed_precision": settings["precision"],
+            "num_processes": settings.get("processes", 1),
+            "sharding": settings.get("sharding", "none"),
+            "offload": settings.get("offload", "none"),
+            "per_device_train_batch_size": workload.completions // settings.get("processes", 1),
+            "max_steps": workload.steps,
+            "learning_rate": 1e-4,
+            "lr_scheduler_type": "constant",
+        },
+    }
+    for key, value in settings.get("keys", {}).items():
+        section, _, name = key.partition(".")
+        values[section][name] = value
+    config = parse_config(values)
     (run / "dataset").mkdir(parents=True)
     (run / "dataset" / "train.parquet").symlink_to(folder / "prompts.parquet")
     (run / "config.toml").write_text(dump_config(config))

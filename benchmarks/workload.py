@@ -162,7 +162,7 @@ def _write_model(workload: Workload, folder: Path) -> None:
         num_hidden_layers=workload.layers,
         num_attention_heads=workload.heads,
         num_key_value_heads=workload.kv_heads,
-        max_position_embeddings=8192,
+        max_position_embeddings=max(8192, workload.prompt_lengths[1] + workload.completion),
         tie_word_embeddings=True,
         dtype="float32",
         **ids,
