@@ -1,6 +1,6 @@
 """Measures the distance of vLLM's log-probabilities from the trainer's after each update, in float32.
 
-    python -m benchmarks.engine_gap
+    python -m benchmarks.engine_gap [--tiny]
 
 Trains the comparison's 5.8M model for a few updates with vLLM sampling. After each update both sides score the same
 probe (mean difference); and every token that vLLM samples is scored again in training (largest difference).
@@ -8,11 +8,13 @@ probe (mean difference); and every token that vLLM samples is scored again in tr
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.cases import GENERATE
+from benchmarks.cases import GENERATE, tiny
+from benchmarks.command import parse
 from benchmarks.vs_trl import run
 from benchmarks.workload import write
 
@@ -20,9 +22,11 @@ BOUND = 1e-5
 
 
 def main() -> None:
+    options = parse(argparse.ArgumentParser(description=str(__doc__).partition("\n")[0]))
+    workload = replace(GENERATE, completion=64, steps=6)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "workload")
-        write(replace(GENERATE, completion=64, steps=6), folder)
+        write(tiny(workload) if options.tiny else workload, folder)
         metrics = run("ours", {"precision": "no", "engine": "vllm"}, folder)["metrics"]
     print("update  probe, mean  sampled tokens, mean  largest")
     for step, values in enumerate(metrics, start=1):

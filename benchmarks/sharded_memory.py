@@ -1,6 +1,6 @@
 """Compares the simulated memory of a sharded update with the forecast. Every tensor is made, but none has memory.
 
-    python -m benchmarks.sharded_memory [--models 7B 14B] [--gpus 8 16]
+    python -m benchmarks.sharded_memory [--models 7B 14B] [--gpus 8 16] [--tiny]
 
 The sharding, the policy's pass and AdamW are the training's own. The tensors are torch's FakeTensors, the process group
 is torch's `fake` one, and torch's FSDPMemTracker counts what FSDP2 holds at the peak. GPU kernels of the output layer
@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from benchmarks.command import parse
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.model import fused_logprobs, logprobs, parallelize
@@ -137,13 +138,14 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="sizes of Qwen2.5")
     parser.add_argument("--gpus", nargs="+", type=int, default=GPUS, help="processes that share a model")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     print("model   GPUs  activations  moments  simulated GiB  forecast GiB  ratio")
     for size in arguments.models:
+        model = QWEN[size] | ({"num_hidden_layers": 1} if arguments.tiny else {})
         for processes in arguments.gpus:
             for recomputed, offload in ((False, "none"), (True, "none"), (True, "optimizer")):
-                found = simulated(QWEN[size], processes, recomputed=recomputed, offload=offload)["Total"]
-                expected = forecast(QWEN[size], processes, recomputed=recomputed, offload=offload)
+                found = simulated(model, processes, recomputed=recomputed, offload=offload)["Total"]
+                expected = forecast(model, processes, recomputed=recomputed, offload=offload)
                 how, where = "recomputed" if recomputed else "kept", "GPU" if offload == "none" else "host"
                 figures = f"{found / GIB:13.1f} {expected / GIB:13.1f} {expected / found:6.2f}"
                 print(f"{size:6} {processes:5}  {how:11}  {where:7} {figures}", flush=True)

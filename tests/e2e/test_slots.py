@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.command import python_path
 from grpo_core.config.files import dump_config, load_config, parse_config
 from tests.conftest import config_values, write_sums
 from tests.e2e.test_cancel import PROJECT, _processes, _wait_for, _wait_until_stuck, _write_config
@@ -33,7 +34,7 @@ def server(tmp_path: Path, model_folder: Path) -> Iterator[Served]:
     _write_config(tmp_path, "template", config_values(model_folder, tmp_path, max_steps=6))
     paths: dict[str, Any] = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(PROJECT)]),
+        "PYTHONPATH": python_path(tmp_path, PROJECT),
     }
     with prefect_server(tmp_path, MAY_GO_ON=str(tmp_path / "never"), **paths) as server:
         yield server

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.command import python_path
 from grpo_core.config.memory_bounds import chunk_tokens
 from grpo_core.model import fused_logprobs
 from grpo_core.system.torch_releases import RELEASE
@@ -39,7 +40,7 @@ def test_a_chunk_on_a_cpu_stays_near_the_cache(vocabulary: int, tokens: int) -> 
 @pytest.fixture(scope="module")
 def interpreted() -> Any:
     command = [sys.executable, "-W", "ignore", "-m", "tests.grpo_core.model.interpreting"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = {**os.environ, "PYTHONPATH": python_path(Path(__file__).parents[3])}
     environment.pop("PYTEST_VERSION")  # shapes are checked elsewhere
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
