@@ -41,12 +41,15 @@ from benchmarks.workload import Workload, training_flops, write
 from grpo_core.config.files import dump_config, load_config, parse_config
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.config.training import TrainConfig
+from grpo_core.data.prompts import load_tokenizer
 from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.logprobs import chosen_logprobs
 from grpo_core.model.policy import Policy
 from grpo_core.planning.hardware import find_gpu
 from grpo_core.planning.memory import peak_memory
 from grpo_core.planning.plan import load_plan
+from grpo_core.rollout.fallbacks import fallbacks
+from grpo_core.rollout.transformers_engine import TransformersEngine
 from tasks.processes.launch import process_environment, torchrun
 from tasks.processes.machine import free_port
 
@@ -92,8 +95,10 @@ def hardware(scratch: Path, report: Report) -> None:
 
 
 def attention(scratch: Path, report: Report) -> None:
-    """Compare log-probabilities and gradients of every kind of policy with plain rows in float32."""
+    """Compare log-probabilities and gradients of every kind of policy with plain rows in float32, and ask what it does
+    in a slower or other way."""
     write(SMALL, scratch / "workload")
+    tokenizer = load_tokenizer(ModelConfig(name_or_path=str(scratch / "workload" / "model")))
     sequences = draw_sequences(SMALL)
     for precision in ("no", "bf16"):
         for kind in ("all weights", "LoRA", "frozen"):
@@ -103,6 +108,9 @@ def attention(scratch: Path, report: Report) -> None:
             found = [[logprobs.detach()], gradient(policy.master, logprobs)]
             way, wanted = policy.attention if policy.packs else policy.why_not, PACKED[precision]
             report(Row(f"{precision}, {kind}: packed for", way, wanted, way == wanted))
+            engine = TransformersEngine(policy.model, tokenizer)
+            notes = fallbacks(engine, policy)
+            report(Row(f"{precision}, {kind}: fall-backs", "; ".join(notes) or "none", "none", not notes))
             half = plain(_model(scratch, kind).bfloat16(), sequences, 0.9) if precision == "bf16" else expected
             for what, ours, plainly, rounded in zip(
                 ("log-probabilities", "gradient"), found, expected, half, strict=True

@@ -201,10 +201,7 @@ class GroupCache:
             return self.model(input_ids=input_ids, position_ids=positions, **options).logits[:, -1].float()
 
     def _replay(self, token: Tensor) -> Tensor:
-        """Run a step as a CUDA graph, without Python's overhead. It is captured again when shapes change.
-
-        Written after torch's manual; not run on a GPU so far.
-        """
+        """Run a step as a CUDA graph, without Python's overhead. It is captured again when shapes change."""
         if self.graph is None or self.step % GRAPH_TOKENS == 0:
             self.token, self.place = token[:, None].clone(), self.positions[:, None].clone()
             side = torch.cuda.Stream()

@@ -33,7 +33,7 @@ STILL_GOING = 0.75  # share of the batch; below it, finished completions leave, 
 
 class TransformersEngine:
     """Satisfies `types.Engine` with a decoding loop over a Hugging Face causal LM; `max_length`: tokens of the longest
-    sequence; `notes`: sentences on what is slower with this model than with others, and why."""
+    sequence."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, max_length: float = math.inf):
         padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)  # any token would do: it is masked

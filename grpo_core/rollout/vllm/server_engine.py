@@ -99,6 +99,7 @@ class VLLMServerEngine:
         # What the training waits for goes before what is sampled ahead of it.
         self.urgent = {"priority": -1} if config.rollout.max_staleness else {}
         self.version = 0  # of the weights, counted by hand-overs
+        self.notes: list[str] = []
         self.begun: dict[tuple[Any, ...], _Begun] = {}
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
