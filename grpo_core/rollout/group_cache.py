@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_core.model.capabilities import TOLERANCE, NOT_TO_ALL, attends_to_all, decoder, shown
+from grpo_core.model.capabilities import NOT_TO_ALL, TOLERANCE, attends_to_all, decoder, shown
 from grpo_core.model.sequences import pad
 
 NAME = "grpo_group_cache"

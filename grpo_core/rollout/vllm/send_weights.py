@@ -129,9 +129,7 @@ def _try(server: Server, give: Callable[[Transfer], None]) -> None:
         give(transfer)
     except Exception as error:  # of the server, sockets, the rendezvous, NCCL: none says whether the server is to blame
         transfer.end()
-        raise Unavailable(
-            f"weights cannot be sent: {type(error).__name__}: {error} (see the server's log)"
-        ) from error
+        raise Unavailable(f"weights cannot be sent: {type(error).__name__}: {error} (see the server's log)") from error
 
 
 def _send_snapshot(server: Server, snapshot: Mapping[str, Tensor], transfer: Transfer) -> None:

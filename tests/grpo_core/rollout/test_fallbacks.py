@@ -1,4 +1,4 @@
-"""What a training and an evaluation say, once, about what they do in a slower or other way, and that is all they say."""
+"""What a training and an evaluation say, once, about what they do in a slower or other way; they say nothing else."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""A server that fails while weights go to it by NCCL, pretended after vLLM's engine: a broadcast lasts until the server has
-taken part, or its communicator is aborted; and those to other servers, on the same streams, wait behind it."""
+"""A server that fails while weights go to it by NCCL, pretended after vLLM's engine: a broadcast lasts until the server
+has taken part, or its communicator is aborted; and those to other servers, on the same streams, wait behind it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch
 from grpo_core.rollout.vllm import client as vllm_client
 from grpo_core.rollout.vllm import server_engine
 from grpo_core.rollout.vllm.server_engine import VLLMServerEngine
+from tests import forked
 from tests.grpo_core.rollout.asking import ask, model, requests, wait_until_back
 from tests.grpo_core.rollout.pretend_vllm import Pretended, connected, pretended
 from tests.grpo_core.rollout.test_vllm_client import make_transfer
@@ -153,7 +155,7 @@ def test_a_server_that_was_started_again_leaves_no_communicator(
         first.start()
         engine.sync_weights(model(2.0))
         wait_until_back(engine)
-        old = [each for each in made if each.server is first][0]
+        old = next(each for each in made if each.server is first)
         assert old.aborted.wait(60)
         assert not any(each.aborted.is_set() for each in made if each.server is second)
 
@@ -166,3 +168,53 @@ def test_the_copies_alone_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: waited.append(device) or stream())
         server_engine._made({"a": torch.zeros(1, device="cuda"), "b": torch.ones(2, device="cuda")})
     assert waited == [CUDA, "stream"]
+
+
+@pytest.mark.slow
+def test_vllms_own_engine_ends_its_broadcast_when_the_server_fails() -> None:
+    assert forked.call(broadcast_to_a_server_that_dies) == ["ConnectionError: it died", 1, 1]
+
+
+def broadcast_to_a_server_that_dies() -> list[Any]:
+    """What vLLM's engine raises, how often its communicator is aborted, and the broadcasts that it began. NCCL's
+    library and the streams are pretended: what is queued on them ends when the communicator is aborted."""
+    from vllm.distributed.device_communicators import pynccl
+    from vllm.distributed.weight_transfer import packed_tensor
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+
+    from grpo_core.rollout.vllm.send_weights import Source, Transfer
+
+    idle, queued = threading.Event(), threading.Event()
+    idle.set()
+
+    def broadcast(*_: Any) -> None:
+        idle.clear()
+        queued.set()
+
+    class Dying(Transfer):
+        def _post(self, path: str, json: Any = None) -> None:
+            if f"/{path}" == AWAY:
+                assert queued.wait(60)
+                raise ConnectionError("it died")
+
+    stream = SimpleNamespace(synchronize=lambda: idle.wait(60), cuda_stream=0)
+    nccl = mock.Mock()
+    nccl.ncclBroadcast.side_effect, nccl.ncclCommAbort.side_effect = broadcast, lambda _: idle.set()
+    communicator: Any = pynccl.PyNcclCommunicator.__new__(pynccl.PyNcclCommunicator)
+    communicator.available, communicator.disabled, communicator.rank = True, False, 0
+    communicator.device, communicator.nccl, communicator.comm = torch.device("cpu"), nccl, object()
+    transfer, found = Dying(SimpleNamespace(url="http://127.0.0.1:1")), list[Any]()  # type: ignore[arg-type]
+    engine = NCCLTrainerWeightTransferEngine(client=transfer, source=Source(), packed_buffer_size_bytes=8)
+    engine.model_update_group, transfer.engine = communicator, engine
+    engine.source.snapshot = {str(number): torch.ones(2) for number in range(9)}
+    with (
+        mock.patch.object(packed_tensor, "_get_streams", lambda *_: (stream, stream)),
+        mock.patch.object(pynccl, "current_stream", lambda: stream),
+        mock.patch.multiple(torch.accelerator, device_index=lambda _: nullcontext(), current_device_index=lambda: 0),
+        mock.patch.object(torch.cuda, "stream", lambda _: nullcontext()),
+    ):
+        try:
+            engine.send_weights()
+        except ConnectionError as error:
+            found = [f"{type(error).__name__}: {error}", nccl.ncclCommAbort.call_count, nccl.ncclBroadcast.call_count]
+    return found
