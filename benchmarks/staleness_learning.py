@@ -77,6 +77,7 @@ class VirtualServers:
     def __init__(self, model: nn.Module, tokenizer: Any, max_length: int, update_time: float):
         self.model, self.update_time = copy.deepcopy(model), update_time
         self.engine = TransformersEngine(self.model, tokenizer, max_length)
+        self.notes = self.engine.notes
         self.now, self.version = 0.0, 0
         self.has_trained = False
         self.begun: dict[int, _Begun] = {}  # by seed

@@ -20,6 +20,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # relative, between two
 # Deep models in bfloat16 differ by more from rounding alone: this times the difference between transformers' eager and
 # fused attention is allowed. At 28 layers a correct packed batch had 1.0 times that, one that mixes completions 10+.
 ROUNDING = 3.0
+NOT_TO_ALL = "a layer attends to a window of tokens only, or carries a state"
 
 
 def decoder(model: Any) -> Any:
@@ -106,7 +107,7 @@ def make_packable(model: Any, kinds: Sequence[Kind], *, max_length: float = math
     """
     config = decoder(model).config
     if not attends_to_all(config, max_length):
-        return None, "a layer attends to a window of tokens only, or carries a state"
+        return None, NOT_TO_ALL
     length = _probe_width(config, max_length, PROBED)
     prompt, completion = length // 2, length - length // 2
     ids = torch.arange(2 * (prompt + completion)).remainder(config.vocab_size).view(2, -1).repeat_interleave(2, 0)
@@ -134,7 +135,7 @@ def make_packable(model: Any, kinds: Sequence[Kind], *, max_length: float = math
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever another architecture, a kernel or a compiler raises
-            reasons.append(f"{kind}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            reasons.append(f"{kind}: {shown(error)}")
             continue
         finally:
             config._attn_implementation = usual
@@ -144,6 +145,11 @@ def make_packable(model: Any, kinds: Sequence[Kind], *, max_length: float = math
         found = f"hidden states differ from a plain pass's by {difference:.2g}, and {allowed:.2g} is allowed"
         reasons.append(f"{kind}: {found}")
     return None, "; ".join(reasons)
+
+
+def shown(error: Exception) -> str:
+    """Return the error's kind and text, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

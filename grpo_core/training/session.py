@@ -37,6 +37,7 @@ from grpo_core.rewards.contract import rewards_of
 from grpo_core.rollout.collect import Scoring
 from grpo_core.rollout.conversations_ahead import ConversationsAhead
 from grpo_core.rollout.factory import make_engine
+from grpo_core.rollout.fallbacks import fallbacks
 from grpo_core.rollout.types import Engine, Lookahead
 from grpo_core.rollout.waiting import longest_wait, phase_limits
 from grpo_core.system.progress import expect
@@ -156,11 +157,8 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     reference = _reference(config, accelerator, max_length)
     optimizer = make_optimizer(model, config.train)
     if accelerator.is_main_process:
-        if not policy.packs:
-            why = policy.why_not or "another process cannot pack them"
-            print(f"prompts are computed again for each completion, and rows are padded: {why}")
-        elif policy.why_not:
-            print(f"prompts are computed once, by {policy.attention} attention: {policy.why_not}")
+        for note in fallbacks(engine, policy):
+            print(note, flush=True)
     return Session(
         config=config,
         plan=plan,

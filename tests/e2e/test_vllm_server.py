@@ -99,7 +99,7 @@ def live(folder: str) -> None:
     found["drift of the heir"] = drift(heir)
     found["the first, once more"] = refusal(lambda: engine.compute_logprobs([[3, 4]]))
 
-    heir.servers[0].transfer.client.start_weight_update()  # and then the connection broke
+    heir.servers[0].transfer.start_weight_update()  # and then the connection broke
     heir.servers[0].transfer = None
     with torch.no_grad():
         for parameter in model.parameters():

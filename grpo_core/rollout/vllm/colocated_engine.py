@@ -123,6 +123,7 @@ class VLLMEngine:
         self.adapted = adapted
         self.adapter: Any = None  # the LoRARequest in force
         self.adapter_ids = itertools.count(1)
+        self.notes: list[str] = []
         self.request_ids = itertools.count()
         self.lends_cache = not on_cpu
         if self.lends_cache:

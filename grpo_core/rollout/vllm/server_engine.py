@@ -17,7 +17,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -99,6 +98,7 @@ class VLLMServerEngine:
         # What the training waits for goes before what is sampled ahead of it.
         self.urgent = {"priority": -1} if config.rollout.max_staleness else {}
         self.version = 0  # of the weights, counted by hand-overs
+        self.notes: list[str] = []
         self.begun: dict[tuple[Any, ...], _Begun] = {}
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
@@ -123,7 +123,7 @@ class VLLMServerEngine:
         if self.adapter_rank:
             adapter, tensors = adapter_of(model, self.dtype)
             snapshot = tensors if self.sends else None
-            base = None if is_sharded(model) else partial(base_weights, model)
+            base = None if is_sharded(model) else lambda: _made(base_weights(model))
         elif is_sharded(model):
             if (count := shard_count(model)) > (here := int(os.environ.get("LOCAL_WORLD_SIZE", count))):
                 raise EngineError(
@@ -133,7 +133,9 @@ class VLLMServerEngine:
                 )
             snapshot = take_snapshot(model, self.dtype, mine=self.sends)
         else:
-            snapshot = dict(in_checkpoint_layout(model, copy_of_whole_weights(model).items())) if self.sends else None
+            snapshot = None
+            if self.sends:
+                snapshot = _made(dict(in_checkpoint_layout(model, copy_of_whole_weights(model).items())))
         over = OVER_4BIT if is_quantised(model) else OVER_BASE
         self._hand_over(Weights(self.version, snapshot, adapter, base, over))
         return (
@@ -265,6 +267,13 @@ class VLLMServerEngine:
             return future.result()
         finally:
             future.cancel()  # if the wait was interrupted
+
+
+def _made(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Wait until the device has made the tensors, which are sent from other threads on other streams."""
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return tensors
 
 
 def _without_versions(completion: Completion) -> Completion:

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import httpx2
 import pytest
 import torch
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.rollout import RolloutConfig
+from grpo_core.errors import EngineError
 from grpo_core.rollout.types import Completion, Request, Sampling
 from grpo_core.rollout.vllm import client as vllm_client
 from grpo_core.rollout.vllm import serve as vllm_serve
@@ -74,11 +74,19 @@ def test_one_copy_of_the_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.M
 class _VLLMClient:
     """What vLLM 0.32 has for the routes by which weights come: each asks `_post`."""
 
-    def __init__(self, base_url: str, timeout: float):
-        self.base_url, self.timeout = base_url, timeout
+    _post: Any
+
+    def __init__(self, base_url: str):
+        self.base_url = base_url
 
     def start_weight_update(self) -> None:
-        self._post("start_weight_update")  # type: ignore[attr-defined]
+        self._post("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._post("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self) -> None:
+        self._post("finish_weight_update", {})
 
 
 def make_transfer() -> Any:
@@ -115,6 +123,14 @@ def make_server(url: str, **keys: Any) -> Server:
     return Server(url, RolloutConfig(**keys), "token", "holder", lambda started: "", mock.Mock())
 
 
+def connected_to(transfer: Any, **engine: Any) -> Server:
+    """A server with a trainer-side engine of vLLM's that does this."""
+    server = make_server("http://127.0.0.1:1")
+    server.transfer = transfer.Transfer(server)
+    server.transfer.engine = mock.Mock(**engine)
+    return server
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
 def test_servers_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -125,10 +141,15 @@ def test_servers_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch, nam
     connect = transfer.WeightTransferTrainerFactory.trainer_init = mock.Mock()
     with _answering(b'{"weight_version": "base"}') as url:
         server = make_server(url)
-        assert asyncio.run(server.control("GET", "/weight_info")) == {"weight_version": "base"}
-        with mock.patch.dict(sys.modules, {"grpo_core.rollout.vllm.shared_memory": mock.Mock()}):
-            transfer._connect(server)
-        connect.call_args.kwargs["client"].start_weight_update()
+
+        async def ask() -> Any:
+            server.loop = asyncio.get_running_loop()
+            with mock.patch.dict(sys.modules, {"grpo_core.rollout.vllm.shared_memory": mock.Mock()}):
+                await asyncio.to_thread(transfer._connect, server, transfer.Transfer(server))
+            await asyncio.to_thread(connect.call_args.kwargs["client"].start_weight_update)
+            return await server.control("GET", "/weight_info")
+
+        assert asyncio.run(ask()) == {"weight_version": "base"}
 
 
 @pytest.mark.slow
@@ -143,21 +164,19 @@ def test_an_answer_that_is_not_json_counts_as_a_server_that_is_away() -> None:
     [
         (ConnectionRefusedError("nobody there"), "ConnectionRefusedError: nobody there"),
         (RuntimeError("NCCL error: unhandled system error"), "RuntimeError: NCCL error"),
-        (
-            httpx2.HTTPStatusError("500 Server Error", request=mock.Mock(), response=mock.Mock(text="no such layer")),
-            "HTTPStatusError: 500 Server Error: no such layer",
-        ),
+        (EngineError("refuses: 400 no such layer"), "EngineError: refuses: 400 no such layer"),
     ],
 )
 def test_whatever_comes_between_when_weights_are_sent_the_connection_is_made_anew(
     monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
 ) -> None:
-    transfer = make_transfer()
-    server = mock.Mock(transfer=mock.Mock(**{"send_weights.side_effect": error}))
+    transfer, aborted = make_transfer(), threading.Event()
+    server = connected_to(transfer, send_weights=mock.Mock(side_effect=error), shutdown=aborted.set)
     with pytest.raises(Unavailable, match=rf"{message}.*see the server's log") as raised:
         transfer.send(server, Weights("v", {"weight": torch.zeros(1)}))
     assert raised.value.__cause__ is error
-    assert server.transfer is None
+    assert aborted.wait(60), "its communicator would be kept"
+    server.transfer = None
     monkeypatch.setattr(transfer, "_connect", mock.Mock(side_effect=error))
     with pytest.raises(Unavailable, match=message):
         transfer.send(server, Weights("v", {"weight": torch.zeros(1)}))
@@ -169,13 +188,13 @@ def test_several_servers_are_sent_their_weights_concurrently() -> None:
         threading.Barrier(2, timeout=60),
         Weights("v", {"weight": torch.zeros(1)}),
     )
-    made: list[Any] = [mock.Mock(transfer=mock.Mock(**{"send_weights.side_effect": both.wait})) for _ in range(2)]
+    made = [connected_to(transfer, send_weights=mock.Mock(side_effect=both.wait)) for _ in range(2)]
     other = threading.Thread(target=transfer.send, args=(made[0], weights), daemon=True)
     other.start()
     transfer.send(made[1], weights)
     other.join()
-    assert [server.transfer.send_weights.call_count for server in made] == [1, 1]
-    assert [server.transfer.source.snapshot for server in made] == [{}, {}]
+    assert [server.transfer.engine.send_weights.call_count for server in made] == [1, 1]
+    assert [server.transfer.engine.source.snapshot for server in made] == [{}, {}]
 
 
 @pytest.mark.slow
