@@ -15,7 +15,8 @@ from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 
 from grpo_core.config.run import RunConfig
-from tasks.processes.gpu_locks import own_gpus, visible_gpus
+from grpo_core.planning.nvidia import visible_devices
+from tasks.processes.gpu_locks import own_gpus
 from tasks.stages.errors import StageError
 
 GPU_LIMIT = "grpo-training"  # global concurrency limit: as many slots as there are GPUs
@@ -35,7 +36,7 @@ def hold_gpus(config: RunConfig, launched: bool) -> Iterator[None]:
     servers = config.rollout.server_gpus
     here = 0 if config.servers_elsewhere else servers
     here += processes if config.launch.launcher == "local" else 0
-    visible = visible_gpus()
+    visible = visible_devices()
     with hold_slots(processes + servers if visible else 1), own_gpus(here, get_run_logger().info):
         yield
 

@@ -62,7 +62,7 @@ def test_a_stage_takes_a_slot_per_gpu_and_the_gpus_of_its_own_machine(
         taken.append(count)
         yield
 
-    monkeypatch.setattr(slots, "visible_gpus", lambda: ["0"] * visible)
+    monkeypatch.setattr(slots, "visible_devices", lambda: ["0"] * visible)
     monkeypatch.setattr(slots, "hold_slots", take)
     monkeypatch.setattr(slots, "own_gpus", take)
     monkeypatch.setattr(slots, "get_run_logger", logging.getLogger)
