@@ -55,10 +55,14 @@ def one_free_gpu() -> Iterator[str]:
         used = used_memory() if free else {}
         kept += [device for device in free if not _is_in_use(device, used)][:1]
         taken = {device.entry: free[device] for device in kept}
+    if taken:
+        with holding(*taken.values()), _environment(variables(taken)):
+            yield ""
+        return
     locked = f"{len(visible) - len(free)} of {len(visible)} GPUs are locked by stages (in {LOCKS})"
     reasons = [locked] * (len(free) < len(visible)) + [f"others use {_listed(free, used)}"] * bool(free)
-    with holding(*taken.values()), _environment(variables(taken) if taken else {VISIBLE: ""}):
-        yield "" if taken else "; ".join(reasons)
+    with _environment({VISIBLE: ""}):
+        yield "; ".join(reasons)
 
 
 def variables(gpus: Taken) -> dict[str, str]:

@@ -109,6 +109,7 @@ def test_forecasts_are_for_this_machine_or_for_the_gpu_that_is_named(config: Pat
     assert there["memory"]["gpu_memory_gib"] == pytest.approx(140.4, abs=0.1)
 
 
+@pytest.mark.slow
 def test_a_driver_that_does_not_answer_is_no_plan_for_a_cpu_and_one_that_lost_a_gpu_is_noted(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,6 +161,7 @@ def test_the_gpu_of_a_plan_is_the_smallest_visible_one_and_other_kinds_are_named
     assert found == Gpu("NVIDIA H100 80GB HBM3", 81559 / 1024, "", 2, found and found.host_gib, (9, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "capability", "precision"),
     [

@@ -100,6 +100,7 @@ def test_a_gpu_is_the_same_by_number_and_by_uuid(monkeypatch: pytest.MonkeyPatch
     assert [*free(1)] == ["GPU-5a6e"]
 
 
+@pytest.mark.slow
 def test_a_slice_has_one_lock_and_slices_do_not_work_together(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     divided = {"mig.mode.current": "Enabled", "slices": [["1g.10gb", "MIG-a1"], ["1g.10gb", "MIG-b2"]]}
     put_nvidia_smi(machine.parent, [divided, {}])
@@ -107,6 +108,7 @@ def test_a_slice_has_one_lock_and_slices_do_not_work_together(machine: Path, mon
         patch.setenv("CUDA_VISIBLE_DEVICES", "0")
         assert [*free(1)] == ["MIG-a1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    assert _seen_by_light_work() == ("", "MIG-b2")
     assert [*free(1)] == ["MIG-b2"]
     with pytest.raises(StageError, match=r"2 GPUs are needed .* 0 are visible, beside slices of GPUs \(MIG\)"):
         free(2)
@@ -153,6 +155,7 @@ def _seen_by_light_work() -> tuple[str, str | None]:
         return none_free, os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+@pytest.mark.slow
 def test_light_work_takes_a_gpu_that_is_free_or_sees_none(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_nvidia_smi(machine.parent, [{"memory.used": "70000"}, {}, {}])
     assert _seen_by_light_work() == ("", "1")

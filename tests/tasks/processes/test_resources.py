@@ -93,6 +93,7 @@ KEYS = {
 }
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # the machine stays the same
 @given(keys=st.fixed_dictionaries(KEYS), visible=st.none() | st.permutations([*range(32)]))
 def test_each_process_and_each_server_has_gpus_of_its_own_and_none_is_held_in_vain(
