@@ -128,6 +128,14 @@ def make_model(folder: Path, architecture: str = "Qwen2", **changes: Any) -> Pat
     return folder
 
 
+@pytest.fixture(autouse=True)
+def forgotten_gpus() -> None:
+    """Each test asks nvidia-smi again, as a process of its own would."""
+    from grpo_core.planning.nvidia import list_devices
+
+    list_devices.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))

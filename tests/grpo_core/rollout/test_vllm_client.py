@@ -249,6 +249,31 @@ def test_a_server_that_would_let_the_training_wait_behind_what_is_sampled_ahead_
     assert command[command.index("--scheduling-policy") + 1] == "priority"
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize(("allocator", "fails"), [("", False), ("expandable_segments:True", True)])
+def test_a_server_uses_no_kernel_that_fails_with_the_allocator_that_its_user_has_set_up(
+    gpus: int, allocator: str, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
+    values = config_values(tmp_path, tmp_path, engine="vllm-server", vllm_tensor_parallel_size=gpus)
+    command = vllm_serve.server_command(parse_config(values))
+    assert ("--disable-custom-all-reduce" in command) == (fails and gpus > 1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "share"),
+    [({}, "0.9"), ({"vllm_weight_transfer": "ipc"}, "0.3"), ({"gpu_memory_utilization": 0.5}, "0.5")],
+)
+def test_a_server_takes_most_of_a_gpu_that_is_its_own(
+    keys: dict[str, Any], share: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    command = vllm_serve.server_command(parse_config(config_values(tmp_path, tmp_path, engine="vllm-server", **keys)))
+    assert command[command.index("--gpu-memory-utilization") + 1] == share
+
+
 def test_an_answer_is_whole_if_its_tokens_are_by_the_weights_that_it_began_with_or_later_ones() -> None:
     server = make_server("http://127.0.0.1:1")
 

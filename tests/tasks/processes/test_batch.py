@@ -165,7 +165,7 @@ def _run(
             for number, it in enumerate(machines)
         }
         try:
-            run_together(commands, on_line, {"SECRET": "it's $HOME"})
+            run_together(commands, on_line, {name: {"SECRET": "it's $HOME"} for name in commands})
         finally:
             assert not [*shared.glob("*.request")]
             assert b"$HOME" not in b"".join(file.read_bytes() for file in shared.glob("*.[ams]*"))
