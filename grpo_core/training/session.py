@@ -24,6 +24,7 @@ from grpo_core.distributed import any_process, from_main, start_processes
 from grpo_core.environments.setting import Setting, make_setting
 from grpo_core.errors import TrainingError
 from grpo_core.model.capabilities import check_padding
+from grpo_core.model.float32_logits import gives_float32_logits
 from grpo_core.model.loading import copy_of_trainable_state, load_model, with_adapter
 from grpo_core.model.parallelize import sharding
 from grpo_core.model.policy import Policy
@@ -161,6 +162,8 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
             print(f"prompts are computed again for each completion, and rows are padded: {why}")
         elif policy.why_not:
             print(f"prompts are computed once, by {policy.attention} attention: {policy.why_not}")
+        if bf16 and not gives_float32_logits(policy.model):
+            print("logits are rounded to bfloat16: the model's output layer is not a linear one")
     return Session(
         config=config,
         plan=plan,
