@@ -20,6 +20,12 @@ from grpo_core.model.float32_logits import float32_product
 
 BLOCK = 8192  # logits of a row that a program holds at a time
 WARPS = 16
+# What varies within a training must not be part of a compiled kernel, as Triton makes it: whether a number is 1 or a
+# multiple of 16, and whether an address is one. Those of logits, for all of which the vocabulary is the same, stay.
+_compiled_once = triton.jit(
+    do_not_specialize=["rows"],
+    do_not_specialize_on_alignment=["targets", "values", "grad_logprobs", "grad_entropy"],
+)
 
 
 class FusedLogprobs(torch.autograd.Function):
@@ -74,6 +80,16 @@ def _add_product(total: Float32[Tensor, "V h"], a: Float[Tensor, "V n"], b: Floa
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
+def compile_kernels(vocabulary: int, dtype: torch.dtype, device: torch.device, *, entropy_gradient: bool) -> None:
+    """Compile what a training's passes with states of this dtype need, which takes up to a second if it is not in
+    Triton's cache; `entropy_gradient`: of some passes."""
+    logits, one = torch.zeros(1, vocabulary, device=device), torch.zeros(1, device=device)
+    targets = torch.zeros(1, dtype=torch.int64, device=device)
+    values = _statistics(logits, targets, 1.0)
+    for grad_entropy in (None, one) if entropy_gradient else (None,):
+        _compute_gradient(logits, _write_over(logits, dtype), targets, 1.0, values, one, grad_entropy)
+
+
 def _write_over(logits: Float32[Tensor, "N V"], dtype: torch.dtype) -> Float[Tensor, "N V"]:
     """Return the memory of the logits as numbers of this dtype: each row begins where its logits begin."""
     return logits.view(dtype)[:, : logits.shape[1]]
@@ -117,7 +133,7 @@ def _compute_gradient(
     )
 
 
-@triton.jit
+@_compiled_once
 def _statistics_kernel(logits, targets, scale, values, rows, vocabulary, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocabulary
@@ -138,7 +154,7 @@ def _statistics_kernel(logits, targets, scale, values, rows, vocabulary, BLOCK: 
     tl.store(values + 3 * rows + row, tl.log(total))
 
 
-@triton.jit
+@_compiled_once
 def _gradient_kernel(
     logits, gradient, stride, targets, scale, values, grad_logprobs, grad_entropy, rows, vocabulary, BLOCK: tl.constexpr
 ):

@@ -125,6 +125,53 @@ def test_the_kernels_compile_for_nvidia_s_gpus(
             assert before.rindex("bar.sync") > [*re.finditer(r"@%p\d+ ld\.global", before)][-1].start()
 
 
+@pytest.fixture
+def variants(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The variants of the kernels that Triton would compile for a GPU, noted instead of run."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend, noted = make_backend(GPUTarget("cuda", 90, 32)), set[str]()
+
+    def noting(kernel: Any) -> Any:
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+
+        def note(*arguments: Any, **options: Any) -> None:
+            _, specialization, _ = bind(*arguments, **options)
+            noted.add(f"{kernel.__name__} {specialization} {options}")
+
+        return {(rows,): note for rows in range(1, 400)}
+
+    for name in ("_statistics_kernel", "_gradient_kernel"):
+        monkeypatch.setattr(fused_logprobs, name, noting(getattr(fused_logprobs, name)))
+    monkeypatch.setattr(fused_logprobs, "_add_product", lambda *_: None)
+    return noted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_no_length_of_a_pass_compiles_a_kernel_that_the_start_has_not(
+    variants: set[str], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, entropy_gradient: bool
+) -> None:
+    """Chunks of 128 tokens, as if of a vocabulary of two million. What comes to a GPU comes in one buffer, so that
+    targets may begin anywhere."""
+    monkeypatch.setattr(fused_logprobs, "chunk_tokens", lambda *_: 128)
+    fused_logprobs.compile_kernels(48, dtype, torch.device("cpu"), entropy_gradient=entropy_gradient)
+    at_start = {*variants}
+    assert len(at_start) == 2 + entropy_gradient
+    for tokens in (1, 2, 15, 16, 17, 128, 129, 144, 145, 300):
+        for offset in (0, 1):
+            hidden, weight = torch.zeros(tokens, 16, dtype=dtype, requires_grad=True), torch.zeros(48, 16, dtype=dtype)
+            targets = torch.zeros(offset + tokens, dtype=torch.int64)[offset:]
+            logprobs, entropy = fused_logprobs.FusedLogprobs.apply(hidden, weight, targets, 1.0)
+            gradients = torch.zeros(2, offset + tokens)[:, offset:]
+            torch.autograd.backward([logprobs], [gradients[1]], retain_graph=True)
+            if entropy_gradient:
+                torch.autograd.backward([logprobs, entropy], [*gradients])
+    assert variants == at_start
+
+
 def _compiled(kernel: Any, more: dict[str, str], architecture: int) -> Any:
     """Compile a kernel with these types of arguments, beside those that both have."""
     import triton
