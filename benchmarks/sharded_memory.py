@@ -102,7 +102,7 @@ def _peak_of_update(model: dict[str, Any], config: RunConfig) -> dict[str, int]:
 
 @contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
-    """Compute as on a GPU: flash attention over sequences, and kernels that overwrite logits in place. Offloaded
+    """Compute as on a GPU: flash attention over sequences, and kernels that write gradients over logits. Offloaded
     tensors go to another device, which is not counted."""
 
     def packed(model: Any, kinds: Any, **_: Any) -> tuple[str, str]:
@@ -112,11 +112,14 @@ def _as_on_a_gpu() -> Iterator[None]:
     def statistics(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
         return torch.empty(4, len(targets))
 
-    nothing: dict[str, Any] = {"_overwrite_by_gradient": lambda *_: None, "_add_product": lambda *_: None}
+    def product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.empty(len(hidden), len(weight))
+
+    nothing: dict[str, Any] = {"_compute_gradient": lambda *_: None, "_add_product": lambda *_: None}
     with (
         mock.patch.object(logprobs, "FUSED", ("cpu",)),
         mock.patch.object(optimizers, "HOST", torch.device("meta")),
-        mock.patch.multiple(fused_logprobs, _statistics=statistics, **nothing),
+        mock.patch.multiple(fused_logprobs, float32_product=product, _statistics=statistics, **nothing),
         mock.patch.multiple(policies, make_packable=packed, plain_output_layer=lambda it: it.get_output_embeddings()),
     ):
         yield

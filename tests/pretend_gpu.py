@@ -41,6 +41,7 @@ WAITING = {
     *("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "bincount"),
     *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
 }
+WIDENING = torch.ops.aten.mm.dtype
 JOINING = {"cat", "stack"}  # do not take a number of the CPU's beside tensors of the device
 active: Gpu | None = None
 
@@ -67,7 +68,8 @@ class DeviceTensor(Tensor):
         assert active is not None, "a tensor of the pretended device outlives it"
         active.check(func, args, kwargs)
         with no_dispatch():
-            result = func(*args, **kwargs)
+            # A CPU has no product whose results have another dtype.
+            result = args[0].float() @ args[1].float() if func is WIDENING else func(*args, **kwargs)
         active.graphs.ran(func, args, kwargs, result)
         return tree_map_only(Tensor, to_gpu, result)
 
@@ -271,7 +273,7 @@ def pretend_gpu() -> Iterator[Gpu]:
             (AutoModelForCausalLM, {"from_pretrained": _load_and_move}),
             (packed_attention, {"varlen_attn": plain_varlen, "_flex": plain_flex}),
             (packed_attention, {"_create_block_mask": plain_block_mask}),
-            (fused_logprobs, {"_statistics": plain_statistics, "_overwrite_by_gradient": plain_gradient}),
+            (fused_logprobs, {"_statistics": plain_statistics, "_compute_gradient": plain_gradient}),
             (fused_logprobs, {"_add_product": plain_product}),
             (torch.cuda, active.graphs.patches()),
         ):

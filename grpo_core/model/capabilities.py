@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_core.errors import ConfigError
+from grpo_core.model.float32_logits import Float32Logits
 from grpo_core.model.packed_attention import Kind, pack_batch, packed_states, use_attention
 from grpo_core.model.sequences import Sequences
 from grpo_core.model.sharded import call_as_forward, forward
@@ -39,7 +40,7 @@ def plain_output_layer(model: Any) -> nn.Linear | None:
     the base's while the adapter is disabled.
     """
     layer: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if type(getattr(layer, "original_module", layer)) is not nn.Linear or layer.bias is not None:
+    if type(getattr(layer, "original_module", layer)) not in (nn.Linear, Float32Logits) or layer.bias is not None:
         return None
     if getattr(model.config.get_text_config(), "final_logit_softcapping", None):
         return None

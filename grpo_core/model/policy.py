@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from grpo_core.errors import ConfigError
 from grpo_core.model.capabilities import decoder, make_packable, plain_output_layer
 from grpo_core.model.compilation import compile_layers
+from grpo_core.model.float32_logits import gives_float32_logits
 from grpo_core.model.loading import adapter_dropouts
 from grpo_core.model.logprobs import chosen_logprobs
 from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
@@ -77,6 +78,7 @@ class Policy(nn.Module):
         self.model = model = working_copy(master) if bf16 and not sharded else master
         self.temperature = temperature
         self.output_layer = plain_output_layer(model)
+        self.rounds_logits = bf16 and not gives_float32_logits(model)
         on_gpu = next(model.parameters()).is_cuda
         kinds: list[Kind] = ["varlen", "flex"] if on_gpu else ["padded"]
         found, self.why_not = None, OWN_LOGITS
@@ -110,6 +112,8 @@ class Policy(nn.Module):
             found.append(f"prompts are computed once, by {self.attention} attention: {self.why_not}")
         if self.output_layer is None:
             found.append(f"a pass holds the logits of all its tokens together: {OWN_LOGITS}")
+        if self.rounds_logits:
+            found.append("logits are rounded to bfloat16: the model's output layer is not a linear one")
         return found
 
     def prepare(self, sequences: Sequences) -> PassInputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from grpo_core.config.memory_bounds import MAX_ROWS, chunk_tokens
+from grpo_core.config.memory_bounds import HEAD_BYTES_PER_LOGIT, MAX_ROWS, chunk_tokens
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.adapter import VLLM_LORA_RANKS
@@ -76,8 +76,9 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
             cache = max(share * gpu.memory_gib * GIB - engine_weights, 0.0)
         else:
             sampled += f"a memory that is not known; counted is a cache for {in_flight} completions"
-    logits = w * min(rows * completion, chunk_tokens("cuda", shape.vocabulary)) * shape.vocabulary
-    # The logits of a chunk, overwritten by their gradient, and the float32 sum of the output layer's gradient.
+    chunk = min(rows * completion, chunk_tokens("cuda", shape.vocabulary))
+    logits = HEAD_BYTES_PER_LOGIT * chunk * shape.vocabulary
+    # Beside the logits of a chunk, the float32 sum of the output layer's gradient.
     head_gradient = FLOAT * shape.vocabulary * shape.hidden * trains_head(shape, config)
     kept, recomputed = activations(config, shape, tokens)
     each = FLOAT * trained / (1 if lora else sharing)  # a float32 number per trained parameter; adapters stay whole

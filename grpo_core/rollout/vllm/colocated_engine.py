@@ -33,7 +33,7 @@ from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of, hold_adapter, sends_adapter_alone, supported_rank
 from grpo_core.rollout.vllm.all_reduce import custom_all_reduce_fails
-from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE, ignore_truncation
+from grpo_core.rollout.vllm.logprobs import HEAD, LOGPROBS_MODE, ignore_truncation
 from grpo_core.rollout.vllm.shared_weights import (
     Copies,
     copies_change_nothing,
@@ -94,6 +94,7 @@ class VLLMEngine:
                 max_model_len=max_length,
                 enforce_eager=on_cpu,
                 logprobs_mode=LOGPROBS_MODE,
+                hf_overrides=dict(HEAD),
                 **options,
             )
         torch.set_num_threads(threads)

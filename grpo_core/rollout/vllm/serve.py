@@ -18,7 +18,7 @@ from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.rollout.vllm.adapter import sends_adapter_alone, supported_rank
 from grpo_core.rollout.vllm.all_reduce import custom_all_reduce_fails
-from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
+from grpo_core.rollout.vllm.logprobs import HEAD, LOGPROBS_MODE
 from grpo_core.rollout.vllm.secret import SECRET
 from grpo_core.system.libraries import quiet_libraries
 
@@ -89,7 +89,7 @@ def server_command(config: RunConfig) -> list[str]:
         # vLLM itself answers the pages of every origin.
         *("--middleware", "grpo_core.system.origin_check.OwnPagesOnly"),
         *(["--middleware", "grpo_core.rollout.vllm.secret.SecretRequired"] if os.environ.get(SECRET) else []),
-        *("--logprobs-mode", LOGPROBS_MODE),
+        *("--logprobs-mode", LOGPROBS_MODE, "--hf-overrides", json.dumps(HEAD)),
         *("--weight-transfer-config", json.dumps({"backend": transfer})),
         *("--worker-extension-cls", "grpo_core.rollout.vllm.worker.TrainerLease"),
         *(

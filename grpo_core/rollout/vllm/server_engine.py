@@ -7,6 +7,7 @@ says which weights sampled each of its tokens.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import resource
@@ -17,6 +18,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +36,7 @@ from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream, with_ages
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of
 from grpo_core.rollout.vllm.client import NO_WEIGHTS, OVER_4BIT, OVER_BASE, Server, Weights, token_versions
-from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
+from grpo_core.rollout.vllm.logprobs import HEAD, LOGPROBS_MODE
 from grpo_core.rollout.vllm.router import Router
 from grpo_core.rollout.vllm.serve import max_adapter_rank, read_addresses, wrong_vllm
 from grpo_core.rollout.vllm.snapshot import take_snapshot
@@ -86,11 +88,19 @@ class VLLMServerEngine:
         holder = f"run {config.name!r} on {socket.gethostname()}, process {os.getpid()}"
         on_cpu = next(model.parameters()).device.type == "cpu"
 
-        def objection(started: Mapping[str, Any]) -> str:
+        rounding: set[str] = set()  # servers whose logits are not float32
+
+        def objection(url: str, started: Mapping[str, Any]) -> str:
+            if started["head_dtype"] != "float32" and url not in rounding:
+                rounding.add(url)
+                if self.sends:
+                    print(f"the vLLM server at {url} {_rounds(started)}", flush=True)
             return _objection(started, config, max_length, on_cpu, pid_namespace_id(), self.adapter_rank)
 
         sharing = process.num_processes
-        self.servers = [Server(url, config.rollout, self.token, holder, objection, send, sharing) for url in urls]
+        self.servers = [
+            Server(url, config.rollout, self.token, holder, partial(objection, url), send, sharing) for url in urls
+        ]
         # The other processes wait for a server that is back while the main process sends it the weights.
         sending = 0.0 if self.sends else config.rollout.vllm_request_timeout
         seconds = config.rollout.vllm_server_timeout + sending
@@ -316,6 +326,13 @@ def _prompt_logprobs(ids: list[int], scores: Sequence[Any]) -> list[float]:
 
 def _key(request: Request, sampling: Sampling) -> tuple[Any, ...]:
     return (tuple(request.prompt_ids), request.num_completions, request.seed, request.max_tokens, sampling)
+
+
+def _rounds(started: Mapping[str, Any]) -> str:
+    return (
+        f"rounds its logits to {started['head_dtype']}, by which its log-probabilities are further from the trainer's: "
+        f"start it with --hf-overrides '{json.dumps(HEAD)}'"
+    )
 
 
 def _objection(

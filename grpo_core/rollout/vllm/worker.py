@@ -44,6 +44,7 @@ class TrainerLease:
             "server": {
                 "weight_transfer": transfer.backend if transfer else None,
                 "dtype": str(self.model_config.dtype).removeprefix("torch."),
+                "head_dtype": str(self.model_config.head_dtype).removeprefix("torch."),
                 "logprobs_mode": self.model_config.logprobs_mode,
                 "truncation_problem": self._truncation_problem,
                 "max_model_len": self.model_config.max_model_len,

@@ -29,6 +29,7 @@ from tests.conftest import config_values
 STARTED = {
     "weight_transfer": "shared_memory",
     "dtype": "float32",
+    "head_dtype": "float32",
     "logprobs_mode": "processed_logprobs",
     "truncation_problem": "",
     "max_model_len": 512,

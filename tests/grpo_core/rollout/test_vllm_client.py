@@ -331,6 +331,21 @@ def test_a_server_whose_log_probabilities_are_not_those_that_training_compares_i
         assert bool(objection) == bool(said)
 
 
+def test_a_server_that_rounds_its_logits_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pretended(128, 128) as servers:
+        servers[1].started["head_dtype"] = "bfloat16"
+        with connected(tmp_path, monkeypatch, servers, torch.nn.Linear(1, 1)) as engine:
+            engine.sync_weights(torch.nn.Linear(1, 1))
+            told = capfd.readouterr().out
+    (flag,) = [line for line in told.splitlines() if "rounds its logits to bfloat16" in line]
+    assert servers[1].url in flag
+    command = vllm_serve.server_command(parse_config(config_values(tmp_path, tmp_path, engine="vllm-server")))
+    assert command[command.index("--hf-overrides") + 1] == '{"head_dtype": "float32"}'
+    assert flag.endswith("""--hf-overrides '{"head_dtype": "float32"}'""")
+
+
 def test_a_lease_is_renewed_whatever_went_wrong_the_last_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_client, "LEASE_SECONDS", 0.01)
     server = make_server("http://127.0.0.1:1")
