@@ -16,16 +16,18 @@ import argparse
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.command import ROOT, parse
 from benchmarks.vs_trl import environment
@@ -33,6 +35,7 @@ from benchmarks.vs_trl import environment
 TAIL = 6000  # characters kept of a failed part's output
 POLL_SECONDS = 0.1
 ON_GPU = Path("/dev/nvidiactl").exists()
+SLOWER = 5  # times the limits without a GPU, on few cores
 CACHE_BYTES = 4 * 10**9  # of an engine of vLLM's beside others
 
 
@@ -135,7 +138,7 @@ class _Running:
 
     def __init__(self, part: Part, deadline: float):
         self.part, self.begun = part, time.monotonic()
-        self.deadline = min(self.begun + part.limit, deadline)
+        self.deadline = min(self.begun + part.limit * (1 if ON_GPU else SLOWER), deadline)
         self.scratch = tempfile.TemporaryDirectory(prefix="gpu-check-")
         folder = Path(self.scratch.name)
         self.rows, self.output = folder / "rows.jsonl", folder / "output"
@@ -153,12 +156,14 @@ class _Running:
                 env=environment() | own,
                 stdout=said,
                 stderr=said,
-                start_new_session=True,
             )
 
     def has_ended(self) -> bool:
         if self.process.poll() is None and time.monotonic() > self.deadline:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            part = psutil.Process(self.process.pid)
+            for process in [part, *part.children(recursive=True)]:  # trainings and servers have sessions of their own
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             self.process.wait()
             with self.output.open("a") as said:
                 said.write(f"\nstopped after {time.monotonic() - self.begun:.0f} s\n")
