@@ -43,9 +43,9 @@ def follow(run: Path, port: int, in_4bit: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"drift": {}, "how": [], "bytes": []}
     parts = send_weights._send_adapter
 
-    def counted(server: Any, version: str, settings: Any, tensors: Any) -> None:
+    def counted(server: Any, version: int, settings: Any, tensors: Any, transfer: Any) -> None:
         found["bytes"].append(sum(tensor.nbytes for tensor in tensors.values()))
-        parts(server, version, settings, tensors)
+        parts(server, version, settings, tensors, transfer)
 
     send_weights._send_adapter = counted
 
