@@ -55,8 +55,6 @@ def choose_tokens(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Pro
     longest, most = longest_sequence(config, lengths), most_tokens(config, plan, lengths)
     if needed(most) <= room:
         return most
-    if needed(longest) > room:
-        return longest
     steps = range(-(-longest // STEP) * STEP, most, STEP)
     fitting = bisect_right(steps, room, key=needed)
     return steps[fitting - 1] if fitting else longest

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from grpo_core.config.memory_bounds import HEAD_BYTES_PER_LOGIT
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.fingerprint import determining, planned_values
@@ -177,21 +176,23 @@ def test_what_a_pass_keeps_and_takes_is_what_torch_counts(
     masks = size.tokens * shape.layers * sum(adapted_inputs(shape, config).values()) * bool(config.model.lora_dropout)
     told = activations(config, shape, size).kept + masks  # a CPU's mask has two bytes per element
     worst = sum(training_parts(config, shape, size, Gpu("GPU")).values()) + masks
-    assert kept == pytest.approx(told, rel=0.04 if config.model.use_peft else 0.015)
+    assert kept == pytest.approx(told, rel=0.04 if config.model.use_peft else 0.015 if keys else 0.003)
     assert 0.95 <= allocations.peak / worst <= 1.005
 
 
 def test_one_chunk_of_logits_is_in_memory_at_a_time(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in the backward pass, while the next chunk's are made; the states' gradient and the weight's come on top."""
-    tokens, chunk, vocabulary, width = 512, 64, 1000, 8
+    """Also in the backward pass, while the next chunk's are made."""
+    chunk, vocabulary, width = 64, 1000, 8
     monkeypatch.setattr(fused_logprobs, "chunk_tokens", lambda *_: chunk)
-    hidden = torch.randn(tokens, width, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(vocabulary, width, dtype=torch.bfloat16, requires_grad=True)
-    with Allocations() as allocations:
-        chosen, _ = logprobs.chosen_logprobs(hidden, weight, torch.zeros(tokens, dtype=torch.int64), 1.0)
-        chosen.sum().backward()
-    head = HEAD_BYTES_PER_LOGIT * chunk * vocabulary
-    assert allocations.peak < head + (4 + 2) * vocabulary * width + 100 * tokens
+    peaks = []
+    for tokens in (chunk, 4 * chunk):
+        hidden = torch.randn(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(vocabulary, width, dtype=torch.bfloat16, requires_grad=True)
+        with Allocations() as allocations:
+            chosen, _ = logprobs.chosen_logprobs(hidden, weight, torch.zeros(tokens, dtype=torch.int64), 1.0)
+            chosen.sum().backward()
+        peaks.append(allocations.peak)
+    assert peaks[1] - peaks[0] < chunk * vocabulary  # bytes; a chunk has two or more per logit
 
 
 CHOICES = st.fixed_dictionaries(
