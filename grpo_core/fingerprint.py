@@ -26,6 +26,7 @@ DIVISION = {
     "gradient_accumulation_steps",
     "steps_per_generation",
     "generation_batch_size",
+    "max_tokens_per_pass",
     "sharding",
 }
 

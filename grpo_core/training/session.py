@@ -44,6 +44,7 @@ from grpo_core.rollout.waiting import longest_wait, phase_limits
 from grpo_core.system.progress import expect
 from grpo_core.training.optimizer import learning_rate, make_optimizer
 from grpo_core.training.out_of_memory import OutOfMemoryRetry
+from grpo_core.training.pass_limit import first_limit
 from grpo_core.training.sync_probe import SHORTEST, Probe, probe_batch
 
 DATA_PARALLEL = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
@@ -183,7 +184,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         learning_rate=partial(learning_rate, config.train, plan),
         engine=engine,
         lookahead=_lookahead(engine, config, setting, prompts),
-        memory=OutOfMemoryRetry(plan.per_device_train_batch_size * longest, policy),
+        memory=OutOfMemoryRetry(first_limit(config, plan, prompts.max_length, accelerator), policy),
         probe=_probe(engine, config, prompts, max(lengths)) if engine is not None else None,
         start=start,
         rates=_first_rates(run, config, len(prompts.rows)),

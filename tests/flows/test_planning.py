@@ -123,6 +123,25 @@ def test_a_driver_that_does_not_answer_is_no_plan_for_a_cpu_and_one_that_lost_a_
     assert f"nvidia-smi lists 7 GPUs, and then fails: status 15, {LOST.strip()}" in lost["notes"]
 
 
+def test_the_tokens_of_a_pass_are_chosen_for_a_gpu_and_shown(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN["1.5B"]))
+    keys = {"model.name_or_path": tmp_path, "train.mixed_precision": "bf16", "rollout.max_completion_length": 512}
+    keys |= {"train.per_device_train_batch_size": 256, "train.gradient_accumulation_steps": 1}
+    changes = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    options = (config, "--num-prompts", 1000, "--prompt-tokens", 256, *changes)
+    found = {gpu: _json(*options, "--gpu", gpu, GRPO_STORAGE=str(tmp_path)) for gpu in ("H200", "H100", "")}
+    tokens = {gpu: answer["max_tokens_per_pass"] for gpu, answer in found.items()}
+    assert tokens["H200"] > tokens["H100"] > 10_000 and tokens[""] is None
+    memory = found["H100"]["forecasts"]["memory"]
+    assert memory["tokens_per_pass"] == tokens["H100"] and "warning" not in memory
+    # 256 completions of 512 tokens, and 64 prompts of 256.
+    assert memory["passes_per_update"] == -(-(256 * 512 + 64 * 256) // tokens["H100"])
+    shown = " ".join(_grpo(*options, "--gpu", "H100", COLUMNS="200", GRPO_STORAGE=str(tmp_path)).stdout.split())
+    assert f"tokens in a pass │ {tokens['H100']:,} │ at most; an update with completions of 512 tokens takes" in shown
+    refused = _json(*options, "--set", "train.max_tokens_per_pass=700", status=2)
+    assert "train.max_tokens_per_pass = 700: a sequence may have 768 tokens" in refused["errors"][0]
+
+
 def test_how_far_to_sample_ahead_is_simulated_from_the_last_training_of_a_run(config: Path, tmp_path: Path) -> None:
     name = tomllib.loads(config.read_text())["name"]
     keys = ["--set", "rollout.engine=vllm-server"]
