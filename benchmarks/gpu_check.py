@@ -27,7 +27,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.vs_trl import ROOT, environment
+from benchmarks.command import ROOT, parse
+from benchmarks.vs_trl import environment
 
 TAIL = 6000  # characters kept of a failed part's output
 POLL_SECONDS = 0.1
@@ -89,13 +90,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--offline", action="store_true", help="without the whole pipeline: what bare PyTorch runs")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for all parts together")
-    parser.add_argument("--tiny", action="store_true", help="sizes that only show that the parts run")
     names = [part.name for group in GROUPS for part in group]
     listed = f"of {', '.join(names)}"
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=listed)
     parser.add_argument("--skip", nargs="+", choices=names, default=[], metavar="PART")
     parser.add_argument("--output", type=Path, default=Path("gpu-check.json"))
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     if arguments.tiny:
         os.environ["GPU_CHECK_TINY"] = "1"
     start, results = time.monotonic(), []

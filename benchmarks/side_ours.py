@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -68,14 +69,21 @@ def run_directory(workload: Workload, folder: Path, run: Path, settings: dict[st
 
 @contextmanager
 def replayed(workload: Workload, folder: Path) -> Iterator[None]:
-    """Make the engine return the stored completions, if there are any, instead of sampling."""
-    from grpo_core.rollout.transformers_engine import TransformersEngine
+    """Make generation batches of the stored completions, if there are any. The engine answers all other requests, such
+    as those of the probe."""
+    from grpo_core.rollout.collect import collect
+    from grpo_core.training import roll_out
 
     if workload.mode != "replay":
         yield
         return
-    answer = stored(folder)
-    with mock.patch.object(TransformersEngine, "generate", lambda _, *arguments: answer(*arguments)):
+    engine = SimpleNamespace(generate=stored(folder))
+
+    def collect_stored(*arguments: Any) -> Any:
+        index, config, plan, prompts, scoring, _, *more = arguments
+        return collect(index, config, plan, prompts, scoring, engine, *more)
+
+    with mock.patch.object(roll_out, "collect", collect_stored):
         yield
 
 

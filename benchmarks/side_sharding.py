@@ -47,7 +47,7 @@ def measured(folder: Path, run: Path, turns: int, tokens: int | None = None) -> 
     `sent`: bytes of an update that come from other processes, by kind. `tokens`: per pass, at most.
     """
     figures: dict[str, Any] = {"peak": 0, "updates": [], "scorings": []}
-    load, engine = sessions.load_model, SimpleNamespace(generate=stored(folder))
+    load, engine = sessions.load_model, SimpleNamespace(generate=stored(folder), notes=[])
 
     def watched(*arguments: Any, **keys: Any) -> Any:
         with _most_anonymous() as readings:

@@ -1,4 +1,6 @@
-"""The stage plan: what the run will do and need, or why it is refused and what would work. Takes seconds, no GPU."""
+"""The stage plan: what the run will do and need, or why it is refused and what would work.
+
+Takes seconds; up to two minutes if no earlier run tells the pace, which is then measured, on a GPU if one is free."""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from grpo_core.data.prompts import FileRows, load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.planning.forecast import forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, capability, find_gpu, name_hardware
+from grpo_core.planning.nvidia import problem_of_driver
 from grpo_core.planning.pace import Pace, Throughput
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs, plan_rows
 from grpo_core.planning.shapes import PromptLengths
@@ -60,7 +63,8 @@ def _work(context: Context) -> dict[str, Any]:
     handed_to = os.environ.get(GPU_DEPLOYMENT)
     gpu = Gpu(f"GPU of train/{handed_to}") if handed_to else find_gpu()
     config = config.with_precision(capability(gpu))
-    for note in [*curriculum_notes(config, plan), *(config.gpu_notes if gpu else [])]:
+    problem = "" if handed_to else problem_of_driver()
+    for note in [*curriculum_notes(config, plan), *(config.gpu_notes if gpu else []), *([problem] if problem else [])]:
         get_run_logger().warning(note)
     source: Throughput | Pace | str | None = earlier_throughput(config, "" if handed_to else name_hardware(gpu))
     if source is None and not handed_to:

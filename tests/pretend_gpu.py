@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM
 
 from grpo_core.model import fused_logprobs, packed_attention
-from grpo_core.rollout.group_cache import GroupCache
 from tests.plain_kernels import plain_flex, plain_gradient, plain_product, plain_statistics, plain_varlen
+from tests.pretend_graph import Graphs
 
 CUDA = torch.device("cuda", 0)
 ROOT = Path(__file__).parents[1]
@@ -41,6 +41,7 @@ WAITING = {
     *("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "bincount"),
     *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
 }
+WIDENING = torch.ops.aten.mm.dtype
 JOINING = {"cat", "stack"}  # do not take a number of the CPU's beside tensors of the device
 active: Gpu | None = None
 
@@ -67,7 +68,9 @@ class DeviceTensor(Tensor):
         assert active is not None, "a tensor of the pretended device outlives it"
         active.check(func, args, kwargs)
         with no_dispatch():
-            result = func(*args, **kwargs)
+            # A CPU has no product whose results have another dtype.
+            result = args[0].float() @ args[1].float() if func is WIDENING else func(*args, **kwargs)
+        active.graphs.ran(func, args, kwargs, result)
         return tree_map_only(Tensor, to_gpu, result)
 
 
@@ -106,6 +109,7 @@ class Gpu(TorchFunctionMode):
         super().__init__()
         self.mismatches: list[str] = []
         self.waits: list[str] = []
+        self.graphs = Graphs()
         self.pinned: dict[int, Tensor] = {}  # by address; held, so that no other tensor gets it
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -131,6 +135,7 @@ class Gpu(TorchFunctionMode):
                 self._wait(name)
             requires_grad = kwargs.pop("requires_grad", False)
             made = to_gpu(func(*args, **{**kwargs, "device": "cpu"}))
+            self.graphs.made(made)
             return made.requires_grad_() if requires_grad else made
         made = func(*args, **kwargs)
         if kwargs.get("device") is not None and is_on_gpu(made):  # like a tensor of the device, made elsewhere
@@ -190,6 +195,7 @@ class Gpu(TorchFunctionMode):
         return tensor
 
     def _wait(self, name: str) -> None:
+        self.graphs.wait(name)
         self.waits.append(f"{name} at {_place()}")
 
 
@@ -253,7 +259,7 @@ _LOAD = AutoModelForCausalLM.from_pretrained
 def pretend_gpu() -> Iterator[Gpu]:
     """Inside, accelerate trains on the pretended device, and tensors may be made there and moved there and back.
 
-    What cannot exist here is plain torch: flash attention's kernel, Triton's, a captured CUDA graph.
+    What cannot exist here is plain torch: flash attention's kernel, Triton's. CUDA graphs are emulated.
     """
     global active
     AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test's may be on the CPU
@@ -267,9 +273,9 @@ def pretend_gpu() -> Iterator[Gpu]:
             (AutoModelForCausalLM, {"from_pretrained": _load_and_move}),
             (packed_attention, {"varlen_attn": plain_varlen, "_flex": plain_flex}),
             (packed_attention, {"_create_block_mask": plain_block_mask}),
-            (fused_logprobs, {"_statistics": plain_statistics, "_overwrite_by_gradient": plain_gradient}),
+            (fused_logprobs, {"_statistics": plain_statistics, "_compute_gradient": plain_gradient}),
             (fused_logprobs, {"_add_product": plain_product}),
-            (GroupCache, {"_replay": lambda cache, token: cache._forward(token[:, None], cache.positions[:, None])}),
+            (torch.cuda, active.graphs.patches()),
         ):
             patches.enter_context(mock.patch.multiple(owner, **changes))
         try:

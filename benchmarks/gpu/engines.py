@@ -24,6 +24,7 @@ from benchmarks.gpu.trainings import KEPT, metrics_of, nothing_left, stopped_and
 from benchmarks.gpu.with_vllm_options import OPTIONS, with_options
 from benchmarks.side_ours import run_directory
 from benchmarks.workload import Workload, write
+from grpo_core.rollout.fallbacks import fallbacks
 from grpo_core.rollout.types import Request, Sampling
 
 TRAIN = ("-m", "benchmarks.gpu.with_vllm_options")
@@ -71,7 +72,7 @@ def gap(scratch: Path, report: Report) -> None:
     with with_options():
         session: Any = load_session(_run(scratch, "run", work))
     report(Row("seconds to load trainer and engine", f"{time.perf_counter() - began:.0f}"))
-    report(Row("what falls back", "; ".join([*session.policy.notes, *session.engine.notes]) or "nothing"))
+    report(Row("what falls back", "; ".join(fallbacks(session.engine, session.policy)) or "nothing"))
     equals(report, "weights are the trainer's own memory", session.engine.shares_with is not None, True)
     head = session.engine.llm.llm_engine.vllm_config.model_config.head_dtype
     equals(report, "the engine's logits", head, torch.float32)

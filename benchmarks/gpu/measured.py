@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu.report import ON_GPU, PEAK_FLOPS, PRECISION, Report, Row, product_flops, real
 from benchmarks.side_ours import replayed, run_directory
 from benchmarks.workload import Workload, training_flops, write
+from grpo_core.rollout.fallbacks import fallbacks
 from grpo_core.training import loop
 from grpo_core.training.log import TrainingLog
 from grpo_core.training.session import Session
@@ -117,7 +118,7 @@ def measure(
     with replayed(work, scratch / "workload"), watched, mock.patch.object(TrainingLog, "step", step):
         loop.train(run, run / "training")
     session: Any = sessions[0]
-    report(Row("what falls back", "; ".join([*session.policy.notes, *session.engine.notes]) or "nothing"))
+    report(Row("what falls back", "; ".join(fallbacks(session.engine, session.policy)) or "nothing"))
     counted = seconds[work.warm_up : work.steps - profiled]
     took = median(counted)
     spread = f"[{1e3 * min(counted):.0f}, {1e3 * max(counted):.0f}]"

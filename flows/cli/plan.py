@@ -30,6 +30,7 @@ from grpo_core.planning.frameworks.launches import RecipeError
 from grpo_core.planning.frameworks.megatron import megatron_notes, megatron_plan
 from grpo_core.planning.frameworks.recipes import NEWEST, Recipe, System, megatron_inputs, read_recipe, recipe_inputs
 from grpo_core.planning.hardware import capability, find_gpu, name_hardware, named_gpu
+from grpo_core.planning.nvidia import problem_of_driver
 from grpo_core.planning.pace import NOT_VALIDATED, Pace, Throughput
 from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_inputs, plan_rows, source_table
 from grpo_core.planning.rules import PlanInputs, Rules
@@ -213,6 +214,7 @@ def describe_plan(
 
         answer["notes"] += curriculum_notes(config, figures)
     answer["notes"] += config.with_precision(capability(hardware)).gpu_notes if hardware else []
+    answer["notes"] += [problem] if gpu is None and (problem := problem_of_driver()) else []
     return answer
 
 

@@ -294,6 +294,14 @@ class RunConfig(Section):
         """Machines that a launcher gives: the training's first, then those of the vLLM servers in its job."""
         return self.train.num_machines + self.servers_in_job
 
+    @property
+    def where_evaluated(self) -> RunConfig:
+        """The same for the stage evaluate: in as many processes if the model is sharded, since it may not fit on one
+        GPU, otherwise in one."""
+        if self.train.sharding != "none":
+            return self
+        return self.model_copy(update={"train": self.train.model_copy(update={"num_processes": 1, "num_machines": 1})})
+
     def with_precision(self, capability: tuple[int, int] | None) -> RunConfig:
         """The configuration with the precision that `auto` means on a GPU of this compute capability, or on a CPU if
         it is None. This is decided here alone."""

@@ -87,8 +87,8 @@ class TrainConfig(Section):
     The limit is higher in the first pass through a phase (six times), where this run has needed longer before (ten
     times that long), and within the time limits of rewards, servers and checkpoints."""
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
-    """`bf16` computes and samples with a bfloat16 copy of the weights; weights, gradients and optimizer stay float32.
-    `auto`: bf16 on a GPU of compute capability 8.0 or higher, otherwise no."""
+    """`bf16` computes and samples with a bfloat16 copy of the weights; weights, logits, gradients and optimizer stay
+    float32. `auto`: bf16 on a GPU of compute capability 8.0 or higher, otherwise no."""
     per_device_train_batch_size: int = Field(8, ge=1)
     """Mean number of completions per process and micro-step; processes get about equally many tokens. A forward pass
     has at most the tokens of that many sequences of the greatest length, and fewer once memory has run out."""

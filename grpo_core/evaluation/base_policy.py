@@ -23,6 +23,7 @@ from grpo_core.model.sharded import is_sharded
 from grpo_core.rewards.contract import rewards_of
 from grpo_core.rollout.collect import Sample, Scoring, sample_and_score
 from grpo_core.rollout.factory import make_engine
+from grpo_core.rollout.fallbacks import fallbacks
 from grpo_core.rollout.types import Engine, Request, Sampling
 from grpo_core.rollout.waiting import longest_wait, phase_limits
 from grpo_core.system.progress import expect
@@ -68,6 +69,9 @@ def load_base(config: RunConfig, files: Mapping[str, Path], completion: int) -> 
     with nullcontext() if is_sharded(model) else in_float32(model):
         check_padding(model, max_length)
     engine = make_engine(config, config.model.name_or_path, model, tokenizer, max_length)
+    if processes.is_main_process:
+        for note in fallbacks(engine):
+            print(note, flush=True)
     if config.model.adapter:  # which the engine has not loaded
         engine.sync_weights(model)
     return Base(config, processes, dtype, shard, scoring, sets, model, engine)

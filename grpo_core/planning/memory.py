@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from grpo_core.config.memory_bounds import MAX_ROWS, chunk_tokens
+from grpo_core.config.memory_bounds import HEAD_BYTES_PER_LOGIT, MAX_ROWS, chunk_tokens
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.adapter import VLLM_LORA_RANKS
@@ -69,15 +69,16 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     elif engine == "recorded":
         sampled = "nothing is sampled"
     elif engine == "vllm":
-        share = config.rollout.gpu_memory_utilization
+        share = config.rollout.memory_share
         sampled = f"vLLM takes rollout.gpu_memory_utilization = {share:g} of "
         if gpu.memory_gib:
             sampled += gib_text(gpu.memory_gib)
             cache = max(share * gpu.memory_gib * GIB - engine_weights, 0.0)
         else:
             sampled += f"a memory that is not known; counted is a cache for {in_flight} completions"
-    logits = w * min(rows * completion, chunk_tokens("cuda", shape.vocabulary)) * shape.vocabulary
-    # The logits of a chunk, overwritten by their gradient, and the float32 sum of the output layer's gradient.
+    chunk = min(rows * completion, chunk_tokens("cuda", shape.vocabulary))
+    logits = HEAD_BYTES_PER_LOGIT * chunk * shape.vocabulary
+    # Beside the logits of a chunk, the float32 sum of the output layer's gradient.
     head_gradient = FLOAT * shape.vocabulary * shape.hidden * trains_head(shape, config)
     kept, recomputed = activations(config, shape, tokens)
     each = FLOAT * trained / (1 if lora else sharing)  # a float32 number per trained parameter; adapters stay whole
@@ -159,19 +160,23 @@ def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
 
 
 def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLengths, gpu: Gpu) -> None:
-    """Raises ConfigError if vLLM in the training process cannot start with its share of the GPU: it must hold vLLM's
-    weights, and the keys and values of one sequence of the run's longest length.
+    """Raises ConfigError if vLLM, in the training process or in a server that the run starts on this machine, cannot
+    start with its share of the GPU: it must hold vLLM's weights, and the keys and values of one sequence of the run's
+    longest length.
 
     Both are exact, so a refused share is certainly too small. vLLM's workspace comes on top, so a share that passes may
     still be too small. Passes if the GPU's memory is not known.
     """
-    if config.rollout.engine_on(has_gpu=True) != "vllm" or gpu.memory_gib is None:
+    servers = config.rollout.starts_servers and not config.servers_elsewhere
+    if not (servers or config.rollout.engine_on(has_gpu=True) == "vllm") or gpu.memory_gib is None:
+        return
+    if servers and gpu.among:  # theirs may be larger ones
         return
     longest = lengths.longest + config.rollout.max_completion_length
     blocks = math.ceil(longest / KV_BLOCK) + 1
     weights = _vllm_weights(config, shape) / GIB
     cache = blocks * KV_BLOCK * _kv_bytes(config, shape) / config.rollout.vllm_tensor_parallel_size / GIB
-    share, needed = config.rollout.gpu_memory_utilization, weights + cache
+    share, needed = config.rollout.memory_share, weights + cache
     if share * gpu.memory_gib > needed:
         return
     # Rounded up to a hundredth; workspace and CUDA graphs have what is left of it.
@@ -181,7 +186,8 @@ def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLen
         if least <= MAX_UTILISATION
         else "take a GPU with more memory, a smaller model"
         + (", train.mixed_precision = 'bf16'" if width(config) == FLOAT else "")
-        + ", or rollout.vllm_tensor_parallel_size, for training processes that sample together"
+        + ", or rollout.vllm_tensor_parallel_size, for "
+        + ("GPUs that share a server's weights" if servers else "training processes that sample together")
     )
     raise ConfigError(
         f"rollout.gpu_memory_utilization = {share:g}: vLLM's share of one {gpu.name} is {share * gpu.memory_gib:.1f} "

@@ -107,7 +107,7 @@ def _together(config: RunConfig) -> Iterator[Changes]:
 def _smaller_share(config: RunConfig) -> Iterator[Changes]:
     """Less of the GPU for vLLM in the training process."""
     if config.rollout.engine_on(has_gpu=True) == "vllm":
-        present = config.rollout.gpu_memory_utilization
+        present = config.rollout.memory_share
         yield from ({"rollout.gpu_memory_utilization": it} for it in SHARES if it < present)
 
 

@@ -25,6 +25,7 @@ from grpo_core.environments.setting import Setting, make_setting
 from grpo_core.errors import TrainingError
 from grpo_core.model.capabilities import check_padding
 from grpo_core.model.loading import copy_of_trainable_state, load_model, with_adapter
+from grpo_core.model.logprobs import FUSED
 from grpo_core.model.parallelize import sharding
 from grpo_core.model.policy import Policy
 from grpo_core.model.positions import check_context
@@ -37,6 +38,7 @@ from grpo_core.rewards.contract import rewards_of
 from grpo_core.rollout.collect import Scoring
 from grpo_core.rollout.conversations_ahead import ConversationsAhead
 from grpo_core.rollout.factory import make_engine
+from grpo_core.rollout.fallbacks import fallbacks
 from grpo_core.rollout.types import Engine, Lookahead
 from grpo_core.rollout.waiting import longest_wait, phase_limits
 from grpo_core.system.progress import expect
@@ -148,6 +150,15 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         gradient_checkpointing=config.train.gradient_checkpointing,
         torch_compile=config.train.torch_compile,
     )
+    if accelerator.device.type in FUSED and policy.output_layer is not None:
+        from grpo_core.model.fused_logprobs import compile_kernels
+
+        compile_kernels(
+            len(policy.output_layer.weight),
+            torch.bfloat16 if bf16 else torch.float32,
+            accelerator.device,
+            entropy_gradient=config.algorithm.has_entropy_bonus,
+        )
     policy.packs = not any_process(not policy.packs)  # processes divide rows by the cost of a pass, so they must agree
     start = copy_of_trainable_state(policy.model) if config.model.adapter and config.algorithm.beta else None
     model_path = config.model.name_or_path
@@ -156,11 +167,8 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     reference = _reference(config, accelerator, max_length)
     optimizer = make_optimizer(model, config.train)
     if accelerator.is_main_process:
-        if not policy.packs:
-            why = policy.why_not or "another process cannot pack them"
-            print(f"prompts are computed again for each completion, and rows are padded: {why}")
-        elif policy.why_not:
-            print(f"prompts are computed once, by {policy.attention} attention: {policy.why_not}")
+        for note in fallbacks(engine, policy):
+            print(note, flush=True)
     return Session(
         config=config,
         plan=plan,

@@ -12,6 +12,7 @@ from typing import Any
 
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
+from grpo_core.system.memory import ALLOCATOR
 from grpo_core.system.progress import MACHINES, RANKS
 from grpo_core.system.torch_releases import EXACT_PINNED_MEMORY
 from tasks.processes.job_servers import job_servers
@@ -27,7 +28,6 @@ from tasks.processes.watchdog import watchdog
 
 LAUNCHERS: dict[str, Launcher] = {"kubernetes": kubernetes, "local": local, "slurm": slurm, "ssh": ssh}
 RETURN_SECONDS = 600.0  # to wait for a lost machine before the processes start again without it
-ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # by which a user sets up torch's allocator
 
 
 def launch(
@@ -81,9 +81,10 @@ def launch(
         }
         if several:
             variables[MACHINES] = json.dumps([machine.name for machine in training])
+        environments = dict.fromkeys(commands, variables | addresses) | dict.fromkeys(servers, addresses)
         grace = max(machine.grace for machine in machines)
         return run_together(
-            commands | servers, on_output_line, variables | addresses, grace, check=check, endless=servers.keys()
+            commands | servers, on_output_line, environments, grace, check=check, endless=servers.keys()
         )
 
 

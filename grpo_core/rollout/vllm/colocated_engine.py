@@ -32,7 +32,8 @@ from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of, hold_adapter, sends_adapter_alone, supported_rank
-from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE, ignore_truncation
+from grpo_core.rollout.vllm.all_reduce import custom_all_reduce_fails
+from grpo_core.rollout.vllm.logprobs import HEAD, LOGPROBS_MODE, ignore_truncation
 from grpo_core.rollout.vllm.shared_weights import (
     Copies,
     copies_change_nothing,
@@ -71,13 +72,14 @@ class VLLMEngine:
             options["enable_chunked_prefill"] = False
             repack_experts()
         else:
-            options["gpu_memory_utilization"] = config.rollout.gpu_memory_utilization
+            options["gpu_memory_utilization"] = config.rollout.memory_share
             options["enable_sleep_mode"] = True  # so that the KV cache's memory can be given back
         self.block = 1  # processes that share an engine
         if torch.distributed.is_initialized():  # noqa: TID251  # asks, and calls no collective
             # The process group exists: engines are parts of it. An evaluation by one process has none.
             self.block = config.rollout.vllm_tensor_parallel_size
             options |= {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": self.block}
+            options["disable_custom_all_reduce"] = custom_all_reduce_fails(self.block)
             if on_cpu and self.block > 1:
                 _name_shared_memory()
         quantised = adapted and is_quantised(model)
@@ -92,6 +94,7 @@ class VLLMEngine:
                 max_model_len=max_length,
                 enforce_eager=on_cpu,
                 logprobs_mode=LOGPROBS_MODE,
+                hf_overrides=dict(HEAD),
                 **options,
             )
         torch.set_num_threads(threads)
@@ -123,6 +126,7 @@ class VLLMEngine:
         self.adapted = adapted
         self.adapter: Any = None  # the LoRARequest in force
         self.adapter_ids = itertools.count(1)
+        self.notes: list[str] = []
         self.request_ids = itertools.count()
         self.lends_cache = not on_cpu
         if self.lends_cache:

@@ -135,6 +135,8 @@ class Router:
                     self._leave_out(server, error)
                     if self.up:
                         server.abandon("it does not answer")
+                elif server.receiving and not await server.answers():
+                    server.abandon("it does not answer while it gets weights")
 
     def stop(self) -> None:
         """Stop bringing servers back."""

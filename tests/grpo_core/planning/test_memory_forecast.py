@@ -163,17 +163,23 @@ def test_vllm_takes_its_share_of_the_gpu_and_lends_all_but_its_weights_to_the_tr
         ("a GPU of unknown memory", 0.01, {}, ""),
         ("NVIDIA A10G", 0.35, {"num_processes": 2, "vllm_tensor_parallel_size": 2}, ""),  # 7.87: half is 7.09
         ("NVIDIA A10G", 0.3, {"num_processes": 2, "vllm_tensor_parallel_size": 2}, "at least 0.32"),  # 6.75
-        ("L40S", 0.01, {"engine": "vllm-server"}, ""),  # elsewhere
+        ("NVIDIA A10G", 0.3, {"engine": "vllm-server"}, "at least 0.64"),  # of a GPU of the server's own
+        ("NVIDIA A10G", None, {"engine": "vllm-server"}, ""),  # 0.9 of it
+        ("NVIDIA A10G", None, {"engine": "vllm-server", "vllm_weight_transfer": "ipc"}, "at least 0.64"),  # shared
+        ("T4", 0.9, {"engine": "vllm-server", "vllm_tensor_parallel_size": 2}, ""),  # 13.5: half is 7.09
+        ("T4", 0.9, {"engine": "vllm-server", "mixed_precision": "no"}, "GPUs that share a server's weights"),
+        ("L40S", 0.01, {"engine": "vllm-server", "vllm_server_base_urls": ["http://a:1"]}, ""),  # elsewhere
     ],
 )
 def test_a_share_that_cannot_hold_vllms_weights_and_one_sequence_is_refused(
-    gpu: str, share: float, keys: dict[str, Any], refused: str
+    gpu: str, share: float | None, keys: dict[str, Any], refused: str
 ) -> None:
-    values = {"engine": "vllm", "mixed_precision": "bf16", "gpu_memory_utilization": share} | keys
+    values = {"engine": "vllm", "mixed_precision": "bf16"} | keys
+    values |= {} if share is None else {"gpu_memory_utilization": share}
     try:
         check_engine_memory(config_with(**values), qwen("7B"), PromptLengths(100, 100, "given"), named_gpu(gpu))
     except ConfigError as error:
         assert refused and refused in str(error)
-        assert f"rollout.gpu_memory_utilization = {share:g}" in str(error)
+        assert f"rollout.gpu_memory_utilization = {share or 0.3:g}" in str(error)
     else:
         assert not refused

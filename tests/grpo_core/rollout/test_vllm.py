@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -81,6 +82,8 @@ def sample(run: Path, other: Path) -> dict[str, list[Any]]:
     found = {"lent": lend(engine, model, requests, free), "unforgotten": hold_cache(engine, model, requests)}
     engine.close()
     others = {"second runner": second_runner(), "refusal": refusal(run, model), "on a GPU": start_on_a_gpu(run)}
+    allocators = (None, "max_split_size_mb:512", "expandable_segments:True")
+    others["on several"] = [start_on_a_gpu(run, 2, allocator)[0] for allocator in allocators]
     return drawn | scores | found | others
 
 
@@ -166,18 +169,29 @@ def hold_cache(engine: Any, model: Any, requests: list[Request]) -> list[Any]:
     return [how, left, said, engine.sync_weights(model)]
 
 
-def start_on_a_gpu(run: Path) -> tuple[dict[str, Any], list[str]]:
-    """The options with which vLLM is started for a model on a GPU, and what it is told then."""
+def start_on_a_gpu(run: Path, together: int = 1, allocator: str | None = None) -> tuple[dict[str, Any], list[str]]:
+    """The options with which vLLM is started for a model on a GPU, and what it is told then. `together`: processes that
+    share the engine, in the environment that a stage gives them if the user has set up the allocator in this way."""
     import torch
 
     from grpo_core.config.files import load_config
     from grpo_core.rollout.vllm.colocated_engine import VLLMEngine
+    from tasks.processes.launch import process_environment
+
+    keys = [f"rollout.vllm_tensor_parallel_size={together}", f"train.num_processes={together}"]
+    config = load_config(run / "config.toml", keys)
+    user = {} if allocator is None else {"PYTORCH_CUDA_ALLOC_CONF": allocator}
 
     on_gpu: Any = mock.Mock(**{"parameters.side_effect": lambda: iter([mock.Mock(device=torch.device("cuda"))])})
-    with mock.patch("vllm.LLM") as llm:
+    with (
+        mock.patch("vllm.LLM") as llm,
+        mock.patch("torch.distributed.is_initialized", return_value=together > 1),
+        mock.patch.dict(os.environ, user),
+        mock.patch.dict(os.environ, process_environment(config)),
+    ):
         llm.return_value.collective_rpc.return_value = [""]
         llm.return_value.apply_model.return_value = [None]
-        VLLMEngine(load_config(run / "config.toml"), run, on_gpu, MAX_LENGTH)
+        VLLMEngine(config, run, on_gpu, MAX_LENGTH)
     calls = [str(call) for call in llm.return_value.mock_calls]
     return llm.call_args.kwargs, [call for call in calls if "sleep" in call or "release" in call or "wake" in call]
 
@@ -351,6 +365,13 @@ def test_on_a_gpu_vllm_is_started_so_that_its_kv_cache_can_be_lent_and_it_is(dra
     options, told = drawn.values["on a GPU"]
     assert options["enable_sleep_mode"] is True
     assert told == ["call.sleep(level=0)", "call.release_kv_cache_memory()"]
+
+
+def test_processes_that_sample_together_use_no_kernel_that_fails_with_growing_segments(drawn: Drawn) -> None:
+    """vLLM's own all-reduce ends the process while graphs are captured; the stage lets segments grow by default."""
+    found = [options["disable_custom_all_reduce"] for options in drawn.values["on several"]]
+    assert found == [True, False, True]
+    assert {options["tensor_parallel_size"] for options in drawn.values["on several"]} == {2}
 
 
 def test_weights_are_handed_over_to_an_engine_at_rest_that_forgets_what_it_computed(drawn: Drawn) -> None:

@@ -197,8 +197,9 @@ def test_an_adapter_goes_to_a_server_alone_if_it_has_the_base_that_it_was_starte
     with mock.patch.object(server, "control", control), mock.patch.object(server, "_receive", mock.AsyncMock()):
         asyncio.run(server.bring_up_to_date())
     assert server.has_base == has_base
-    server.transfer = mock.Mock(**{"send_weights.side_effect": lambda: sent.append(server.transfer.source.snapshot)})
-    with mock.patch.object(transfer, "_send_adapter", lambda *arguments: sent.append(arguments[-1])):
+    server.transfer = transfer.Transfer(server)
+    engine = server.transfer.engine = mock.Mock(send_weights=lambda: sent.append(engine.source.snapshot))
+    with mock.patch.object(transfer, "_send_adapter", lambda *arguments: sent.append(arguments[3])):
         transfer.send(server, adapter)
     assert sent == [base, adapter.snapshot][has_base:]
     server.has_base = False

@@ -17,6 +17,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.command import python_path
 from grpo_core.training.loop import train
 from grpo_core.training.pass_limit import read_limit
 from tests.conftest import config_values, make_model, make_run, with_keys, write_sums
@@ -209,7 +210,7 @@ def test_a_sharded_evaluation_finds_what_one_process_finds(tmp_path: Path, rewar
     shared = make_run(tmp_path / "shared", with_keys(values, num_processes=2, sharding="full"))
     shutil.copytree(run / "training", shared / "training")
     command = [*processes(2), "-m", "grpo_core.evaluate", str(shared), "--output", str(shared)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "ACCELERATE_USE_CPU": "true"}
+    environment = {**os.environ, "PYTHONPATH": python_path(Path(__file__).parents[3]), "ACCELERATE_USE_CPU": "true"}
     subprocess.run([sys.executable, *command], env=environment, check=True)
     found = json.loads((shared / "report.json").read_text())
     assert found["key"] == expected["key"]
