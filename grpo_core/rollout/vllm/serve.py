@@ -88,7 +88,7 @@ def server_command(config: RunConfig) -> list[str]:
         *("--middleware", "grpo_core.rollout.vllm.binary.BinaryCompletions"),  # the first is behind the others
         # vLLM itself answers the pages of every origin.
         *("--middleware", "grpo_core.system.origin_check.OwnPagesOnly"),
-        *(["--middleware", "grpo_core.rollout.vllm.secret.SecretRequired"] if os.environ.get(SECRET) else []),
+        *(["--middleware", "grpo_core.rollout.vllm.secret_required.SecretRequired"] if os.environ.get(SECRET) else []),
         *("--logprobs-mode", LOGPROBS_MODE, "--hf-overrides", json.dumps(HEAD)),
         *("--weight-transfer-config", json.dumps({"backend": transfer})),
         *("--worker-extension-cls", "grpo_core.rollout.vllm.worker.TrainerLease"),
