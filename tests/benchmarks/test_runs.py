@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,7 +32,7 @@ RUNS: list[tuple[str, str]] = [
     ("adapter_handover --rounds 1", ""),
     ("answers --completions 8 --tokens 8 --rounds 1", ""),
     ("checkpoints . --rounds 1 --tiny", ""),
-    ("conversations --conversations 3 --rounds 1", ""),
+    ("conversations --conversations 2 --rounds 1", ""),
     ("correction --samples 4 --rounds 1 " + OUT, "correction.json"),
     ("curriculum half --seeds 1 " + OUT, "curriculum.json curriculum.png"),
     ("decisions --trials 1 --output out/decisions.md", "decisions.md"),
@@ -70,12 +71,17 @@ IMPORTED = (
     "grpo_core.rollout.vllm.colocated_engine",
     "grpo_core.rollout.vllm.server_engine",
     "grpo_core.rollout.vllm.worker",
+    "grpo_core.training.loop",
     "matplotlib.pyplot",
     "mlflow.store.tracking.sqlalchemy_store",
     "pandera.polars",
+    "peft",
     "tests.benchmarks.waiting_vllm",
+    "tests.serving",
+    "tests.conftest",
     "transformers.models.qwen2.modeling_qwen2",
     "trl.trainer.grpo_trainer",
+    "vllm.entrypoints.llm",
     "vllm.entrypoints.openai.api_server",
     "vllm.lora.model_manager",
     "vllm.model_executor.models.qwen2",
@@ -88,6 +94,9 @@ make.TRAIN_ROWS, make.EVAL_ROWS, make.STEPS, make.REWARD_STEPS, make.WEAK_STEPS 
 (folder := Path("storage", "examples", "dialogue")).mkdir(parents=True)
 make.make(folder)
 """
+# As outside of pytest, except that nothing is compiled.
+VARIABLES = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "GRPO_STORAGE"))}
+VARIABLES |= {"PYTHONPATH": python_path(ROOT), "TORCH_COMPILE_DISABLE": "1"}
 RECIPE = "swift rlhf --rlhf_type grpo --model Qwen/Qwen2.5-0.5B --per_device_train_batch_size 4 --num_generations 4\n"
 
 
@@ -146,14 +155,14 @@ def dialogue(python: str, place: Path) -> None:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with quick_python(tmp_path_factory.mktemp("python"), IMPORTED) as program:
+    folder = tmp_path_factory.mktemp("python")
+    with mock.patch.dict(os.environ, VARIABLES, clear=True), quick_python(folder, IMPORTED) as program:
         yield str(program)
 
 
 def run(command: list[str], place: Path, **environment: str) -> str:
     """What a command prints."""
-    variables = os.environ | {"PYTHONPATH": python_path(ROOT), "TORCH_COMPILE_DISABLE": "1", **environment}
-    done = subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=place, env=VARIABLES | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
