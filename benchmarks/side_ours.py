@@ -24,12 +24,15 @@ from transformers import AutoTokenizer
 
 from benchmarks.clock import Clock
 from benchmarks.workload import Workload, read, reward
+from grpo_core.planning.shapes import PromptLengths
 
 
 def run_directory(workload: Workload, folder: Path, run: Path, settings: dict[str, Any]) -> None:
     """Make a run directory as the stages validate and plan leave it."""
     from grpo_core.config.files import dump_config, parse_config
+    from grpo_core.planning.hardware import find_gpu
     from grpo_core.planning.plan import make_plan, plan_inputs
+    from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
 
     num_prompts = pq.read_metadata(folder / "prompts.parquet").num_rows
     replay = workload.mode == "replay"
@@ -64,7 +67,16 @@ def run_directory(workload: Workload, folder: Path, run: Path, settings: dict[st
     (run / "dataset").mkdir(parents=True)
     (run / "dataset" / "train.parquet").symlink_to(folder / "prompts.parquet")
     (run / "config.toml").write_text(dump_config(config))
-    (run / "plan.json").write_text(json.dumps({"plan": asdict(make_plan(plan_inputs(config, num_prompts)))}))
+    plan = with_tokens_per_pass(
+        config, make_plan(plan_inputs(config, num_prompts)), prompt_lengths(workload), find_gpu()
+    )
+    (run / "plan.json").write_text(json.dumps({"plan": asdict(plan)}))
+
+
+def prompt_lengths(workload: Workload) -> PromptLengths:
+    """Lengths of the workload's prompts, as the plan takes them."""
+    low, high = workload.prompt_lengths
+    return PromptLengths((low + high) / 2, high, "by the workload")
 
 
 @contextmanager

@@ -8,7 +8,8 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,16 +20,27 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.report import ON_GPU, PEAK_FLOPS, PRECISION, Report, Row, product_flops, real
-from benchmarks.side_ours import replayed, run_directory
+from benchmarks.side_ours import prompt_lengths, replayed, run_directory
 from benchmarks.workload import Workload, training_flops, write
+from grpo_core import run_files
+from grpo_core.config.files import load_config
+from grpo_core.model.packed_attention import PackedBatch, _Varlen
+from grpo_core.model.policy import Policy
+from grpo_core.planning.hardware import find_gpu
+from grpo_core.planning.memory import peak_memory
+from grpo_core.planning.passes import Pass
+from grpo_core.planning.plan import load_plan
+from grpo_core.planning.shapes import load_shape
 from grpo_core.rollout.fallbacks import fallbacks
 from grpo_core.training import loop
+from grpo_core.training import session as loaded_by
 from grpo_core.training.log import TrainingLog
 from grpo_core.training.session import Session
 
 GIB = 2**30
 FORECAST = (0.9, 1.1)  # the peak of a training, as a share of what was told
 KERNELS = 12  # of a profile, in the table
+TOO_MANY = 10**6  # tokens of a pass
 
 
 def update_half(scratch: Path, report: Report) -> None:
@@ -71,7 +83,7 @@ def compiled(scratch: Path, report: Report) -> None:
 def out_of_memory(scratch: Path, report: Report) -> None:
     """Ask for passes that no card holds: memory runs out, passes are halved, and the training goes on."""
     work = real("0.5B", prompts=128, steps=3, warm_up=1)
-    measure(report, scratch, work, {"train.max_tokens_per_pass": 10**6}, too_large=True)
+    measure(report, scratch, work, too_large=True)
 
 
 def measure(
@@ -92,18 +104,25 @@ def measure(
     metrics: list[dict[str, float]] = []
     marks: list[float] = []
     sessions: list[Session] = []
-    update, load, record = loop.update, loop.load_session, TrainingLog.step
+    passes: list[list[Pass]] = []
+    update, load, record, prepare = loop.update, loop.load_session, TrainingLog.step, Policy.prepare
 
     def timed(*arguments: Any) -> Any:
         last = profiled and len(seconds) == work.steps - 1
+        passes.append([])
         _wait()
         start = time.perf_counter()
-        with _profile(report, scratch) if last else _nothing():
+        with _profile(report, scratch) if last else nullcontext(), mock.patch.object(Policy, "prepare", prepared):
             found = update(*arguments)
             _wait()
         seconds.append(time.perf_counter() - start)
         compilations.append(sum(torch._dynamo.utils.counters["stats"].values()))
         return found
+
+    def prepared(policy: Policy, *arguments: Any) -> Any:
+        inputs = prepare(policy, *arguments)
+        passes[-1].append(_size(inputs))
+        return inputs
 
     def loaded(path: Path) -> Session:
         sessions.append(load(path))
@@ -114,8 +133,12 @@ def measure(
         marks.append(time.perf_counter())
         metrics.append(values)
 
-    watched = mock.patch.multiple(loop, update=timed, load_session=loaded)
-    with replayed(work, scratch / "workload"), watched, mock.patch.object(TrainingLog, "step", step):
+    with ExitStack() as stack:
+        stack.enter_context(replayed(work, scratch / "workload"))
+        stack.enter_context(mock.patch.multiple(loop, update=timed, load_session=loaded))
+        stack.enter_context(mock.patch.object(TrainingLog, "step", step))
+        if too_large:
+            stack.enter_context(mock.patch.object(loaded_by, "first_limit", lambda *_: TOO_MANY))
         loop.train(run, run / "training")
     session: Any = sessions[0]
     report(Row("what falls back", "; ".join(fallbacks(session.engine, session.policy)) or "nothing"))
@@ -146,23 +169,38 @@ def measure(
         report(Row("tokens per pass after memory ran out", str(reduced), "fewer", reduced is not None or not ON_GPU))
     elif reduced is not None:
         report(Row("tokens per pass after memory ran out", str(reduced), "memory does not run out", False))
-    if ON_GPU and not too_large:
-        beside_forecast(report, run, session)
+    of_update = [len(each) for each in passes]
+    most = max(each.tokens for each in itertools.chain(*passes))
+    report(Row("passes per update, tokens of the largest", f"{median(of_update):g}, {most:,}"))
+    report(Row("tokens per pass by the plan", f"{load_plan(run / run_files.PLAN).max_tokens_per_pass}"))
+    if ON_GPU and not too_large and engine == "transformers":  # torch counts the cache that vLLM lends, too
+        largest = max(itertools.chain(*passes), key=lambda size: size.tokens)
+        beside_forecast(report, forecast_gib(run, work, replace(largest, alone=max(of_update) == 1)))
 
 
-def beside_forecast(report: Report, run: Path, session: Session) -> None:
-    peak = torch.cuda.max_memory_allocated() / GIB
-    told = forecast_gib(run, session)
-    share, (low, high) = peak / told, FORECAST
+def beside_forecast(report: Report, told: float) -> None:
+    """Report the peak memory of this process beside a forecast in GiB."""
+    peak, (low, high) = torch.cuda.max_memory_allocated() / GIB, FORECAST
+    share = peak / told
     report(Row("peak memory, reserved", f"{peak:.2f} GiB, {torch.cuda.max_memory_reserved() / GIB:.2f} GiB"))
-    report(
-        Row("peak as share of the forecast", f"{share:.2f} of {told:.2f} GiB", f"{low} to {high}", low <= share <= high)
-    )
+    found = f"{share:.2f} of {told:.2f} GiB"
+    report(Row("peak as share of the forecast", found, f"{low} to {high}", low <= share <= high))
 
 
-def forecast_gib(run: Path, session: Session) -> float:
-    """Forecast of the largest pass that the training made."""
-    raise NotImplementedError
+def forecast_gib(run: Path, work: Workload, largest: Pass) -> float:
+    """Forecast for the largest pass that a training made."""
+    config, plan = load_config(run / run_files.CONFIG), load_plan(run / run_files.PLAN)
+    gpu, shape = find_gpu(), load_shape(config.model.name_or_path)
+    assert gpu is not None
+    return peak_memory(config, plan, shape, prompt_lengths(work), gpu, largest)["peak_memory_gib"]
+
+
+def _size(inputs: Any) -> Pass:
+    """Sizes of a pass, as the forecast counts them."""
+    packed = isinstance(inputs.tokens, PackedBatch)
+    tokens = inputs.tokens.input_ids.numel()
+    keys = len(inputs.tokens.attention.keys) if packed and inputs.tokens.attention.__class__ is _Varlen else tokens
+    return Pass(tokens, keys, len(inputs.targets))
 
 
 def _packed_tokens(work: Workload, folder: Path) -> int:
@@ -170,11 +208,6 @@ def _packed_tokens(work: Workload, folder: Path) -> int:
     steps = json.loads((folder / "completions.json").read_text())[work.warm_up :]
     prompts = sum(map(len, pq.read_table(folder / "prompts.parquet")["prompt"].to_pylist()))
     return prompts + round(sum(len(ids) - 1 for step in steps for group in step for ids in group) / len(steps))
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 @contextmanager

@@ -270,6 +270,5 @@ def test_a_peak_beside_the_forecast_fails_outside_of_its_bounds(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 47 * measured.GIB)
     for told, passed in ((46.0, True), (50.0, True), (52.0, False), (41.0, False), (130.0, False)):
         rows: list[Row] = []
-        monkeypatch.setattr(measured, "forecast_gib", lambda *_, told=told: told)
-        measured.beside_forecast(rows.append, Path(), None)
+        measured.beside_forecast(rows.append, told)
         assert rows[-1].passed is passed
