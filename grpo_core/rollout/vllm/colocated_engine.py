@@ -14,7 +14,7 @@ import itertools
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,19 +84,30 @@ class VLLMEngine:
                 _name_shared_memory()
         quantised = adapted and is_quantised(model)
         threads = torch.get_num_threads()
-        with unpacked_linear_layers():
-            self.llm: Any = LLM(
-                model=str(model_path),
-                revision=config.model.revision,
-                tokenizer_revision=config.model.revision,
-                use_tqdm_on_load=False,
-                dtype="bfloat16" if config.train.mixed_precision == "bf16" else "float32",
-                max_model_len=max_length,
-                enforce_eager=on_cpu,
-                logprobs_mode=LOGPROBS_MODE,
-                hf_overrides=dict(HEAD),
-                **options,
-            )
+        try:
+            with unpacked_linear_layers():
+                self.llm: Any = LLM(
+                    model=str(model_path),
+                    revision=config.model.revision,
+                    tokenizer_revision=config.model.revision,
+                    use_tqdm_on_load=False,
+                    dtype="bfloat16" if config.train.mixed_precision == "bf16" else "float32",
+                    max_model_len=max_length,
+                    enforce_eager=on_cpu,
+                    logprobs_mode=LOGPROBS_MODE,
+                    hf_overrides=dict(HEAD),
+                    **options,
+                )
+        except ValueError as error:
+            if "memory" not in str(error):
+                raise
+            key = "cpu_kv_cache_gib" if on_cpu else "gpu_memory_utilization"
+            share = config.rollout.cpu_kv_cache_gib if on_cpu else config.rollout.memory_share
+            raise EngineError(
+                f"vLLM does not start with rollout.{key} = {share:g}: {error} Raise it if vLLM lacks memory for its "
+                "cache, lower it if the training or another process has that memory, or set rollout.engine to "
+                "'transformers'"
+            ) from error
         torch.set_num_threads(threads)
         (problem,) = self.llm.collective_rpc(lambda worker: ignore_truncation(worker.model_runner))
         if problem and training_sampling(config.rollout).is_truncated:
@@ -212,6 +223,9 @@ class VLLMEngine:
         return copies
 
     def close(self) -> None:
+        if self.lends_cache:
+            with suppress(RuntimeError):  # no room: then CUDA prints that what is not there cannot be freed
+                self.llm.wake_up(tags=["kv_cache"])
         self.llm.llm_engine.engine_core.shutdown()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Stream:

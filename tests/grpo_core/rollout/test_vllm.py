@@ -82,6 +82,7 @@ def sample(run: Path, other: Path) -> dict[str, list[Any]]:
     found = {"lent": lend(engine, model, requests, free), "unforgotten": hold_cache(engine, model, requests)}
     engine.close()
     others = {"second runner": second_runner(), "refusal": refusal(run, model), "on a GPU": start_on_a_gpu(run)}
+    others |= {"too little memory": too_little_memory(run, model)}
     allocators = (None, "max_split_size_mb:512", "expandable_segments:True")
     others["on several"] = [start_on_a_gpu(run, 2, allocator)[0] for allocator in allocators]
     return drawn | scores | found | others
@@ -191,9 +192,10 @@ def start_on_a_gpu(run: Path, together: int = 1, allocator: str | None = None) -
     ):
         llm.return_value.collective_rpc.return_value = [""]
         llm.return_value.apply_model.return_value = [None]
-        VLLMEngine(config, run, on_gpu, MAX_LENGTH)
+        VLLMEngine(config, run, on_gpu, MAX_LENGTH).close()
     calls = [str(call) for call in llm.return_value.mock_calls]
-    return llm.call_args.kwargs, [call for call in calls if "sleep" in call or "release" in call or "wake" in call]
+    told = ("sleep", "release", "wake", "shutdown")
+    return llm.call_args.kwargs, [call for call in calls if any(word in call for word in told)]
 
 
 def second_runner() -> list[Any]:
@@ -239,6 +241,29 @@ def refusal(run: Path, model: Any) -> list[str]:
                 said.append("")
             except EngineError as error:
                 said.append(str(error))
+    return said
+
+
+def too_little_memory(run: Path, model: Any) -> list[str]:
+    """What an engine says where vLLM finds too little memory, in vLLM's words, and where it finds something else."""
+    from vllm.v1.core.kv_cache_utils import _check_enough_kv_cache_memory as check
+
+    from grpo_core.config.files import load_config
+    from grpo_core.rollout.vllm.colocated_engine import VLLMEngine
+
+    said = []
+    for start in (
+        lambda **_: check(-1, lambda: 10, MAX_LENGTH, lambda _: 1),
+        lambda **_: check(5, lambda: 10, MAX_LENGTH, lambda _: 1),
+        lambda **_: int("no model"),
+    ):
+        with mock.patch("vllm.LLM", start):
+            try:
+                VLLMEngine(load_config(run / "config.toml"), run, model, MAX_LENGTH)
+            except ValueError as error:  # a GrpoError is none
+                said.append(f"ValueError: {error}")
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
     return said
 
 
@@ -347,6 +372,14 @@ def test_truncated_sampling_is_refused_with_a_sampler_that_is_not_known(drawn: D
     assert "its sampler is builtins.int, which is not known here; set top_p to 1, top_k and min_p to 0" in truncated
 
 
+def test_where_vllm_finds_too_little_memory_a_sentence_names_the_key(drawn: Drawn) -> None:
+    none, one_request, other = drawn.values["too little memory"]
+    for said, words in ((none, "No available memory for the cache"), (one_request, "To serve at least one request")):
+        assert said.startswith(f"EngineError: vLLM does not start with rollout.cpu_kv_cache_gib = 1: {words}")
+        assert "Raise it if vLLM lacks memory for its cache" in said
+    assert other.startswith("ValueError: invalid literal")
+
+
 def test_the_memory_of_the_kv_cache_is_lent_whenever_the_engine_rests(drawn: Drawn) -> None:
     """No step is made while it is lent; weights are never put to sleep."""
     notes, is_lent = drawn.values["lent"], False
@@ -364,7 +397,8 @@ def test_the_memory_of_the_kv_cache_is_lent_whenever_the_engine_rests(drawn: Dra
 def test_on_a_gpu_vllm_is_started_so_that_its_kv_cache_can_be_lent_and_it_is(drawn: Drawn) -> None:
     options, told = drawn.values["on a GPU"]
     assert options["enable_sleep_mode"] is True
-    assert told == ["call.sleep(level=0)", "call.release_kv_cache_memory()"]
+    lent, taken_back = ["call.sleep(level=0)", "call.release_kv_cache_memory()"], "call.wake_up(tags=['kv_cache'])"
+    assert told == [*lent, taken_back, "call.llm_engine.engine_core.shutdown()"]  # what is not there cannot be freed
 
 
 def test_processes_that_sample_together_use_no_kernel_that_fails_with_growing_segments(drawn: Drawn) -> None:
