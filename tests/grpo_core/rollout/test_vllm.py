@@ -252,12 +252,12 @@ def too_little_memory(run: Path, model: Any) -> list[str]:
     from grpo_core.rollout.vllm.colocated_engine import VLLMEngine
 
     said = []
-    for start in (
+    for construct in (
         lambda **_: check(-1, lambda: 10, MAX_LENGTH, lambda _: 1),
         lambda **_: check(5, lambda: 10, MAX_LENGTH, lambda _: 1),
         lambda **_: int("no model"),
     ):
-        with mock.patch("vllm.LLM", start):
+        with mock.patch("vllm.LLM", construct):
             try:
                 VLLMEngine(load_config(run / "config.toml"), run, model, MAX_LENGTH)
             except ValueError as error:  # a GrpoError is none
