@@ -45,13 +45,22 @@ _limit: timedelta | None = None  # longest wait for another process; None: torch
 
 
 @waiting()
-def start_processes(limit: timedelta) -> Accelerator:
-    """Join the processes that the launcher has started. `limit`: a longer wait for another process is an error. Raises
-    TrainingError if PyTorch's allocator, as it is set up, cannot use the GPU."""
+def start_processes(limit: timedelta, *, deterministic: bool = False) -> Accelerator:
+    """Join the processes that the launcher has started. `limit`: a longer wait for another process is an error.
+
+    `deterministic`: from now on, this process computes on a GPU with kernels that give the same bits each time. Raises
+    TrainingError if PyTorch's allocator, as it is set up, cannot use the GPU.
+    """
     global _control, _limit
     _limit = limit
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read before the first product on a GPU
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=limit)])
     try_allocator(accelerator.device)
+    if deterministic and accelerator.device.type == "cuda":
+        torch.use_deterministic_algorithms(True)
+        # Nothing reads memory that it has not written; filling it would be one more pass over each result.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if accelerator.num_processes > 1 and dist.get_backend() != "gloo":
         _control = dist.new_group(backend="gloo", timeout=limit)
     return accelerator

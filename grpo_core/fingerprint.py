@@ -83,6 +83,7 @@ def determining(config: RunConfig) -> dict[str, Any]:
             "hang_timeout",
             "gradient_checkpointing",
             "torch_compile",
+            "deterministic",
             "offload",
             *DIVISION,
         },

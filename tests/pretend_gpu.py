@@ -14,7 +14,7 @@ the size of its result has to be known to the host, the host would wait for all 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,16 @@ WAITING = {
     *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
 }
 WIDENING = torch.ops.aten.mm.dtype
+# What CUDA refuses while torch.use_deterministic_algorithms is on, by torch's documentation. It names floating-point
+# cumsum too, which has raised nothing and repeated on a GPU with torch 2.11.
+NOT_REPEATED: dict[str, Callable[..., bool]] = {
+    "histc": lambda tensor, *_, **__: tensor.is_floating_point(),
+    "bincount": lambda _, weights=None, *__, **___: weights is not None,
+    "median": lambda _, *dim, **keys: bool(dim or keys),
+    "put": lambda *_, **__: True,
+    "scatter_reduce": lambda *given, **_: given[4] == "prod",
+    **dict.fromkeys(("kthvalue", "nll_loss_forward", "nll_loss2d_forward", "_ctc_loss"), lambda *_, **__: True),
+}
 JOINING = {"cat", "stack"}  # do not take a number of the CPU's beside tensors of the device
 active: Gpu | None = None
 
@@ -146,6 +156,8 @@ class Gpu(TorchFunctionMode):
         """Record what CUDA would do at this operation besides computing it. Raises RuntimeError where CUDA does."""
         name = func.overloadpacket.__name__.rstrip("_")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if torch.are_deterministic_algorithms_enabled() and NOT_REPEATED.get(name, _repeated)(*args, **kwargs):
+            raise RuntimeError(f"{name} does not have a deterministic implementation")
         if name in WAITING:
             self._wait(name)
         elif name in ("index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put"):
@@ -197,6 +209,10 @@ class Gpu(TorchFunctionMode):
     def _wait(self, name: str) -> None:
         self.graphs.wait(name)
         self.waits.append(f"{name} at {_place()}")
+
+
+def _repeated(*_: Any, **__: Any) -> bool:
+    return False
 
 
 def _place() -> str:

@@ -134,8 +134,12 @@ class TrainConfig(Section):
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, updates a third longer."""
     torch_compile: bool = False
-    """Compile the decoder layers by torch.compile when training starts; needs a C compiler. Hardly faster on a CPU;
-    not measured on a GPU."""
+    """Compile the decoder layers by torch.compile in the first update, for training and scoring; sampling runs
+    uncompiled. Needs a C compiler. Hardly faster on a CPU; not measured on a GPU."""
+    deterministic: bool = False
+    """Repeat a training bit for bit on a GPU, stopped and continued too, by PyTorch's deterministic kernels; needs
+    `rollout.engine = "transformers"` or `"recorded"`. Costs time: about an eighth of a small training on one H200. A
+    training may continue with another value. No effect on a CPU, which repeats without it."""
     sharding: Literal["none", "full", "hybrid"] = "none"
     """What each process holds of weights, gradients and optimizer state. `none`: all. `full`: an equal share; the
     weights of a layer are gathered while that layer computes. `hybrid`: a share within its machine, so that weights
@@ -185,6 +189,11 @@ class TrainConfig(Section):
         if self.sharding != "none" and self.torch_compile:
             raise ValueError(
                 f"sharding={self.sharding!r} with torch_compile=true: the two have not been run together; turn one off"
+            )
+        if self.deterministic and self.torch_compile:
+            raise ValueError(
+                "deterministic=true with torch_compile=true: what is compiled may differ from one start to the next; "
+                "turn one off"
             )
         needs_evaluation = {
             "load_best_model_at_end": self.load_best_model_at_end,

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.errors import ConfigError
 from grpo_core.model.capabilities import decoder, make_packable, plain_output_layer
-from grpo_core.model.compilation import compile_layers
+from grpo_core.model.compilation import compile_layers, compiled
 from grpo_core.model.float32_logits import gives_float32_logits
 from grpo_core.model.loading import adapter_dropouts
 from grpo_core.model.logprobs import chosen_logprobs
@@ -145,7 +145,7 @@ class Policy(nn.Module):
         float32 whatever the model's dtype; 0 past a completion's end. The entropy has a gradient only when asked to.
         """
         tokens, targets = inputs.tokens, inputs.targets
-        with self._checkpointing():
+        with self._checkpointing(), compiled():
             if self.output_layer is None:
                 logits = forward(self.model, input_ids=tokens.input_ids, use_cache=False).logits.flatten(0, 1)
                 logprobs, entropy = _logprobs_and_entropy(logits[tokens.predicts].float() / self.temperature, targets)

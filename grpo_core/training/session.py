@@ -78,7 +78,7 @@ def load_session(run: Path) -> Session:
     memory does not hold it together with gradients and optimizer state."""
     config, plan = load_config(run / run_files.CONFIG), load_plan(run / run_files.PLAN)
     expect(config.train.hang_timeout, phase_limits(config))
-    accelerator = start_processes(longest_wait(config))
+    accelerator = start_processes(longest_wait(config), deterministic=config.train.deterministic)
     if accelerator.distributed_type not in DATA_PARALLEL:
         raise TrainingError(
             f"Accelerate is configured for {accelerator.distributed_type.value}, and this training divides model and "
