@@ -56,6 +56,14 @@ JOINING = {"cat", "stack"}  # do not take a number of the CPU's beside tensors o
 active: Gpu | None = None
 
 
+def _widening(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """WIDENING, which a CPU does not have."""
+    return a.to(dtype) @ b.to(dtype)
+
+
+_widening._schema = WIDENING._schema  # type: ignore[attr-defined]
+
+
 class DeviceTensor(Tensor):
     """A tensor that says it is on the pretended device, in the CPU's memory."""
 
@@ -78,8 +86,8 @@ class DeviceTensor(Tensor):
         assert active is not None, "a tensor of the pretended device outlives it"
         active.check(func, args, kwargs)
         with no_dispatch():
-            # A CPU has no product whose results have another dtype.
-            result = args[0].float() @ args[1].float() if func is WIDENING else func(*args, **kwargs)
+            func = _widening if func is WIDENING else func
+            result = func(*args, **kwargs)
         active.graphs.ran(func, args, kwargs, result)
         return tree_map_only(Tensor, to_gpu, result)
 
