@@ -227,7 +227,7 @@ def _place() -> str:
     """The innermost line of the project outside of this file, as `file:line`."""
     for frame, line in traceback.walk_stack(None):
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT) and ".venv" not in path.parts and path != Path(__file__):
+        if path.is_relative_to(ROOT) and "site-packages" not in path.parts and path != Path(__file__):
             return f"{path.relative_to(ROOT)}:{line}"
     return "a library"
 
