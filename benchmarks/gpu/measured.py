@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.report import ON_GPU, PEAK_FLOPS, PRECISION, Report, Row, product_flops, real
+from benchmarks.gpu.report import MISSING, ON_GPU, PEAK_FLOPS, PRECISION, Report, Row, product_flops, real
 from benchmarks.side_ours import prompt_lengths, replayed, run_directory
 from benchmarks.workload import Workload, training_flops, write
 from grpo_core import run_files
@@ -255,6 +255,9 @@ def _peer(scratch: Path, report: Report, work: Workload, *tried: list[tuple[int,
         for rows, liger in settings:
             rows = min(rows, work.completions)
             name = f"TRL, {work.mode}, {rows} rows per pass{', Liger' if liger else ''}"
+            if liger and not ON_GPU:
+                report(Row(name, MISSING))
+                break
             if ON_GPU:
                 torch.cuda.reset_peak_memory_stats()
             values = {"precision": PRECISION, "rows": rows, "checkpointing": False, "liger": liger}

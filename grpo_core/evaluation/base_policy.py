@@ -54,7 +54,9 @@ def load_base(config: RunConfig, files: Mapping[str, Path], completion: int) -> 
     """Start the processes and load all that is needed to sample completions of up to `completion` tokens of the prompts
     in `files`, by set."""
     expect(config.train.hang_timeout, phase_limits(config))
-    processes = start_processes(longest_wait(config), deterministic=config.train.deterministic)
+    # vLLM, which samples in the evaluation after a training on a recording, has operations that could not be repeated.
+    repeated = config.train.deterministic and config.rollout.engine == "transformers"
+    processes = start_processes(longest_wait(config), deterministic=repeated)
     config = with_precision_of(config, processes.device).model_copy(update={"rollout": config.rollout.in_evaluation})
     shard = sharding(config.train, frozen=True) if processes.num_processes > 1 else None
     tokenizer = load_tokenizer(config.model)

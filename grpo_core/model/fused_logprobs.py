@@ -64,7 +64,7 @@ class FusedLogprobs(torch.autograd.Function):
             torch.mm(gradient, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 _add_product(grad_weight, gradient.T, hidden[part])
-            del logits, gradient  # before the next chunk's are made
+            del logits, gradient  # before there are those of the next chunk
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.model import float32_logits, logprobs
+from grpo_core.model import float32_logits, loading, logprobs
 from grpo_core.model.float32_logits import Float32Logits, gives_float32_logits
 from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.logprobs import divergence
@@ -18,7 +18,8 @@ from grpo_core.model.policy import Policy
 from grpo_core.model.precision import working_copy
 from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Request, Sampling
-from tests.conftest import make_model, make_tokenizer
+from grpo_core.training.session import load_session
+from tests.conftest import make_model, make_run, make_tokenizer
 from tests.grpo_core.model.exactness import distance
 from tests.grpo_core.model.test_models import MODELS, _sequences
 from tests.grpo_core.rollout.sampling import sampled
@@ -120,6 +121,16 @@ def test_sampled_log_probabilities_follow_exactly_from_the_states(engine: Transf
     exact = (torch.stack(states)[: len(drawn.ids)] @ head.weight.double().T).log_softmax(-1)
     expected = exact.gather(1, torch.tensor(drawn.ids)[:, None])[:, 0]
     assert (torch.tensor(drawn.logprobs).double() - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+def test_a_training_says_that_logits_are_rounded(
+    precision: str, values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setattr(loading, "make_logits_float32", lambda _: None)
+    values["train"]["mixed_precision"] = precision
+    load_session(make_run(tmp_path / "run", values))
+    assert ("logits are rounded to bfloat16" in capfd.readouterr().out) == (precision == "bf16")
 
 
 @pytest.mark.parametrize("chunk", [3, 100])

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from benchmarks.command import python_path
 from grpo_core.config.memory_bounds import chunk_tokens
 from grpo_core.model import fused_logprobs
+from grpo_core.model.float32_logits import float32_product
 from grpo_core.system.torch_releases import RELEASE
 
 # Relative, of values and of gradients. Logits of up to 200 are not rounded, but their gradient is, by Triton's
@@ -75,7 +77,7 @@ def test_only_products_and_one_kernel_each_way_pass_over_the_logits_on_a_gpu(int
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_products_on_a_gpu_have_matching_shapes_and_dtypes(
+def test_the_products_on_a_gpu_have_matching_shapes_and_dtypes_and_one_chunk_s_logits_at_a_time(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """On tensors without data; the kernels are left out."""
@@ -97,11 +99,21 @@ def test_the_products_on_a_gpu_have_matching_shapes_and_dtypes(
         def save_for_backward(self, *tensors: torch.Tensor) -> None:
             self.saved_tensors = tensors
 
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        assert all(before() is None for before in made), "the logits of two chunks are there together"
+        logits = float32_product(hidden, weight)
+        made.append(weakref.ref(logits))
+        return logits
+
+    monkeypatch.setattr(fused_logprobs, "float32_product", product)
     context = Context()
     hidden, weight = (torch.empty(count, 16, dtype=dtype, device="meta") for count in (21, 300))
     targets = torch.empty(21, dtype=torch.int64, device="meta")
     values = fused_logprobs.FusedLogprobs.forward(context, hidden, weight, targets, 0.7)
     gradients = fused_logprobs.FusedLogprobs.backward(context, values[0], None)
+    assert len(made) == 2 * 3
     assert [(x.shape, x.dtype) for x in values] == [((21,), torch.float32)] * 2
     assert [(x.shape, x.dtype) for x in gradients[:2] if x is not None] == [((21, 16), dtype), ((300, 16), dtype)]
 
