@@ -116,7 +116,7 @@ def measure(
             found = update(*arguments)
             _wait()
         seconds.append(time.perf_counter() - start)
-        compilations.append(sum(torch._dynamo.utils.counters["stats"].values()))
+        compilations.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         return found
 
     def prepared(policy: Policy, *arguments: Any) -> Any:
