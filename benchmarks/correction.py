@@ -1,6 +1,6 @@
 """Measures which sampling correction preserves the gradient, by length and staleness of the completions.
 
-    python -m benchmarks.correction [--samples 512] [--rounds 4]
+    python -m benchmarks.correction [--samples 512] [--rounds 4] [--tiny]
 
 A small recurrent policy samples completions of a fixed length and then moves: along the signs of its gradient, as
 AdamW's first steps do, until the KL divergence per token has the wanted value. The gradient of the moved policy is
@@ -15,21 +15,21 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from pathlib import Path
 from statistics import mean
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.command import parse
 from grpo_core.algorithm.losses import sampling_correction
 from grpo_core.config.algorithm import AlgorithmConfig
 
 VOCABULARY, HIDDEN = 32, 32
 LENGTHS = (32, 256, 1024)
+TINY = (8,)
 KLS = (1e-4, 1e-3, 1e-2)  # nats per token
 TRUTH = 8  # times as many completions for the true gradient
 MODES = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-RESULTS = Path(__file__).parent / "results" / "correction.json"
 
 
 class Policy(nn.Module):
@@ -107,9 +107,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=4, help="policies per row; default 4")
-    options = parser.parse_args()
+    options = parse(parser, writes=True)
     rows = []
-    for length in LENGTHS:
+    for length in TINY if options.tiny else LENGTHS:
         for kl in KLS:
             found = []
             for seed in range(options.rounds):
@@ -120,9 +120,8 @@ def main() -> None:
             )
             rows.append({"length": length, "kl_per_token": kl, "cosine": cosine, "length_along": along})
             print(json.dumps(rows[-1]), flush=True)
-    RESULTS.write_text(
-        json.dumps({"samples": options.samples, "rounds": options.rounds, "rows": rows}, indent=1) + "\n"
-    )
+    document = {"samples": options.samples, "rounds": options.rounds, "rows": rows}
+    (options.output / "correction.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Measures whether a curriculum learns from fewer samples: trains a recipe with each kind and with none, paired by
 seed.
 
-    python -m benchmarks.curriculum [half | most] [--seeds 3] [--output benchmarks/results/curriculum]
+    python -m benchmarks.curriculum [half | most] [--seeds 3] [--output FOLDER] [--tiny]
 
 Uses the quickstart's base and held-out sums. In the case `half`, half of the prompts are the quickstart's own, of two
 digits, and half have one or three, which this base never gets right; in the case `most`, four of five have three. A
 probe's samples count: the curve of an arm with a probe begins that much later. One training per core runs at a time,
-with one thread each. Writes OUTPUT.json after each training, and OUTPUT.png; by default, OUTPUT ends in -most for that
-case.
+with one thread each. Writes curriculum.json, or curriculum-most.json, after each training, and a picture at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -33,11 +32,10 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from benchmarks.command import ROOT, parse, python_path
 from grpo_core.config.files import dump_config, parse_config
 from grpo_core.planning.plan import make_plan, plan_inputs
 
-ROOT = Path(__file__).parents[1]
-RESULTS = Path("benchmarks/results")
 REACHED = 0.9  # share of the gain without a curriculum; samples until then are counted
 HALVED = "the band, probe, batches of half the size"  # about as many groups with a signal per update as with none
 BAND = {"kind": "band", "band": [0.1, 0.9]}
@@ -112,18 +110,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.curriculum", description="Curricula beside none.")
     parser.add_argument("case", nargs="?", choices=CASES, default="half")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    case = CASES[arguments.case]
-    output = arguments.output or RESULTS / ("curriculum" if arguments.case == "half" else "curriculum-most")
+    arguments = parse(parser, writes=True)
+    case, name = CASES[arguments.case], "curriculum" if arguments.case == "half" else "curriculum-most"
+    if arguments.tiny:
+        case = cut_down(case)
     for document in learn(case, range(arguments.seeds)):
-        output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    draw(case, document, output.with_suffix(".png"))
+        (arguments.output / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    draw(case, document, arguments.output / f"{name}.png")
+
+
+def cut_down(case: Case) -> Case:
+    """Make a case so small that it shows only that it runs."""
+    arms = dict([*case.arms.items()][:2])
+    sizes = {"prompts": 24, "out_of_reach": 12, "held_out": 8, "completions": 16, "updates": 4, "evaluations": 2}
+    return replace(case, arms=arms, **sizes)
 
 
 def learn(case: Case, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Yield, after each training, all trainings so far and their differences to the one without a curriculum."""
-    subprocess.run([sys.executable, "-m", "examples.arithmetic.make"], check=True, cwd=ROOT)
+    _python("examples.arithmetic.make")
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
         trainings = [
@@ -227,7 +232,7 @@ def _make_run(run: Path, case: Case, curriculum: dict[str, Any], seed: int, batc
     config = parse_config(values)
     (run / "dataset").mkdir(parents=True)
     for name, rows in (("train", case.prompts - case.out_of_reach), ("eval", case.held_out)):
-        prompts = pl.read_parquet(ROOT / values["data"][name]).head(rows)
+        prompts = pl.read_parquet(values["data"][name]).head(rows)
         if name == "train":
             prompts = pl.concat([prompts, _other_sums(case.out_of_reach, case.digits)])
         prompts.write_parquet(run / "dataset" / f"{name}.parquet")
@@ -244,9 +249,9 @@ def _other_sums(count: int, digits: Sequence[int]) -> pl.DataFrame:
 
 
 def _python(module: str, *arguments: object) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", module, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
 

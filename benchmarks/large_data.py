@@ -25,6 +25,8 @@ import polars as pl
 import pyarrow.parquet as pq
 import tomli_w
 
+from benchmarks.command import ROOT, python_path
+
 HELD_OUT = 500
 CHUNK = 100_000
 NAME = "large"
@@ -74,7 +76,7 @@ def measured(command: list[str], folder: Path) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-c", code, sys.executable, "-m", "flows.cli.main", *command],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT)},
         capture_output=True,
         text=True,
         check=False,

@@ -1,14 +1,15 @@
 """Measures after how many updates a training notices that its engine gets no more weights; others must not be stopped.
 
-    python -m benchmarks.lost_weights [ENGINE PRECISION]
+    python -m benchmarks.lost_weights [ENGINE [PRECISION]] [--tiny]
 
 For each engine, precision and learning rate: AdamW updates of a random Qwen2 of half a million parameters on one
 rollout with random advantages, each followed by the hand-over and its check; once unchanged, once with a hand-over that
-does nothing. Without arguments, measures all pairs of engine and precision, each in a process of its own.
+does nothing. Pairs of engine and precision are measured in a process each.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import itertools
 import logging
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from unittest import mock
 
+from benchmarks.command import parse
 from tests.conftest import config_values, make_model, make_run
 
 Name = Literal["copy", "vllm-shared", "vllm", "vllm-lora", "vllm-server", "vllm-server-lora"]
@@ -152,15 +154,19 @@ def _engine_made_as(engine: Name, run: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    if len(sys.argv) == 1:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("engine", nargs="?", choices=get_args(Name), help="default: each")
+    parser.add_argument("precision", nargs="?", choices=PRECISIONS, help="default: each")
+    options = parse(parser)
+    if options.precision is None:
         print("| engine | precision | learning rate | movement per update | largest drift | stopped | stopped, lost |")
         print("|---|---|---|---|---|---|---|", flush=True)
-        for pair in itertools.product(get_args(Name), PRECISIONS):
-            subprocess.run([sys.executable, "-m", "benchmarks.lost_weights", *pair], check=True)
+        engines, further = [options.engine] if options.engine else get_args(Name), ["--tiny"] * options.tiny
+        for pair in itertools.product(engines, PRECISIONS):
+            subprocess.run([sys.executable, "-m", "benchmarks.lost_weights", *pair, *further], check=True)
         return
-    engine, precision = sys.argv[1:]
     with tempfile.TemporaryDirectory() as scratch:
-        for row in measure(engine, precision, Path(scratch)):  # type: ignore[arg-type]
+        for row in measure(options.engine, options.precision, Path(scratch), 2 if options.tiny else UPDATES):
             cells = [f"{cell:.1e}" if isinstance(cell, float) else str(cell) for cell in asdict(row).values()]
             print(f"| {' | '.join(cells)} |", flush=True)
 

@@ -121,7 +121,8 @@ def write_run(folder: Path, keys: dict[str, Any], silent: bool) -> None:
         name: {key: keys[key] for key in keys if key in section.model_fields} for name, section in sections.items()
     }
     values["rollout"]["engine"] = "transformers"
-    rewards = [{"function": "parity_cases:digits"}, {"function": "parity_cases:brevity", "weight": 0.5}]
+    rewards: list[dict[str, Any]] = [{"function": f"{__name__}:{each.__name__}"} for each in (digits, brevity)]
+    rewards[1]["weight"] = 0.5
     data = {"train": "train.parquet", "eval": "eval.parquet"}
     model = {"name_or_path": str(folder / "model")}
     config = parse_config({"name": "parity", "model": model, "data": data, "rewards": rewards, **values})

@@ -1,6 +1,6 @@
 """Trains the same rollouts by TRL's GRPOTrainer and by grpo_core: compares gradients, losses, advantages and weights.
 
-    python benchmarks/parity_trl.py [--only WORD] [--output parity.json]      (needs requirements/bench.txt)
+    python -m benchmarks.parity_trl [--only WORD] [--output parity.json]      (needs requirements/bench.txt)
 
 grpo_core samples and trains an epoch of small rollouts. TRL gets the sampled tokens and their log-probabilities instead
 of generating, and the order in which a rollout's rows are trained. Everything else is each side's own: tokenization,
@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,13 +32,14 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
-from parity_cases import BASE, BY_DESIGN, CASES, brevity, digits, write_model, write_run  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
 
+from benchmarks.parity_cases import BASE, BY_DESIGN, CASES, brevity, digits, write_model, write_run  # noqa: E402
 from grpo_core.data.order import rollout_prompts, training_order  # noqa: E402
 from grpo_core.planning.plan import Plan  # noqa: E402
 from grpo_core.rollout.types import Completion, Finished, Rollout  # noqa: E402
+from grpo_core.training.log import TrainingLog  # noqa: E402
 from grpo_core.training.loop import advance  # noqa: E402
 from grpo_core.training.session import load_session  # noqa: E402
 from grpo_core.training.state import TrainingState  # noqa: E402
@@ -171,7 +171,8 @@ def train_here(run: Path, share_prompts: bool) -> tuple[Trained, Kept]:
         for step in generate(*arguments):
             yield [(number, disturbed(number, completions)) for number, completions in step]
 
-    records: Any = SimpleNamespace(completions=lambda step, rollout, samples: rollouts.append(rollout))
+    records: Any = mock.create_autospec(TrainingLog, instance=True)
+    records.completions.side_effect = lambda step, rollout, samples: rollouts.append(rollout)
     state = TrainingState(tokens_per_pass=session.memory.tokens, entropy_coef=session.config.algorithm.entropy_coef)
     with recorded(session.model, trained), mock.patch.object(session.engine, "generate", noisy):
         while state.updates < plan.max_steps:

@@ -33,7 +33,8 @@ def draw(document: dict[str, Any], path: Path) -> None:
     axes.set_xlim(0, max(max(case["ratios"].values()) for case in cases) * 1.12)
     axes.set_xlabel("times as fast as TRL (memory: TRL's over ours)")
     device = f"{document['hardware']}, no GPU" if "cores" in document["hardware"] else document["hardware"]
-    axes.set_title(f"grpo-flows beside TRL {document['packages']['trl']} on {device}", fontsize=11)
+    versions = ", ".join(sorted({case["packages"]["trl"] for case in cases}))
+    axes.set_title(f"grpo-flows beside TRL {versions} on {device}", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", frameon=False)
     figure.savefig(path, dpi=110)

@@ -19,7 +19,7 @@ from examples.guess import curve as guess
 from examples.mixed import curve as mixed
 from grpo_core.config.files import load_config
 
-RECORD = Path(__file__).parent / "results" / "recipe-curves.json"
+RECORD = Path("benchmarks", "results", "recipe-curves.json")
 IMAGES = Path("docs", "images")
 RUNS = Path("storage", "runs")
 DIGITS = 5  # of a figure in the record

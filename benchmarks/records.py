@@ -1,6 +1,6 @@
 """Measures what rollouts, figures and traces cost a training: seconds of the trainer, CPU time of the flow's process.
 
-    python -m benchmarks.records [--seconds 60]
+    python -m benchmarks.records [--seconds 60] [--tiny]
 
 A real training writes its files, while another process follows them as a flow's does, and sends figures and traces to
 MLflow's SQLite file. The trainer's part is timed within the steps with which it is compared, so that other work on the
@@ -28,14 +28,14 @@ from unittest import mock
 
 import psutil
 
-from benchmarks.cases import TINY
+from benchmarks.cases import TINY, tiny
+from benchmarks.command import parse
 from benchmarks.side_ours import run_directory
 from benchmarks.vs_trl import hardware
 from benchmarks.workload import Workload, write
 
 CASES = {"tiny, 0.8M": TINY}
 PRECISION = {"precision": "no"}
-RESULT = Path(__file__).parent / "results" / "records.json"
 WARM_UP = 3  # steps that are not counted
 FEWEST = 12  # counted steps
 
@@ -44,13 +44,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.records", description="What records cost a training.")
     parser.add_argument("--seconds", type=float, default=60.0, help="that each training takes, about")
     parser.add_argument("--follow", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parse(parser, writes=True)
     if arguments.follow:
         follow(arguments.follow)
         return
     cases, load = [], os.getloadavg()[0]
     for name, workload in CASES.items():
-        found = measure(workload, arguments.seconds)
+        workload = tiny(workload) if arguments.tiny else workload
+        found = measure(workload, 0.0 if arguments.tiny else arguments.seconds)
         cases.append({"case": name, "workload": asdict(workload), **found})
         print(
             f"{name}: a step takes {1e3 * found['step_seconds']:.0f} ms, of which the trainer writes for "
@@ -60,7 +61,7 @@ def main() -> None:
             f"of which traces {1e3 * found['traces_cpu_seconds']:.2f} ms ({found['traces_share']:.2%} of one core)"
         )
     about = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "hardware": hardware(), "load_before": load}
-    RESULT.write_text(json.dumps({**about, "cases": cases}, indent=1) + "\n")
+    (arguments.output / "records.json").write_text(json.dumps({**about, "cases": cases}, indent=1) + "\n")
 
 
 def measure(workload: Workload, seconds: float) -> dict[str, float]:

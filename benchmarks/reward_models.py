@@ -1,13 +1,14 @@
 """Trains the dialogue recipe against two reward models: the reward rises with both, correct answers only with one.
 
     python -m examples.dialogue.make
-    python -m benchmarks.reward_models
+    python -m benchmarks.reward_models [--tiny]
 
 Skips runs that are trained already, and prints how many held-out answers help. `recipe_curves` draws the picture.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -18,17 +19,21 @@ from typing import Any
 
 import polars as pl
 
+from benchmarks.command import parse
 from examples.dialogue.make import helpful
 from tasks.rendering.drawing import GREEN, RED, Points, plot, png, series
 
 EXAMPLE = Path("storage", "examples", "dialogue")
 RUNS = {"dialogue": "good reward model", "gamed": "weak reward model"}
 WEAK = ["--set", "name=gamed", "--set", f"rewards.0.args.model={EXAMPLE / 'weak-reward-model'}"]
+TINY = ["--set", "train.max_steps=1", "--set", "train.per_device_train_batch_size=8", "--set", "train.warmup_steps=0"]
 
 
 def main() -> None:
+    options = parse(argparse.ArgumentParser(description=str(__doc__).partition("\n")[0]))
     for changes in ([], WEAK):
-        subprocess.run([sys.executable, "-m", "flows.cli.main", "run", "configs/dialogue.toml", *changes], check=True)
+        further = [*changes, *(TINY if options.tiny else [])]
+        subprocess.run([sys.executable, "-m", "flows.cli.main", "run", "configs/dialogue.toml", *further], check=True)
     print(*map(report, RUNS), sep="\n")
 
 

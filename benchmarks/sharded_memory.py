@@ -1,6 +1,6 @@
 """Compares the simulated memory of a sharded update with the forecast. Every tensor is made, but none has memory.
 
-    python -m benchmarks.sharded_memory [--models 7B 14B] [--gpus 8 16]
+    python -m benchmarks.sharded_memory [--models 7B 14B] [--gpus 8 16] [--tiny]
 
 The sharding, the policy's pass and AdamW are the training's own. The tensors are torch's FakeTensors, the process group
 is torch's `fake` one, and torch's FSDPMemTracker counts what FSDP2 holds at the peak. GPU kernels of the output layer
@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from benchmarks.command import parse
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.model import fused_logprobs, logprobs, parallelize
@@ -101,7 +102,7 @@ def _peak_of_update(model: dict[str, Any], config: RunConfig) -> dict[str, int]:
 
 @contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
-    """Compute as on a GPU: flash attention over sequences, and kernels that overwrite logits in place. Offloaded
+    """Compute as on a GPU: flash attention over sequences, and kernels that write gradients over logits. Offloaded
     tensors go to another device, which is not counted."""
 
     def packed(model: Any, kinds: Any, **_: Any) -> tuple[str, str]:
@@ -111,11 +112,14 @@ def _as_on_a_gpu() -> Iterator[None]:
     def statistics(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
         return torch.empty(4, len(targets))
 
-    nothing: dict[str, Any] = {"_overwrite_by_gradient": lambda *_: None, "_add_product": lambda *_: None}
+    def product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.empty(len(hidden), len(weight))
+
+    nothing: dict[str, Any] = {"_compute_gradient": lambda *_: None, "_add_product": lambda *_: None}
     with (
         mock.patch.object(logprobs, "FUSED", ("cpu",)),
         mock.patch.object(optimizers, "HOST", torch.device("meta")),
-        mock.patch.multiple(fused_logprobs, _statistics=statistics, **nothing),
+        mock.patch.multiple(fused_logprobs, float32_product=product, _statistics=statistics, **nothing),
         mock.patch.multiple(policies, make_packable=packed, plain_output_layer=lambda it: it.get_output_embeddings()),
     ):
         yield
@@ -137,13 +141,14 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="sizes of Qwen2.5")
     parser.add_argument("--gpus", nargs="+", type=int, default=GPUS, help="processes that share a model")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     print("model   GPUs  activations  moments  simulated GiB  forecast GiB  ratio")
     for size in arguments.models:
+        model = QWEN[size] | ({"num_hidden_layers": 1} if arguments.tiny else {})
         for processes in arguments.gpus:
             for recomputed, offload in ((False, "none"), (True, "none"), (True, "optimizer")):
-                found = simulated(QWEN[size], processes, recomputed=recomputed, offload=offload)["Total"]
-                expected = forecast(QWEN[size], processes, recomputed=recomputed, offload=offload)
+                found = simulated(model, processes, recomputed=recomputed, offload=offload)["Total"]
+                expected = forecast(model, processes, recomputed=recomputed, offload=offload)
                 how, where = "recomputed" if recomputed else "kept", "GPU" if offload == "none" else "host"
                 figures = f"{found / GIB:13.1f} {expected / GIB:13.1f} {expected / found:6.2f}"
                 print(f"{size:6} {processes:5}  {how:11}  {where:7} {figures}", flush=True)

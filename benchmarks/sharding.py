@@ -1,6 +1,6 @@
 """Compares a sharded training with one whose processes hold the whole model: memory, seconds and bytes on this machine.
 
-    python -m benchmarks.sharding [--processes 2] [--turns 3] [--rounds 2]
+    python -m benchmarks.sharding [--processes 2] [--turns 3] [--rounds 2] [--tiny]
 
 Both do the same updates on the same stored completions; the sides take turns (A B B A), each time in new processes.
 Prints medians over all processes and turns, and the ratio of sharded to whole.
@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.cases import tiny
+from benchmarks.command import parse
 from benchmarks.side_ours import run_directory
 from benchmarks.vs_trl import ROOT, busy_share, environment, hardware
 from benchmarks.workload import Workload, write
@@ -74,20 +76,21 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--turns", type=int, default=3, help="updates per round and side that count")
     parser.add_argument("--rounds", type=int, default=2)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
+    workload = tiny(MEASURED) if arguments.tiny else MEASURED
     print(f"{arguments.processes} processes on {hardware()}; others take {busy_share():.0%} of the processors' time")
     found: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "workload")
-        write(MEASURED, folder)
+        write(workload, folder)
         for number in range(arguments.rounds):
             for side in SIDES if number % 2 == 0 else reversed(SIDES):
                 run = Path(scratch, f"{side}-{number}")
                 settings = {"precision": "no", "processes": arguments.processes, "sharding": SIDES[side]}
-                run_directory(MEASURED, folder, run, settings)
+                run_directory(workload, folder, run, settings)
                 found[side] += figures(folder, run, arguments.processes, arguments.turns)
     parameters = found["whole"][0]["parameters"]
-    print(f"{parameters / 1e6:.0f} million parameters, {MEASURED.completions} completions per update, float32")
+    print(f"{parameters / 1e6:.0f} million parameters, {workload.completions} completions per update, float32")
     report(found)
 
 

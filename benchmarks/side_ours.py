@@ -3,7 +3,7 @@
     python -m benchmarks.side_ours FOLDER SETTINGS RESULT
 
 SETTINGS is JSON: `precision` ("no" or "bf16"); `engine`, `seed`, `processes` and `sharding`, by default "transformers",
-0, 1 and "none".
+0, 1 and "none"; `keys`, further keys of the configuration, such as {"train.save_steps": 1}.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,57 +24,78 @@ from transformers import AutoTokenizer
 
 from benchmarks.clock import Clock
 from benchmarks.workload import Workload, read, reward
+from grpo_core.planning.shapes import PromptLengths
 
 
 def run_directory(workload: Workload, folder: Path, run: Path, settings: dict[str, Any]) -> None:
     """Make a run directory as the stages validate and plan leave it."""
     from grpo_core.config.files import dump_config, parse_config
+    from grpo_core.planning.hardware import find_gpu
     from grpo_core.planning.plan import make_plan, plan_inputs
+    from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
 
     num_prompts = pq.read_metadata(folder / "prompts.parquet").num_rows
     replay = workload.mode == "replay"
-    config = parse_config(
-        {
-            "name": "benchmark",
-            "seed": settings.get("seed", 0),
-            "model": {"name_or_path": str(folder / "model")},
-            "data": {"train": str(folder / "prompts.parquet"), "eval": str(folder / "prompts.parquet")},
-            "rewards": [{"function": f"{reward(workload).__module__}:{reward(workload).__name__}"}],
-            "rollout": {
-                "engine": settings.get("engine", "transformers"),
-                "num_generations": workload.group,
-                "max_completion_length": workload.completion,
-            },
-            # Stored completions were not sampled from the policy, so there is nothing to correct.
-            "algorithm": {"vllm_importance_sampling_correction": not replay},
-            "train": {
-                "mixed_precision": settings["precision"],
-                "num_processes": settings.get("processes", 1),
-                "sharding": settings.get("sharding", "none"),
-                "offload": settings.get("offload", "none"),
-                "per_device_train_batch_size": workload.completions // settings.get("processes", 1),
-                "max_steps": workload.steps,
-                "learning_rate": 1e-4,
-                "lr_scheduler_type": "constant",
-            },
-        }
-    )
+    values: dict[str, Any] = {
+        "name": "benchmark",
+        "seed": settings.get("seed", 0),
+        "model": {"name_or_path": str(folder / "model")},
+        "data": {"train": str(folder / "prompts.parquet"), "eval": str(folder / "prompts.parquet")},
+        "rewards": [{"function": f"{reward(workload).__module__}:{reward(workload).__name__}"}],
+        "rollout": {
+            "engine": settings.get("engine", "transformers"),
+            "num_generations": workload.group,
+            "max_completion_length": workload.completion,
+        },
+        # Stored completions were not sampled from the policy, so there is nothing to correct.
+        "algorithm": {"vllm_importance_sampling_correction": not replay},
+        "train": {
+            "mixed_precision": settings["precision"],
+            "num_processes": settings.get("processes", 1),
+            "sharding": settings.get("sharding", "none"),
+            "offload": settings.get("offload", "none"),
+            "per_device_train_batch_size": workload.completions // settings.get("processes", 1),
+            "max_steps": workload.steps,
+            "learning_rate": 1e-4,
+            "lr_scheduler_type": "constant",
+        },
+    }
+    for key, value in settings.get("keys", {}).items():
+        section, _, name = key.partition(".")
+        values[section][name] = value
+    config = parse_config(values)
     (run / "dataset").mkdir(parents=True)
     (run / "dataset" / "train.parquet").symlink_to(folder / "prompts.parquet")
     (run / "config.toml").write_text(dump_config(config))
-    (run / "plan.json").write_text(json.dumps({"plan": asdict(make_plan(plan_inputs(config, num_prompts)))}))
+    plan = with_tokens_per_pass(
+        config, make_plan(plan_inputs(config, num_prompts)), prompt_lengths(workload), find_gpu()
+    )
+    (run / "plan.json").write_text(json.dumps({"plan": asdict(plan)}))
+
+
+def prompt_lengths(workload: Workload) -> PromptLengths:
+    """Lengths of the workload's prompts, as the plan takes them."""
+    low, high = workload.prompt_lengths
+    return PromptLengths((low + high) / 2, high, "by the workload")
 
 
 @contextmanager
 def replayed(workload: Workload, folder: Path) -> Iterator[None]:
-    """Make the engine return the stored completions, if there are any, instead of sampling."""
-    from grpo_core.rollout.transformers_engine import TransformersEngine
+    """Make generation batches of the stored completions, if there are any. The engine answers all other requests, such
+    as those of the probe."""
+    from grpo_core.rollout.collect import collect
+    from grpo_core.training import roll_out
 
     if workload.mode != "replay":
         yield
         return
-    answer = stored(folder)
-    with mock.patch.object(TransformersEngine, "generate", lambda _, *arguments: answer(*arguments)):
+    engine = SimpleNamespace(generate=stored(folder))
+
+    def collect_stored(*arguments: Any) -> Any:
+        index, config, plan, prompts, scoring, _, *more = arguments
+        return collect(index, config, plan, prompts, scoring, engine, *more)
+
+    with mock.patch.object(roll_out, "collect", collect_stored):
         yield
 
 

@@ -29,6 +29,7 @@ from torch import distributed as dist
 from benchmarks.side_ours import stored
 from grpo_core.rollout.collect import collect
 from grpo_core.rollout.types import Rollout
+from grpo_core.system.torch_releases import GATHER, REDUCE
 from grpo_core.training import session as sessions
 from grpo_core.training.batch import update_batch
 from grpo_core.training.roll_out import compute_logprobs
@@ -46,7 +47,7 @@ def measured(folder: Path, run: Path, turns: int, tokens: int | None = None) -> 
     `sent`: bytes of an update that come from other processes, by kind. `tokens`: per pass, at most.
     """
     figures: dict[str, Any] = {"peak": 0, "updates": [], "scorings": []}
-    load, engine = sessions.load_model, SimpleNamespace(generate=stored(folder))
+    load, engine = sessions.load_model, SimpleNamespace(generate=stored(folder), notes=[])
 
     def watched(*arguments: Any, **keys: Any) -> Any:
         with _most_anonymous() as readings:
@@ -129,8 +130,8 @@ def _counted() -> Iterator[Counter[str]]:
     processes = dist.get_world_size() if dist.is_initialized() else 1
     # An all-reduce sends every byte twice: for the sum, and as the sum.
     times = {
-        "all_gather_single": ("gathered", 1),
-        "reduce_scatter_single": ("reduced", 1),
+        GATHER: ("gathered", 1),
+        REDUCE: ("reduced", 1),
         "all_reduce": ("reduced", 2),
     }
     with ExitStack() as stack:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.side_trl FOLDER SETTINGS RESULT
 
-SETTINGS is JSON: `precision` ("no" or "bf16"), `rows` (per_device_train_batch_size), `checkpointing`; `engine` and
-`seed`, by default "transformers" and 0.
+SETTINGS is JSON: `precision` ("no" or "bf16"), `rows` (per_device_train_batch_size), `checkpointing`; `engine`, `seed`
+and `liger` (Liger's kernels), by default "transformers", 0 and false.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def configuration(workload: Workload, settings: dict[str, Any], output: str) -> 
         vllm_mode="colocate",
         bf16=settings["precision"] == "bf16",
         gradient_checkpointing=settings["checkpointing"],
+        use_liger_kernel=settings.get("liger", False),
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=workload.completions // rows,
         num_generations=workload.group,

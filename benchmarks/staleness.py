@@ -1,11 +1,11 @@
 """Measures whether sampling ahead is faster, and whether it learns as well.
 
-    python -m benchmarks.staleness --simulate     # updates per hour over max_staleness; JSON and a picture in results/
+    python -m benchmarks.staleness --simulate     # updates per hour over max_staleness; JSON and a picture
     python -m benchmarks.staleness --real         # real trainings and a vLLM server on this CPU, beside the simulation
     python -m benchmarks.staleness --learn quickstart maths   # held-out reward by max_staleness and seed
 
-On two cores, `--simulate` takes half a minute, `--real` about ten minutes, and `--learn` a minute or two per recipe,
-seed and `max_staleness`.
+Writes into benchmarks/results. On two cores, `--simulate` takes half a minute, `--real` about ten minutes, and
+`--learn` a minute or two per recipe, seed and `max_staleness`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.command import parse
 from grpo_core.planning.sampling_ahead import Group, Speed, simulate
 
-RESULTS = Path(__file__).parent / "results"
 AHEAD = range(9)
 GROUP, PROMPTS, BATCHES = 8, 32, 40
 SLOTS = 256
@@ -54,45 +54,47 @@ LENGTHS: dict[str, Callable[[random.Random], list[tuple[int, float]]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--simulate", action="store_true", help="writes results/staleness-simulated.json and .png")
+    what.add_argument("--simulate", action="store_true", help="writes staleness-simulated.json and .png")
     what.add_argument(
-        "--real", action="store_true", help="writes results/staleness-real.json, or staleness-real-2-servers.json"
+        "--real", action="store_true", help="writes staleness-real.json, or staleness-real-2-servers.json"
     )
-    what.add_argument("--learn", nargs="+", metavar="RECIPE", help="writes results/staleness-learning.json and .png")
+    what.add_argument("--learn", nargs="+", metavar="RECIPE", help="writes staleness-learning.json and .png")
     parser.add_argument("--ahead", type=int, nargs="+", default=[0, 1, 2, 4], help="max_staleness; default 0 1 2 4")
     parser.add_argument("--updates", type=int, help="per training; default 12 with --real, else the recipe's")
     parser.add_argument("--seeds", type=int, default=3, help="--learn; default 3")
     parser.add_argument("--judge-seconds", type=float, default=2.0, help="--real: of the reward; default 2")
     parser.add_argument("--servers", type=int, default=1, help="--real; default 1")
-    options = parser.parse_args()
+    options = parse(parser, writes=True)
     if options.simulate:
-        document = simulated()
-        draw(document, RESULTS / "staleness-simulated.png")
-        write("simulated", document)
+        document = simulated(1 if options.tiny else BATCHES)
+        draw(document, options.output / "staleness-simulated.png")
+        write("simulated", document, options.output)
     elif options.real:
         from benchmarks.staleness_real import measure
 
         name = f"real-{options.servers}-servers" if options.servers > 1 else "real"
-        write(name, measure(options.ahead, options.updates or 12, options.judge_seconds, options.servers))
+        updates = options.updates or 12
+        document = measure(options.ahead, updates, options.judge_seconds, options.servers, options.tiny)
+        write(name, document, options.output)
     else:
         from benchmarks.staleness_learning import learn
 
         for document in learn(options.learn, options.ahead, options.seeds, options.updates):
-            write("learning", document)
-            draw_learning(document, RESULTS / "staleness-learning.png")
+            write("learning", document, options.output)
+            draw_learning(document, options.output / "staleness-learning.png")
 
 
-def write(name: str, document: dict[str, Any]) -> None:
-    (RESULTS / f"staleness-{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+def write(name: str, document: dict[str, Any], folder: Path) -> None:
+    (folder / f"staleness-{name}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
-def simulated() -> dict[str, Any]:
+def simulated(batches: int) -> dict[str, Any]:
     """Simulate updates per hour, waiting and staleness for each distribution of lengths, number of servers and
     max_staleness."""
     found = []
     for name, length in LENGTHS.items():
         source = random.Random(0)
-        groups: list[Group] = [[length(source) for _ in range(GROUP)] for _ in range(PROMPTS * BATCHES)]
+        groups: list[Group] = [[length(source) for _ in range(GROUP)] for _ in range(PROMPTS * batches)]
         for servers in SERVERS:
             for most in AHEAD:
                 run = simulate(groups, PROMPTS, most, servers, SLOTS, SPEED, prompt_tokens=200)
@@ -107,7 +109,7 @@ def simulated() -> dict[str, Any]:
                         "oldest_group": run.max_staleness,
                     }
                 )
-    assumed = {"speed": vars(SPEED), "prompts": PROMPTS, "completions_per_prompt": GROUP, "batches": BATCHES}
+    assumed = {"speed": vars(SPEED), "prompts": PROMPTS, "completions_per_prompt": GROUP, "batches": batches}
     return {"assumed": assumed | {"slots": SLOTS}, "simulated": found}
 
 

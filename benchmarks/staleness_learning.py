@@ -30,6 +30,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from benchmarks.command import ROOT, python_path
 from grpo_core.algorithm import losses
 from grpo_core.config.files import dump_config, parse_config
 from grpo_core.data.order import derive_seed
@@ -39,7 +40,6 @@ from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.training import loop, session
 
-ROOT = Path(__file__).parents[1]
 SPREAD = 1.0  # standard deviation of the logarithm of a group's time per token
 UPDATE = 0.5  # duration of an update, as a share of the longest completion's at the median time per token
 EVALUATIONS = 8  # per training
@@ -77,6 +77,7 @@ class VirtualServers:
     def __init__(self, model: nn.Module, tokenizer: Any, max_length: int, update_time: float):
         self.model, self.update_time = copy.deepcopy(model), update_time
         self.engine = TransformersEngine(self.model, tokenizer, max_length)
+        self.notes = self.engine.notes
         self.now, self.version = 0.0, 0
         self.has_trained = False
         self.begun: dict[int, _Begun] = {}  # by seed
@@ -173,7 +174,8 @@ def learn(recipes: Sequence[str], most: Sequence[int], seeds: int, updates: int 
         for recipe in recipes:
             values = tomllib.loads((ROOT / "configs" / f"{recipe}.toml").read_text())
             inputs = Path(values["data"]["train"]).parent
-            subprocess.run([sys.executable, "-m", f"examples.{inputs.name}.make"], check=True, cwd=ROOT)
+            make = [sys.executable, "-m", f"examples.{inputs.name}.make"]
+            subprocess.run(make, check=True, env={**os.environ, "PYTHONPATH": python_path(ROOT)})
             for seed in range(seeds):
                 for number in most:  # one seed after the other, so that an interrupted run has complete pairs
                     run = _make_run(Path(scratch, f"{recipe}-{seed}-{number}"), values, number, seed, updates)
@@ -228,7 +230,7 @@ def _make_run(run: Path, recipe: Mapping[str, Any], most: int, seed: int, update
     config = parse_config(values)
     (run / "dataset").mkdir(parents=True)
     for name in ("train", "eval"):
-        shutil.copy(ROOT / values["data"][name], run / "dataset" / f"{name}.parquet")
+        shutil.copy(values["data"][name], run / "dataset" / f"{name}.parquet")
     import pyarrow.parquet as pq
 
     plan = make_plan(plan_inputs(config, pq.read_metadata(run / "dataset" / "train.parquet").num_rows))
@@ -238,14 +240,13 @@ def _make_run(run: Path, recipe: Mapping[str, Any], most: int, seed: int, update
 
 
 def _train(run: Path) -> dict[str, Any]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.staleness_learning", str(run)],
         env=environment,
         capture_output=True,
         text=True,
-        cwd=ROOT,
     )
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)

@@ -23,6 +23,7 @@ from typing import Any
 
 import polars as pl
 
+from benchmarks.command import ROOT, python_path
 from grpo_core.config.files import load_config
 from grpo_core.planning.ahead_forecast import CPU_SLOTS, EarlierSampling, advise, fit_speed
 from grpo_core.planning.plan import load_plan
@@ -31,7 +32,6 @@ from tasks.data.earlier_sampling import earlier_sampling
 from tests.conftest import config_values, make_model, make_run
 from tests.serving import free_ports, policy_server
 
-ROOT = Path(__file__).parents[1]
 GROUP, PROMPTS = 2, 16
 VOCABULARY, LONGEST = 24, 160  # tokens: completions of 24 in the mean
 STEP_SECONDS = 0.08  # for which each step of the server sleeps
@@ -74,18 +74,19 @@ loop.train(run, run / "training")
 """
 
 
-def measure(most: list[int], updates: int, judge_seconds: float, servers: int) -> dict[str, Any]:
+def measure(most: list[int], updates: int, judge_seconds: float, servers: int, tiny: bool) -> dict[str, Any]:
     """Measure the seconds of each training, real and simulated, by `max_staleness`; 0 comes first."""
+    step_seconds, longest, before = (0.0, 8, 1) if tiny else (STEP_SECONDS, LONGEST, WARM_UP)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch)
-        os.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{ROOT}"  # of trainings and servers
+        os.environ["PYTHONPATH"] = python_path(folder, ROOT)  # of trainings and servers
         (folder / "judges.py").write_text(JUDGE.format(seconds=judge_seconds))
-        (folder / "slow.py").write_text(SLOW.format(seconds=STEP_SECONDS))
+        (folder / "slow.py").write_text(SLOW.format(seconds=step_seconds))
         sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "initializer_range": 0.02, "max_position_embeddings": 256}
         model = make_model(folder / "model", **sizes)
         ports = free_ports(servers)
-        warm_up = _run(folder / "warm-up", max(most), model, WARM_UP, ports)
-        runs = {number: _run(folder / f"run-{number}", number, model, updates, ports) for number in most}
+        warm_up = _run(folder / "warm-up", max(most), model, before, longest, ports)
+        runs = {number: _run(folder / f"run-{number}", number, model, updates, longest, ports) for number in most}
         for port in ports:
             log, slow = folder / f"server-{port}.log", ("--logits-processors", "slow:Slow")
             stack.enter_context(policy_server(warm_up / "config.toml", port, log, *slow))
@@ -93,7 +94,7 @@ def measure(most: list[int], updates: int, judge_seconds: float, servers: int) -
         for number, run in runs.items():
             _train(run, folder)
             print(f"max_staleness {number}: {_seconds(run):.1f} s for {updates} updates", flush=True)
-        conditions = {"step_sleeps_seconds": STEP_SECONDS, "judge_sleeps_seconds": judge_seconds}
+        conditions = {"step_sleeps_seconds": step_seconds, "judge_sleeps_seconds": judge_seconds}
         return conditions | {"load_average": os.getloadavg()[0], **compare(runs, servers)}
 
 
@@ -114,11 +115,11 @@ def compare(runs: dict[int, Path], servers: int) -> dict[str, Any]:
     }
 
 
-def _run(run: Path, most: int, model: Path, updates: int, ports: list[int]) -> Path:
+def _run(run: Path, most: int, model: Path, updates: int, longest: int, ports: list[int]) -> Path:
     keys: dict[str, Any] = {
         "engine": "vllm-server",
         "num_generations": GROUP,
-        "max_completion_length": LONGEST,
+        "max_completion_length": longest,
         "max_steps": updates,
     }
     keys |= {"per_device_train_batch_size": GROUP * PROMPTS, "gradient_accumulation_steps": 1, "learning_rate": 1e-5}
@@ -131,9 +132,7 @@ def _run(run: Path, most: int, model: Path, updates: int, ports: list[int]) -> P
 
 def _train(run: Path, folder: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", STOPWATCH, str(run)], env=environment, capture_output=True, text=True, cwd=ROOT
-    )
+    done = subprocess.run([sys.executable, "-c", STOPWATCH, str(run)], env=environment, capture_output=True, text=True)
     if done.returncode:
         logs = "".join(log.read_text()[-2000:] for log in folder.glob("server-*.log"))
         raise SystemExit(done.stdout + done.stderr + logs)

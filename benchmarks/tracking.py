@@ -1,6 +1,6 @@
 """Measures what sending figures to MLflow costs a training: CPU time, as a share of this machine.
 
-    python -m benchmarks.tracking
+    python -m benchmarks.tracking [--tiny]
 
 The training process only writes metrics.jsonl. It can lose to tracking only the CPU time of the sender and of a server
 on the same machine. This CPU time is measured while rows arrive at a training's pace, so that other work on the machine
@@ -23,6 +23,7 @@ from typing import Any
 import mlflow
 import psutil
 
+from benchmarks.command import parse
 from tasks.tracking.sending import sending
 from tests.serving import free_ports, mlflow_server
 
@@ -34,7 +35,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.tracking", description="CPU time that tracking takes.")
     parser.add_argument("--update", type=float, default=0.25, help="seconds an update; the quickstart's on two cores")
     parser.add_argument("--seconds", type=float, default=60.0, help="to measure each way for")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
+    if arguments.tiny:
+        arguments.update, arguments.seconds = 0.05, 0.2
     logging.getLogger("mlflow").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch)
@@ -45,22 +48,25 @@ def main() -> None:
         for way, uri in uris.items():
             (training := folder / way).mkdir()
             helpers = [psutil.Process(server.pid)] if way == "server" else []
-            taken = _cpu_seconds(training, uri, helpers, arguments.update, arguments.seconds)
+            starting = arguments.update if arguments.tiny else STARTING
+            taken = _cpu_seconds(training, uri, helpers, arguments.update, starting, arguments.seconds)
             share = taken / arguments.seconds
             print(f"{way:8} {1000 * share * arguments.update:27.1f} {share / (os.cpu_count() or 1):19.2%}", flush=True)
 
 
-def _cpu_seconds(training: Path, uri: str, helpers: list[psutil.Process], update: float, seconds: float) -> float:
+def _cpu_seconds(
+    training: Path, uri: str, helpers: list[psutil.Process], update: float, starting: float, seconds: float
+) -> float:
     """Measure the CPU time of this process, and of `helpers` with their children, while a training of `seconds` is
-    tracked."""
+    tracked, after its first `starting` seconds."""
     os.environ["MLFLOW_TRACKING_URI"] = uri
     mlflow.set_tracking_uri(uri)
     info = mlflow.MlflowClient().create_run("0").info
     run = {"run_id": info.run_id, "start_time": info.start_time}
     with sending(training, run, logging.getLogger("sending")), (training / "metrics.jsonl").open("a") as metrics:
-        _train(metrics, 0, update, STARTING)
+        _train(metrics, 0, update, starting)
         before = _used(helpers)
-        _train(metrics, round(STARTING / update), update, seconds)
+        _train(metrics, round(starting / update), update, seconds)
         return _used(helpers) - before
 
 

@@ -1,11 +1,12 @@
 """Compares our loop with TRL's on this machine: `make bench`.
 
-    python -m benchmarks.vs_trl [--gpu] [--only CASE ...] [--output benchmarks/results]
+    python -m benchmarks.vs_trl [--gpu] [--only CASE ...] [--output FOLDER] [--tiny]
 
 Each run is a process of its own with the same model folder, prompts, rewards, optimizer, precision and threads; the
 sides take turns (A B C C B A), warm-up steps are dropped, medians are compared. TRL runs with its defaults, and tuned:
 without recomputing activations, with the micro-batch and the precision that are fastest here. Nothing is measured on a
-busy machine. Writes a JSON file and a picture, named after the hardware.
+busy machine. The record is a JSON file and a picture, named after the hardware. A case that is more than 10 % slower
+than its record fails, and leaves the record as it is: what was measured is then written beside it.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ from typing import Any
 import torch
 
 from benchmarks.cases import CASES, GATED, GPU, Case, cut_down, seconds
-from benchmarks.picture import draw
+from benchmarks.command import ROOT, parse, python_path
+from benchmarks.record import Verdict, beside, judge, read_record, record_path, save
 from benchmarks.workload import Workload, training_flops, write
 
-ROOT = Path(__file__).parents[1]
+PACKAGES = ("torch", "transformers", "trl", "accelerate")
 BUSY = 0.08  # share of the processors' time that others may take
 PATIENCE = 60.0  # seconds to wait for a quiet machine
 TUNING: dict[str, Any] = {"mode": "replay", "silent": 0.0, "steps": 2, "warm_up": 1}
 FIRST_TRIED = {"rows": 16, "checkpointing": False, "precision": "bf16"}  # TRL's settings at the start of tuning
+PRODUCT = 8192 if torch.cuda.is_available() else 1024  # size of the matrices by which the machine's rate is measured
+TINY_PRODUCT = 64
 DRIFT = 0.15  # between the calibrations before and after a case; from this on, its figures are marked
 
 Settings = dict[str, Any]
@@ -45,38 +49,47 @@ class OutOfMemoryError(RuntimeError):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the training loop with TRL's, side by side.")
-    parser.add_argument("--gpu", action="store_true", help="the cases for a GPU; cut down to run at all without one")
+    parser.add_argument("--gpu", action="store_true", help="the cases for a GPU")
     names = [case.name for case in CASES]
     parser.add_argument("--only", nargs="+", choices=names, metavar="CASE", help=f"of {', '.join(names)}")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
-    arguments = parser.parse_args()
+    arguments = parse(parser, writes=True)
+    if arguments.gpu and not arguments.tiny and not torch.cuda.is_available():
+        parser.error("--gpu: no GPU here; with --tiny its cases run on the CPU, to see that they run")
     chosen = GPU if arguments.gpu else GATED
     if arguments.only is not None:
         chosen = [case for case in CASES if case.name in arguments.only]
-    only_runs = arguments.gpu and not torch.cuda.is_available()
-    if only_runs:
+    if arguments.tiny:
         chosen = [cut_down(case) for case in chosen]
-    results: list[dict[str, Any]] = []
+    path = record_path(arguments.output, hardware())
+    record, measured = read_record(path), list[tuple[dict[str, Any], Verdict]]()
     tunings: dict[Workload, tuple[Settings, list[dict[str, Any]]]] = {}  # cases with the same workload are tuned once
     for case in chosen:
         workload = tuning_workload(case.workload)
+        if not arguments.tiny:
+            wait_until_quiet()
         if workload not in tunings:
-            tunings[workload] = (FIRST_TRIED, []) if only_runs else tune(workload)
-        results.append(compare(case, *tunings[workload]))
-        report(results[-1])
-        if not only_runs:
-            save(results, arguments.output)
-    if only_runs:
-        print("\nno GPU here: all sizes are cut down, so that the figures say nothing; nothing is saved")
+            tunings[workload] = tune(workload)
+        result = compare(case, *tunings[workload], TINY_PRODUCT if arguments.tiny else PRODUCT)
+        measured.append((result, judge(result, record.get(case.name))))
+        report(*measured[-1])
+        save(measured, record, path, hardware())
+    print(f"\n{path}")
+    if arguments.tiny:
+        print("all sizes are cut down, so that the figures say nothing")
         return
-    print(f"\n{arguments.output}")
-    if not all(result["met"] for result in results):
-        raise SystemExit("a gate is not met")
+    failed = [f"{result['case']} misses a gate" for result, _ in measured if not result["met"]]
+    if slower := {result["case"]: verdict.said for result, verdict in measured if verdict.is_slower}:
+        failed += [f"{name} is slower: {said}" for name, said in slower.items()]
+        failed.append(
+            f"Measure again (--only {' '.join(slower)}). The record is as it was; {beside(path)} has these figures, "
+            "to take its place if they are meant"
+        )
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
-def compare(case: Case, tuned: Settings, tried: list[dict[str, Any]]) -> dict[str, Any]:
-    """Measure one case: all sides take turns."""
-    wait_until_quiet()
+def compare(case: Case, tuned: Settings, tried: list[dict[str, Any]], product: int) -> dict[str, Any]:
+    """Measure one case: all sides take turns. `product`: size of the matrices that are multiplied beside it."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write(case.workload, folder / "measured")
@@ -90,12 +103,12 @@ def compare(case: Case, tuned: Settings, tried: list[dict[str, Any]]) -> dict[st
             ),
         }
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-        before = calibrate(precision)
+        before = calibrate(precision, product)
         for turn in range(case.turns):
             for name in sides if turn % 2 == 0 else reversed(sides):
                 side, settings = sides[name]
                 runs[name].append(run(side, settings | {"seed": turn}, folder / "measured"))
-        after = calibrate(precision)
+        after = calibrate(precision, product)
     return summary(case, sides, runs, tried, (before, after))
 
 
@@ -109,7 +122,6 @@ def tuning_workload(workload: Workload) -> Workload:
 def tune(workload: Workload) -> tuple[Settings, list[dict[str, Any]]]:
     """Find TRL's fastest settings for the workload; returns them and all that were tried: precision first, then the
     micro-batch."""
-    wait_until_quiet()
     tried: list[tuple[float, Settings]] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "tuning")
@@ -139,7 +151,7 @@ def run(side: str, settings: Settings, folder: Path) -> dict[str, Any]:
     """Run one training in a process of its own."""
     result = folder / "result.json"
     command = [sys.executable, "-m", f"benchmarks.side_{side}", str(folder), json.dumps(settings), str(result)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if "torch.OutOfMemoryError" in done.stderr:
         raise OutOfMemoryError
     if done.returncode:
@@ -150,7 +162,7 @@ def run(side: str, settings: Settings, folder: Path) -> dict[str, Any]:
 def environment() -> dict[str, str]:
     """Environment variables, the same for every side."""
     quiet = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {**os.environ, **quiet, "OMP_NUM_THREADS": str(os.cpu_count()), "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **quiet, "OMP_NUM_THREADS": str(os.cpu_count()), "PYTHONPATH": python_path(ROOT)}
 
 
 def summary(
@@ -175,6 +187,8 @@ def summary(
     ratios = {name: figures[name]["value"] / ours for name in ("TRL default", "TRL tuned")}
     return {
         "case": case.name,
+        "date": time.strftime("%Y-%m-%d"),
+        "packages": {package: version(package) for package in PACKAGES},
         "about": case.about,
         "unit": case.unit,
         "workload": asdict(case.workload),
@@ -207,7 +221,7 @@ def token_step_ms(case: Case, runs: list[dict[str, Any]]) -> float | None:
     return median(1e3 * step["time/generate"] / step["completions/max_length"] for step in steps)
 
 
-def report(result: dict[str, Any]) -> None:
+def report(result: dict[str, Any], verdict: Verdict) -> None:
     print(f"{result['case']}: {result['about']}{'' if result['steady'] else ' (the machine was not steady)'}")
     for name, side in result["sides"].items():
         ratio = f"  {result['ratios'][name]:5.2f}×" if name in result["ratios"] else ""
@@ -220,24 +234,7 @@ def report(result: dict[str, Any]) -> None:
         print(f"  ours at {result['utilisation']:.0%} of what a matrix product does here", flush=True)
     if result["token_step_ms"] is not None:
         print(f"  our engine takes {result['token_step_ms']:.2f} ms a token step", flush=True)
-
-
-def save(results: list[dict[str, Any]], folder: Path) -> None:
-    """Write the measured cases, with those measured on this hardware before."""
-    folder.mkdir(parents=True, exist_ok=True)
-    name = hardware()
-    stem = "".join(letter if letter.isalnum() else "-" for letter in name).strip("-").lower()
-    path = folder / f"{stem}.json"
-    packages = {package: version(package) for package in ("torch", "transformers", "trl", "accelerate")}
-    measured = {result["case"]: {"date": time.strftime("%Y-%m-%d"), **result} for result in results}
-    if path.exists() and (before := json.loads(path.read_text()))["packages"] == packages:
-        measured = {case["case"]: case for case in before["cases"]} | measured
-    cases = [measured[case.name] for case in CASES if case.name in measured]
-    document = {"hardware": name, "packages": packages, "cases": cases}
-    temporary = path.with_suffix(".json.tmp")
-    temporary.write_text(json.dumps(document, indent=1) + "\n")
-    temporary.rename(path)
-    draw(document, path.with_suffix(".png"))
+    print(f"  ours beside the record: {verdict.said}{', SLOWER' * verdict.is_slower}", flush=True)
 
 
 def hardware() -> str:
@@ -273,10 +270,9 @@ def busy_share(seconds: float = 2.0) -> float:
     return 1 - (idle_after - idle) / max(total_after - total, 1)
 
 
-def calibrate(precision: str) -> float:
+def calibrate(precision: str, size: int) -> float:
     """Measure GFLOP/s of a matrix product, to distinguish a slow machine from a slow program."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    size = 8192 if device == "cuda" else 1024
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
     rates = []
     for _ in range(15):

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from grpo_core.rewards.builtin.answers import numeric_match
 
@@ -52,7 +53,7 @@ class Workload:
         return self.prompts * self.group
 
 
-SUMS = Path(__file__).parents[1] / "storage" / "examples" / "arithmetic"  # where the quickstart has them
+SUMS = Path("storage", "examples", "arithmetic")  # where the quickstart has them
 
 
 def write(workload: Workload, folder: Path) -> None:
@@ -61,11 +62,11 @@ def write(workload: Workload, folder: Path) -> None:
     if workload.task == "sums":
         make = Path(__file__).parents[1] / "examples" / "arithmetic" / "make.py"
         subprocess.run([sys.executable, make, "--out", SUMS], check=True, stdout=subprocess.DEVNULL)
-        (folder / "model").symlink_to(SUMS / "base")
-        (folder / "prompts.parquet").symlink_to(SUMS / "train.parquet")
+        (folder / "model").symlink_to(SUMS.resolve() / "base")
+        (folder / "prompts.parquet").symlink_to(SUMS.resolve() / "train.parquet")
     else:
         _write_model(workload, folder / "model")
-        _prompts(workload).write_parquet(folder / "prompts.parquet")
+        pq.write_table(pa.table(_prompts(workload)), folder / "prompts.parquet")
     if workload.mode == "replay":
         (folder / "completions.json").write_text(json.dumps(stored_completions(workload)))
     (folder / "workload.json").write_text(json.dumps(asdict(workload)))
@@ -117,7 +118,7 @@ def training_flops(workload: Workload) -> float:
     size = workload.hidden // workload.heads
     attention = 2 * workload.hidden**2 + 2 * workload.hidden * workload.kv_heads * size
     body = workload.layers * (attention + 3 * workload.hidden * workload.intermediate)
-    prompts = [len(text) for text, quiet in _prompts(workload).iter_rows() if not quiet]
+    prompts = [len(text) for text, quiet in zip(*_prompts(workload).values(), strict=True) if not quiet]
     first = workload.prompts - len(prompts)
     steps = stored_completions(workload)[workload.warm_up :]
     total = 0.0
@@ -135,7 +136,8 @@ def _completion(generator: np.random.Generator, length: int, workload: Workload)
     return ids if length == workload.completion else [*ids[:-1], END]
 
 
-def _prompts(workload: Workload) -> pl.DataFrame:
+def _prompts(workload: Workload) -> dict[str, list[Any]]:
+    """Columns of the data set: one character per token, and whether the prompt's rewards are all the same."""
     draw = random.Random(workload.seed)
     low, high = workload.prompt_lengths
     # The first has the greatest length; each begins with its number, so that no two are equal.
@@ -145,7 +147,7 @@ def _prompts(workload: Workload) -> pl.DataFrame:
         for number, length in enumerate(lengths)
     ]
     quiet = [number < workload.silent * workload.prompts for number in range(workload.prompts)]
-    return pl.DataFrame({"prompt": texts, "silent": quiet})
+    return {"prompt": texts, "silent": quiet}
 
 
 def _write_model(workload: Workload, folder: Path) -> None:
@@ -162,7 +164,7 @@ def _write_model(workload: Workload, folder: Path) -> None:
         num_hidden_layers=workload.layers,
         num_attention_heads=workload.heads,
         num_key_value_heads=workload.kv_heads,
-        max_position_embeddings=8192,
+        max_position_embeddings=max(8192, workload.prompt_lengths[1] + workload.completion),
         tie_word_embeddings=True,
         dtype="float32",
         **ids,

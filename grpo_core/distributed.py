@@ -28,11 +28,15 @@ from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from grpo_core.errors import GrpoError
+from grpo_core.errors import GrpoError, TrainingError
 from grpo_core.system.files import naming
+from grpo_core.system.memory import ALLOCATOR
 from grpo_core.system.progress import waiting
 
 LARGE = 2**20  # elements from which a gradient is sent by itself; smaller ones are sent together
+# In NCCL's errors: faults of this machine or of the configuration, such as memory that runs out, two processes on one
+# GPU, or different versions of NCCL. Its remote, system and internal errors follow from a process that is gone.
+OWN_FAULTS = ("unhandled cuda error", "invalid usage", "invalid argument", "Error while creating shared memory segment")
 
 T = TypeVar("T")
 
@@ -41,14 +45,44 @@ _limit: timedelta | None = None  # longest wait for another process; None: torch
 
 
 @waiting()
-def start_processes(limit: timedelta) -> Accelerator:
-    """Join the processes that the launcher has started. `limit`: a longer wait for another process is an error."""
+def start_processes(limit: timedelta, *, deterministic: bool = False) -> Accelerator:
+    """Join the processes that the launcher has started. `limit`: a longer wait for another process is an error.
+
+    `deterministic`: from now on, this process computes on a GPU with kernels that give the same bits each time. Raises
+    TrainingError if PyTorch's allocator, as it is set up, cannot use the GPU.
+    """
     global _control, _limit
     _limit = limit
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read before the first product on a GPU
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=limit)])
+    try_allocator(accelerator.device)
+    if deterministic and accelerator.device.type == "cuda":
+        torch.use_deterministic_algorithms(True)
+        # Nothing reads memory that it has not written; filling it would be one more pass over each result.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if accelerator.num_processes > 1 and dist.get_backend() != "gloo":
         _control = dist.new_group(backend="gloo", timeout=limit)
     return accelerator
+
+
+def try_allocator(device: torch.device) -> None:
+    """Make a first allocation on a GPU, so that one that fails because of the allocator's settings says so. Raises
+    TrainingError."""
+    settings = {name: os.environ[name] for name in sorted(ALLOCATOR) if os.environ.get(name)}
+    if device.type != "cuda" or not settings:
+        return
+    try:
+        torch.zeros(1, device=device)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        raise TrainingError(
+            f"the first allocation on the GPU fails: {error}. PyTorch's allocator is set up by {given}; WSL2 and some "
+            "virtual GPUs do not support expandable_segments: set PYTORCH_CUDA_ALLOC_CONF yourself, to nothing or to "
+            "what works there, and start again"
+        ) from error
 
 
 def writing_group() -> dist.ProcessGroup | None:
@@ -74,7 +108,10 @@ def lost_peer(error: BaseException) -> bool:
     """
     found: BaseException | None = error
     while found is not None:
-        if isinstance(found, dist.DistError) or (isinstance(found, RuntimeError) and "gloo/" in str(found)):
+        text = str(found)
+        if isinstance(found, dist.DistError) and "NCCL error" in text and any(fault in text for fault in OWN_FAULTS):
+            return False
+        if isinstance(found, dist.DistError) or (isinstance(found, RuntimeError) and "gloo/" in text):
             return True
         found = found.__cause__ or found.__context__
     return False

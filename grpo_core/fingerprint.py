@@ -26,6 +26,7 @@ DIVISION = {
     "gradient_accumulation_steps",
     "steps_per_generation",
     "generation_batch_size",
+    "max_tokens_per_pass",
     "sharding",
 }
 
@@ -82,6 +83,7 @@ def determining(config: RunConfig) -> dict[str, Any]:
             "hang_timeout",
             "gradient_checkpointing",
             "torch_compile",
+            "deterministic",
             "offload",
             *DIVISION,
         },

@@ -48,6 +48,9 @@ def main() -> None:
     except GrpoError as error:
         sys.exit(str(error))
     except Exception as error:
+        if "does not have a deterministic implementation" in str(error):  # torch's
+            traceback.print_exc()
+            sys.exit(f"train.deterministic = true, but this model needs what PyTorch has not got: {error}")
         if not lost_peer(error):
             raise
         traceback.print_exc()

@@ -6,7 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from logging import Logger, LoggerAdapter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from grpo_core.config.evaluation import CHAMPION, HELD_OUT
 from grpo_core.config.metrics import DECIDING
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import turns
+from tasks.processes.gpu import check_gpu_machine
 from tasks.processes.launch import launch_with_restarts
-from tasks.processes.slots import hold_gpus
-from tasks.processes.vllm_servers import servers
+from tasks.processes.resources import gpus_and_servers
 from tasks.registry.champion import present_champion
 from tasks.registry.judging import identity
 from tasks.rendering import figures as as_text
@@ -54,6 +54,8 @@ def evaluate(run: Path, config: RunConfig, force: bool = False) -> State[None]:
 
 def _work(context: Context) -> dict[str, Any]:
     config, log, start = context.config, get_run_logger(), time.monotonic()
+    check_gpu_machine()
+    place = replace(context, config=config.where_evaluated)
     client = connect()
     command = ["-m", "grpo_core.evaluate", str(context.run), "--output", str(context.partial)]
     with answering():  # fails now rather than after the work
@@ -63,15 +65,16 @@ def _work(context: Context) -> dict[str, Any]:
     if earlier:
         command += ["--earlier", str(earlier), "--known", *known]
         log.info("the answers of %s are those of %s, taken over", " and ".join(known), earlier.parents[1].name)
-    with hold_gpus(config, launched=config.train.sharding != "none"), servers(context, log) as addresses:
+    with gpus_and_servers(place, log) as addresses:
         if champion is None or CHAMPION in known:
-            _run_where_trained(config, command, log, context.partial, addresses)
+            launch_with_restarts(place.config, command, log, context.partial, addresses)
         else:
             log.info("the present champion is %s version %s", champion.name, champion.version)
             with tempfile.TemporaryDirectory(dir=context.partial) as folder:
                 uri = f"models:/{champion.name}/{champion.version}/model"
                 model = mlflow.artifacts.download_artifacts(uri, dst_path=folder)
-                _run_where_trained(config, [*command, "--champion", model], log, context.partial, addresses)
+                command += ["--champion", model]
+                launch_with_restarts(place.config, command, log, context.partial, addresses)
     report = json.loads((context.partial / EVALUATE.receipt).read_text()) | {"base_answers": answers}
     if champion is not None and CHAMPION in report["policies"]:
         report["champion"] = identity(champion)
@@ -112,21 +115,6 @@ def _answers_of_another_arm(
             return samples, ["base", *([CHAMPION] if champion else [])]
         found = samples, ["base"]
     return found
-
-
-def _run_where_trained(
-    config: RunConfig,
-    command: list[str],
-    log: Logger | LoggerAdapter[Any],
-    folder: Path,
-    environment: dict[str, str],
-) -> None:
-    """Run `python COMMAND` where the training ran: in as many processes if the model is sharded, since it may not fit
-    on one GPU, otherwise in one."""
-    if config.train.sharding == "none":
-        train = config.train.model_copy(update={"num_processes": 1, "num_machines": 1})
-        config = config.model_copy(update={"train": train})
-    launch_with_restarts(config, command, log, folder, environment)
 
 
 def _with_policies_side_by_side(samples: pl.DataFrame, policies: list[str]) -> pl.DataFrame:

@@ -1,4 +1,6 @@
-"""The stage plan: what the run will do and need, or why it is refused and what would work. Takes seconds, no GPU."""
+"""The stage plan: what the run will do and need, or why it is refused and what would work.
+
+Takes seconds; up to two minutes if no earlier run tells the pace, which is then measured, on a GPU if one is free."""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ from grpo_core.data.prompts import FileRows, load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.planning.forecast import forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, capability, find_gpu, name_hardware
+from grpo_core.planning.nvidia import problem_of_driver
 from grpo_core.planning.pace import Pace, Throughput
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs, plan_rows
 from grpo_core.planning.shapes import PromptLengths
+from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
 from tasks.data.sources import validated_pass_rates
 from tasks.data.validated import validated
 from tasks.processes.pace import measured_pace
@@ -42,25 +46,26 @@ def _work(context: Context) -> dict[str, Any]:
     if config.rollout.engine == "recorded":
         check_recording(config, plan, context.run)
         check_tokens(config, plan, load_tokenizer(config.model), FileRows(data.prompts))
-    figures = asdict(plan)
     get_run_logger().info(
         "%d updates of %d completions, %d per prompt; prompts dropped per epoch: %d",
-        figures["max_steps"],
-        figures["effective_batch_size"],
-        figures["num_generations"],
-        figures["dropped_prompts_per_epoch"],
+        plan.max_steps,
+        plan.effective_batch_size,
+        plan.num_generations,
+        plan.dropped_prompts_per_epoch,
     )
-    if figures["max_completions"] > figures["completions"]:
+    if plan.max_completions > plan.completions:
         get_run_logger().info(
             "dynamic sampling: %d completions are trained on, at most %d are sampled",
-            figures["completions"],
-            figures["max_completions"],
+            plan.completions,
+            plan.max_completions,
         )
     lengths = PromptLengths(data.mean_tokens, data.longest, "from the validated data")
     handed_to = os.environ.get(GPU_DEPLOYMENT)
     gpu = Gpu(f"GPU of train/{handed_to}") if handed_to else find_gpu()
     config = config.with_precision(capability(gpu))
-    for note in [*curriculum_notes(config, plan), *(config.gpu_notes if gpu else [])]:
+    problem = "" if handed_to else problem_of_driver()
+    plan = with_tokens_per_pass(config, plan, lengths, gpu)
+    for note in [*curriculum_notes(config, plan), *(config.gpu_notes if gpu else []), *([problem] if problem else [])]:
         get_run_logger().warning(note)
     source: Throughput | Pace | str | None = earlier_throughput(config, "" if handed_to else name_hardware(gpu))
     if source is None and not handed_to:
@@ -68,7 +73,7 @@ def _work(context: Context) -> dict[str, Any]:
     rates, taken = _first_epoch(config, plan, context.run)
     pass_rates = rates or validated_pass_rates(data.prompts)
     forecasts = forecast(config, plan, lengths, source, pass_rates, gpu, costs=data.costs)
-    sources = source_counts(plan, config.seed)
+    figures, sources = asdict(plan), source_counts(plan, config.seed)
     table = [{"quantity": name, "value": value, "how": ""} for name, value in plan_rows(figures)]
     for source, counts in sources.items():
         how = ", ".join(f"{name} {value:,}" for name, value in counts.items() if name != "prompts_seen")

@@ -14,8 +14,7 @@ from prefect.client.schemas.objects import State
 from grpo_core.config.run import RunConfig
 from tasks.processes.gpu import check_gpu_machine
 from tasks.processes.launch import launch_with_restarts
-from tasks.processes.slots import hold_gpus
-from tasks.processes.vllm_servers import servers
+from tasks.processes.resources import gpus_and_servers
 from tasks.rendering.markdown import table
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import PROBE
@@ -32,7 +31,7 @@ def _work(context: Context) -> dict[str, Any]:
     check_gpu_machine()
     config, log = context.config, get_run_logger()
     command = ["-m", "grpo_core.probe", str(context.run), "--output", str(context.partial)]
-    with hold_gpus(config, launched=True), servers(context, log) as addresses:
+    with gpus_and_servers(context, log) as addresses:
         launch_with_restarts(config, command, log, context.partial, addresses)
     report = json.loads((context.partial / PROBE.receipt).read_text())
     said = [*sentences(report, config.data.curriculum.probe)]

@@ -19,9 +19,8 @@ from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.training.pass_limit import read_limit
 from tasks.processes.gpu import check_gpu_machine
 from tasks.processes.launch import RETURN_SECONDS, launch
+from tasks.processes.resources import gpus_and_servers
 from tasks.processes.run import ProcessError, TakenError
-from tasks.processes.slots import hold_gpus
-from tasks.processes.vllm_servers import servers
 from tasks.reports.cost import training_cost
 from tasks.reports.events import announce_training
 from tasks.stages.condition import saved_updates
@@ -56,8 +55,7 @@ def _work(context: Context) -> dict[str, Any]:
     if not read_json(folder / TRAIN.receipt):
         log = get_run_logger()
         with (
-            hold_gpus(context.config, launched=True),
-            servers(context, log) as addresses,
+            gpus_and_servers(context, log) as addresses,
             sending(folder, tracked, log),
             tracing(folder, tracked, context.config, log),
             _logging_cost(context.config, folder, tracked),

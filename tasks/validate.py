@@ -30,6 +30,7 @@ from tasks.data.path_or_hub import data_set
 from tasks.data.repeats import NONE, keys_of
 from tasks.data.rows import Rows, write_rows
 from tasks.data.sources import load_sources, pooled, sources_of, with_needed_columns, without_unstorable
+from tasks.processes.gpu_locks import one_free_gpu
 from tasks.processes.run import TimeLimitError, run_process
 from tasks.registry.gate import LEAST_PROMPTS
 from tasks.reports.data_report import FINDINGS, count_findings, count_shared, length_figures, markdown, write_report
@@ -274,7 +275,8 @@ def _severity_choices(name: str) -> str:
 
 
 def _rehearse(context: Context) -> dict[str, Any]:
-    """Try environments, tools and rewards on a few rows, in a separate process: they are other people's code."""
+    """Try environments, tools and rewards on a few rows, in a separate process: they are other people's code. If the
+    machine has GPUs, they see one that is free, or none."""
     output = context.partial / "rehearsal.json"
     paths = (context.run / run_files.CONFIG, context.partial / "train.parquet", output)
     log, last = get_run_logger(), ""
@@ -287,7 +289,10 @@ def _rehearse(context: Context) -> dict[str, Any]:
     tried = with_environments if context.config.environment.is_used else rehearsal
     limit = tried.longest_seconds(context.config)
     try:
-        run_process(["-m", tried.__name__, *map(str, paths)], on_line, limit=limit)
+        with one_free_gpu() as none_free:
+            if none_free:
+                log.warning("rewards and environments are tried without a GPU, since none is free: %s", none_free)
+            run_process(["-m", tried.__name__, *map(str, paths)], on_line, limit=limit)
     except TimeLimitError as error:
         raise StageError(
             f"the rehearsal was ended after {limit:g} s, {last or 'loading'}, which ignores its own time limit: it "

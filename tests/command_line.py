@@ -13,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from flows.cli.main import app
+from grpo_core.planning.nvidia import list_devices
 
 SHELLS = ("", "sh", "bash", "shell", "console")
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
@@ -45,6 +46,7 @@ def parse(arguments: Sequence[str]) -> dict[str, object]:
 
 def run_here(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A command of `grpo` in this process: no import is paid for; `environment`: further variables."""
+    list_devices.cache_clear()  # a process of its own would ask nvidia-smi
     with mock.patch.dict(os.environ, environment):
         done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)

@@ -41,6 +41,7 @@ os.environ.update(
 SHAPED = (
     "grpo_core.algorithm.losses",
     "grpo_core.algorithm.advantages",
+    "grpo_core.model.float32_logits",
     "grpo_core.model.logprobs",
     "grpo_core.model.policy",
     "grpo_core.model.sequences",
@@ -126,6 +127,14 @@ def make_model(folder: Path, architecture: str = "Qwen2", **changes: Any) -> Pat
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def forgotten_gpus() -> None:
+    """Each test asks nvidia-smi again, as a process of its own would."""
+    from grpo_core.planning.nvidia import list_devices
+
+    list_devices.cache_clear()
 
 
 @pytest.fixture(scope="session")

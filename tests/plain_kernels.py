@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+
+from grpo_core.system.torch_releases import RELEASE
 
 
 def plain_flex(scale: float, compiled: bool) -> Any:
@@ -32,11 +36,13 @@ def plain_varlen(
     *,
     scale: float,
     window_size: tuple[int, int],
-    enable_gqa: bool,
+    **given: Any,
 ) -> Tensor:
     """torch's varlen_attn without flash attention's kernel: all scores. The last query of a sequence sees its last key,
     as in torch.nn.attention.bias, which calls the same kernel for what it names LOWER_RIGHT."""
     assert window_size == (-1, 0)
+    assert given.keys() <= inspect.signature(varlen_attn).parameters.keys()  # of the torch that is installed
+    enable_gqa = given.get("enable_gqa", RELEASE < (2, 12))
     assert {query_starts.dtype, key_starts.dtype} == {torch.int32}
     if query.is_cuda:
         if query.dtype == torch.float32:
@@ -57,7 +63,7 @@ def plain_varlen(
 
 def plain_statistics(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
     """`fused_logprobs._statistics` without Triton."""
-    z = logits.float() / temperature
+    z = logits / temperature
     log_p, largest = z.log_softmax(-1), z.max(-1).values
     entropy = -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1)
     return torch.stack([log_p.gather(1, targets[:, None])[:, 0], entropy, largest, z.logsumexp(-1) - largest])
@@ -65,14 +71,15 @@ def plain_statistics(logits: Tensor, targets: Tensor, temperature: float) -> Ten
 
 def plain_gradient(
     logits: Tensor,
+    into: Tensor,
     targets: Tensor,
     temperature: float,
     values: Tensor,
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> None:
-    """`fused_logprobs._overwrite_by_gradient` without Triton."""
-    log_p = logits.float() / temperature - (values[2] + values[3])[:, None]
+    """`fused_logprobs._compute_gradient` without Triton."""
+    log_p = logits / temperature - (values[2] + values[3])[:, None]
     p = log_p.exp()
     gradient = torch.zeros_like(p)
     if grad_logprobs is not None:
@@ -80,7 +87,7 @@ def plain_gradient(
         gradient.scatter_add_(1, targets[:, None], grad_logprobs[:, None])
     if grad_entropy is not None:
         gradient -= grad_entropy[:, None] * (p * (log_p + values[1][:, None])).nan_to_num(0.0)
-    logits.copy_(gradient / temperature)
+    into.copy_(gradient / temperature)
 
 
 def plain_product(total: Tensor, a: Tensor, b: Tensor) -> None:

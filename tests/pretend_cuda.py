@@ -1,5 +1,6 @@
 """Driver of the pretended GPU, under torch's own functions in Python: so it is torch that says which device a function
-takes, whose random numbers are meant, and what is refused. And the copies that a host does not wait for."""
+takes, whose random numbers are meant, and what is refused. And what operations mind, and copies that nobody waits for.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +15,31 @@ import torch
 from torch import Tensor
 
 H100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * 2**30)
+# Their result, or its size, is known to the host only when the device has come so far.
+WAITING = {
+    *("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "bincount"),
+    *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
+}
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot"}  # of floating point alone
+# Do not take a number of the CPU's beside tensors of the device.
+STRICT = {
+    *("cat", "stack", "index_select", "index_copy", "index_add", "gather", "scatter", "embedding"),
+    *("searchsorted", "bucketize", "_fused_adamw", *PRODUCTS),
+}
+# What CUDA refuses while torch.use_deterministic_algorithms is on, by torch's documentation. It names floating-point
+# cumsum too, which has raised nothing and repeated on a GPU with torch 2.11.
+NOT_REPEATED: dict[str, Callable[..., bool]] = {
+    "histc": lambda tensor, *_, **__: tensor.is_floating_point(),
+    "bincount": lambda _, weights=None, *__, **___: weights is not None,
+    "median": lambda _, *dim, **keys: bool(dim or keys),
+    "put": lambda *_, **__: True,
+    "scatter_reduce": lambda *given, **_: given[4] == "prod",
+    **dict.fromkeys(("kthvalue", "nll_loss_forward", "nll_loss2d_forward", "_ctc_loss"), lambda *_, **__: True),
+}
+
+
+def is_not_repeated(name: str, *args: Any, **kwargs: Any) -> bool:
+    return name in NOT_REPEATED and NOT_REPEATED[name](*args, **kwargs)
 
 
 class Driver:

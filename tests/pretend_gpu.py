@@ -37,26 +37,24 @@ from torch.utils._mode_utils import no_dispatch
 from transformers import AutoModelForCausalLM
 
 from grpo_core.model import fused_logprobs, packed_attention
-from grpo_core.rollout.group_cache import GroupCache
 from tests.plain_kernels import plain_flex, plain_gradient, plain_product, plain_statistics, plain_varlen
-from tests.pretend_cuda import Copies, Driver
+from tests.pretend_cuda import PRODUCTS, STRICT, WAITING, Copies, Driver, is_not_repeated
+from tests.pretend_graph import Graphs
 
 if find_spec("bitsandbytes"):
     import bitsandbytes  # noqa: F401  # before there seems to be a GPU, for which it has no kernels here
 
 ROOT = Path(__file__).parents[1]
-# Their result, or its size, is known to the host only when the device has come so far.
-WAITING = {
-    *("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "bincount"),
-    *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
-}
-PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot"}  # of floating point alone
-# Do not take a number of the CPU's beside tensors of the device.
-STRICT = {
-    *("cat", "stack", "index_select", "index_copy", "index_add", "gather", "scatter", "embedding"),
-    *("searchsorted", "bucketize", "_fused_adamw", *PRODUCTS),
-}
+WIDENING = torch.ops.aten.mm.dtype
 active: Gpu | None = None
+
+
+def _widening(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """WIDENING, which a CPU does not have."""
+    return a.to(dtype) @ b.to(dtype)
+
+
+_widening._schema = WIDENING._schema  # type: ignore[attr-defined]
 
 
 class DeviceTensor(Tensor):
@@ -87,9 +85,11 @@ class DeviceTensor(Tensor):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         draws = torch.Tag.nondeterministic_seeded in func.tags
         with no_dispatch(), active.driver.drawing(*args, *kwargs.values()) if draws else nullcontext():
+            func = _widening if func is WIDENING else func
             result = func(*args, **kwargs)
         for host in later:
             active.copies.write_later(host)
+        active.graphs.ran(func, args, kwargs, result)
         return _all_to_gpu(result)
 
 
@@ -165,6 +165,7 @@ class Gpu(TorchFunctionMode):
         self.driver = Driver(count, self._wait, self.reach)
         self.mismatches: list[str] = []
         self.waits: list[str] = []
+        self.graphs = Graphs()
         self.races = self.copies.races
         self.strays: list[str] = []
         self.pinned: dict[int, Tensor] = {}  # by address; held, so that no other tensor gets it
@@ -199,11 +200,11 @@ class Gpu(TorchFunctionMode):
             requires_grad = kwargs.pop("requires_grad", False)
             with self.driver.drawing(*kwargs.values()) if name.startswith("rand") else nullcontext():
                 made = to_gpu(func(*args, **{**kwargs, "device": "cpu"}))
+            self.graphs.made(made)
             return made.requires_grad_() if requires_grad else made
         made = func(*args, **kwargs)
-        if kwargs.get("device") is not None and is_on_gpu(
-            own_part(made)
-        ):  # like a tensor of the device, made elsewhere
+        of_device = is_on_gpu(own_part(made))
+        if kwargs.get("device") is not None and of_device:  # like a tensor of the device, made elsewhere
             made = with_part(made, to_cpu(own_part(made)))
         return self._pin(made) if pin else made
 
@@ -212,6 +213,8 @@ class Gpu(TorchFunctionMode):
         when the host next waits. Raises RuntimeError where CUDA does."""
         name = func.overloadpacket.__name__.rstrip("_")
         tensors = [*_tensors(args), *_tensors(kwargs.values())]
+        if torch.are_deterministic_algorithms_enabled() and is_not_repeated(name, *args, **kwargs):
+            raise RuntimeError(f"{name} does not have a deterministic implementation")
         if name in PRODUCTS and not tensors[0].is_floating_point():
             raise NotImplementedError(f"{name} is not implemented for {tensors[0].dtype} on CUDA")
         if name in WAITING:
@@ -287,6 +290,7 @@ class Gpu(TorchFunctionMode):
         return tensor
 
     def _wait(self, name: str) -> None:
+        self.graphs.wait(name)
         self.waits.append(f"{name} at {_place()}")
         self.copies.finish()
 
@@ -295,7 +299,7 @@ def _place() -> str:
     """The innermost line of the project outside of this file, as `file:line`."""
     for frame, line in traceback.walk_stack(None):
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT) and ".venv" not in path.parts and path != Path(__file__):
+        if path.is_relative_to(ROOT) and "site-packages" not in path.parts and path != Path(__file__):
             return f"{path.relative_to(ROOT)}:{line}"
     return "a library"
 
@@ -364,7 +368,7 @@ def pretend_gpu(index: int = 0, count: int = 1) -> Iterator[Gpu]:
     """Inside, torch sees `count` GPUs, accelerate trains on the pretended device (this process's, number `index`), and
     tensors may be made there and moved there and back, in every thread.
 
-    What cannot exist here is plain torch: flash attention's kernel, Triton's, a captured CUDA graph.
+    What cannot exist here is plain torch: flash attention's kernel, Triton's. CUDA graphs are emulated.
     """
     global active
     AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test's may be on the CPU
@@ -383,9 +387,9 @@ def pretend_gpu(index: int = 0, count: int = 1) -> Iterator[Gpu]:
             (AutoModelForCausalLM, {"from_pretrained": _load_and_move}),
             (packed_attention, {"varlen_attn": plain_varlen, "_flex": plain_flex}),
             (packed_attention, {"_create_block_mask": plain_block_mask}),
-            (fused_logprobs, {"_statistics": plain_statistics, "_overwrite_by_gradient": plain_gradient}),
+            (fused_logprobs, {"_statistics": plain_statistics, "_compute_gradient": plain_gradient}),
             (fused_logprobs, {"_add_product": plain_product}),
-            (GroupCache, {"_replay": lambda cache, token: cache._forward(token[:, None], cache.positions[:, None])}),
+            (torch.cuda, active.graphs.patches()),
         ):
             patches.enter_context(mock.patch.multiple(owner, create=True, **changes))
         try:

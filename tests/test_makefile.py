@@ -101,6 +101,31 @@ def test_the_peer_whose_chat_templates_the_tests_read_is_installed_once(folder: 
     assert call.startswith("pip install") and call.endswith("--no-deps -r requirements/bench.txt")
 
 
+def test_the_gpu_check_runs_with_the_python_that_is_there_and_installs_nothing(folder: Path) -> None:
+    for python in ("bin/python3", ".venv/bin/python"):  # the second is taken once it is there
+        _executable(folder / python, f'#!/bin/bash\necho "{python} $*" >> calls\n')
+        assert _make(folder, "gpu-check", PATH=f"{folder}/bin").returncode == 0
+    calls = (folder / "calls").read_text().splitlines()
+    assert calls == [f"{python} -m benchmarks.gpu_check" for python in ("bin/python3", ".venv/bin/python")]
+
+
+def test_the_emulated_gpu_machine_is_installed_once_and_checks_then_tests(folder: Path) -> None:
+    _executable(folder / "bin" / "uv", '#!/bin/bash\necho "uv $*" >> calls\n')
+    _executable(folder / ".venv-gpu-emulated" / "bin" / "python", '#!/bin/bash\necho "$PYTHONPATH $*" >> calls\n')
+    (folder / ".venv" / ".installed-cpu").parent.mkdir()
+    (folder / ".venv" / ".installed-cpu").touch()
+    (folder / "requirements" / "gpu-machine.txt").touch()
+    for _ in range(2):
+        done = _make(folder, "gpu-emulated", PATH=f"{folder}/bin", HOME=str(folder))
+        assert done.returncode == 0, done.stderr
+    made, installed, *ran = (folder / "calls").read_text().splitlines()
+    assert made.startswith("uv venv") and "--python 3.12" in made
+    assert installed.endswith("--no-deps -r requirements/gpu-machine.txt")
+    assert ran[:2] == ran[2:]
+    assert ran[0].startswith(f"{folder} -m benchmarks.gpu_check --offline --tiny")
+    assert ran[1].startswith(f"{folder} -m pytest -p tests.bare_machine")
+
+
 def test_the_gpu_set_is_installed_as_it_is_locked_whatever_this_machine_has(folder: Path) -> None:
     _executable(folder / "bin" / "uv", '#!/bin/bash\necho "$*" >> calls\n')
     _executable(folder / "bin" / "python3.11", PYTHON.format(version="3.11"))

@@ -30,10 +30,12 @@ from grpo_core.planning.frameworks.launches import RecipeError
 from grpo_core.planning.frameworks.megatron import megatron_notes, megatron_plan
 from grpo_core.planning.frameworks.recipes import NEWEST, Recipe, System, megatron_inputs, read_recipe, recipe_inputs
 from grpo_core.planning.hardware import capability, find_gpu, name_hardware, named_gpu
+from grpo_core.planning.nvidia import problem_of_driver
 from grpo_core.planning.pace import NOT_VALIDATED, Pace, Throughput
 from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_inputs, plan_rows, source_table
 from grpo_core.planning.rules import PlanInputs, Rules
 from grpo_core.planning.shapes import PromptLengths, load_positions
+from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
 from grpo_core.rewards.contract import check
 from tasks.data.path_or_hub import check_places
 from tasks.data.validated import Validated, read_validated
@@ -189,6 +191,7 @@ def describe_plan(
         data = read_validated(run_folder(config.name))
         resolved = config.with_precision(capability(hardware))
         lengths = _prompt_lengths(config, data, prompt_tokens, reads_data)
+        figures = with_tokens_per_pass(resolved, figures, lengths, hardware)
         if pace is None and gpu is None:
             pace = measure(resolved, figures, lengths, hardware, data.prompts if data else None, _say)
         forecasts = forecast(
@@ -213,6 +216,7 @@ def describe_plan(
 
         answer["notes"] += curriculum_notes(config, figures)
     answer["notes"] += config.with_precision(capability(hardware)).gpu_notes if hardware else []
+    answer["notes"] += [problem] if gpu is None and (problem := problem_of_driver()) else []
     return answer
 
 
@@ -243,7 +247,7 @@ def _foreign_plan(file: Path | None, rules: Rules, given: Mapping[str, Any], pas
             rows = [sources.count_prompts(it) if Path(it.data).exists() else None for it in found]
     answer = _megatron(recipe, rows, given) if recipe.algorithm == "megatron" else _plain(recipe, rows, given)
     answer["forecasts"] = _useful(pass_rates, answer["num_generations"])
-    del answer["evaluations"], answer["sources"]
+    del answer["evaluations"], answer["sources"], answer["max_tokens_per_pass"]
     answer["notes"] += recipe.notes
     if not recipe.processes and "num_processes" not in given:
         answer["notes"].insert(

@@ -25,6 +25,7 @@ from grpo_core.rewards.contract import Reward, resolve_here, rewards_of
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.rewards.scoring import Batch, score
 from grpo_core.system.libraries import quiet_libraries
+from tasks.processes.gpu_locks import one_free_gpu
 from tasks.rendering.visible import shortened
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def try_rewards(
         run = load_config(config, overrides)
         rewards = rewards_of(run)
         batch = _batch(run, rewards, row, completions)
-    with refusals(str(config), started=True):
+    with refusals(str(config), started=True), one_free_gpu():
         given = np.array(score(rewards, batch)).T  # (N, K)
     terminal = Terminal()
     terminal.print(f"row {row}", *_row_as_lines(batch.rows[0], rewards), sep="\n")

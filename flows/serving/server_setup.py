@@ -19,7 +19,7 @@ from prefect.settings import PREFECT_API_URL
 
 from flows.serving.environment import HEARTBEAT_SECONDS, TAG
 from flows.serving.up_file import ServerError
-from tasks.processes.gpu_locks import visible_gpus
+from grpo_core.planning.nvidia import visible_devices
 from tasks.processes.slots import GPU_LIMIT, TURN
 
 CRASH_WATCH = "grpo: runs whose process is gone are crashed"
@@ -61,7 +61,7 @@ def set_up() -> None:
 def ensure_gpu_limits() -> None:
     """Create the limit by which trainings and evaluations share GPUs, with one slot per GPU of this machine and at
     least one, and the limit by which they take turns. If the server has a limit of that name, it is kept as it is."""
-    limits = {GPU_LIMIT: max(1, len(visible_gpus())), TURN: 1}
+    limits = {GPU_LIMIT: max(1, len(visible_devices())), TURN: 1}
     with get_client(sync_client=True) as client:
         for name, slots in limits.items():
             try:

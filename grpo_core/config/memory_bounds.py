@@ -3,7 +3,8 @@
 MAX_ROWS = 512  # completions that the transformers engine samples together
 CHUNK_LOGITS = 2**24  # logits that the output layer computes together on a CPU: 64 MiB of float32
 KEPT_LOGITS = 2**25  # probabilities kept for the backward pass; if there are more, they are computed again
-GPU_CHUNK_LOGITS = 2**28  # 512 MiB of bfloat16
+GPU_CHUNK_LOGITS = 2**28  # 1 GiB
+HEAD_BYTES_PER_LOGIT = 4  # of a chunk on a GPU: float32, and their gradient, in any dtype, is written over them
 GPU_CHUNK_TOKENS = 4096
 GPU_TILE = 128  # rows that a matrix product on a GPU computes together
 

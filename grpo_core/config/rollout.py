@@ -50,8 +50,9 @@ class RolloutConfig(Section):
     """Stop the training if, after a weight update of the engine, the mean difference between its and the trainer's
     log-probabilities of a fixed probe batch is above this. Default: 0.001, in bf16 0.1, or three times the difference
     with the base's weights if that is more; and less if the engine does not follow the policy's movement."""
-    gpu_memory_utilization: float = Field(0.3, gt=0, le=1)
-    """Fraction of the GPU's memory that vLLM takes for its weights and KV cache."""
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    """Fraction of the GPU's memory that vLLM takes for its weights and KV cache. Default: 0.3 where the training uses
+    the GPU too, 0.9 for servers with GPUs of their own."""
     cpu_kv_cache_gib: int = Field(1, ge=1)
     """Size of vLLM's KV cache on a CPU, in GiB."""
     vllm_server_base_urls: list[str] = Field(default_factory=list)
@@ -84,6 +85,12 @@ class RolloutConfig(Section):
         if self.engine == "auto":
             return "vllm" if has_gpu else "transformers"
         return self.engine
+
+    @property
+    def memory_share(self) -> float:
+        """Fraction of the GPU's memory that vLLM takes: what the default means is decided here alone."""
+        has_own_gpus = self.engine == "vllm-server" and self.vllm_weight_transfer != "ipc"
+        return self.gpu_memory_utilization or (0.9 if has_own_gpus else 0.3)
 
     @property
     def in_evaluation(self) -> RolloutConfig:

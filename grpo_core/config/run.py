@@ -102,6 +102,12 @@ class RunConfig(Section):
                 "trained one; algorithm.vllm_importance_sampling_correction has to be true, which weights the samples, "
                 "or the penalty 1"
             )
+        if self.train.deterministic and self.rollout.engine not in ("transformers", "recorded"):
+            raise ValueError(
+                f"train.deterministic=true with rollout.engine={self.rollout.engine!r}: vLLM's kernels give other bits "
+                "for other batches, and its mode that avoids this replaces the training's own products too; set "
+                "rollout.engine to 'transformers', or train.deterministic to false"
+            )
         self._check_machines()
         self._check_environment()
         if self.rollout.max_staleness and not self.algorithm.vllm_importance_sampling_correction:
@@ -294,6 +300,14 @@ class RunConfig(Section):
         """Machines that a launcher gives: the training's first, then those of the vLLM servers in its job."""
         return self.train.num_machines + self.servers_in_job
 
+    @property
+    def where_evaluated(self) -> RunConfig:
+        """The same for the stage evaluate: in as many processes if the model is sharded, since it may not fit on one
+        GPU, otherwise in one."""
+        if self.train.sharding != "none":
+            return self
+        return self.model_copy(update={"train": self.train.model_copy(update={"num_processes": 1, "num_machines": 1})})
+
     def with_precision(self, capability: tuple[int, int] | None) -> RunConfig:
         """The configuration with the precision that `auto` means on a GPU of this compute capability, or on a CPU if
         it is None. This is decided here alone."""
@@ -305,7 +319,7 @@ class RunConfig(Section):
     @property
     def gpu_notes(self) -> list[str]:
         """Sentences on what may surprise about this configuration on a GPU."""
-        found, engine = [], self.rollout.engine_on(has_gpu=True)
+        found, engine = [self._repetition] * self.train.deterministic, self.rollout.engine_on(has_gpu=True)
         if self.train.mixed_precision == "no" and engine != "transformers":
             found.append(
                 "train.mixed_precision is 'no', with vLLM on a GPU: its fast attention kernels take no float32, and "
@@ -320,6 +334,23 @@ class RunConfig(Section):
                 "'vllm'"
             )
         return found
+
+    @property
+    def _repetition(self) -> str:
+        """Sentence on what train.deterministic costs on a GPU, and what it cannot repeat in this configuration."""
+        beyond = {
+            "several processes (NCCL's sums)": self.train.num_processes > 1,
+            "tools and environments (answers join when they come)": self.environment.is_used,
+            "4-bit weights (kernels of bitsandbytes)": self.model.load_in_4bit,
+            "evaluations by vLLM": self.rollout.engine == "recorded",
+        }
+        named = ", ".join(what for what, applies in beyond.items() if applies)
+        return (
+            "train.deterministic is true: a training on the same kind of GPU is repeated bit for bit, unless memory "
+            "runs out; it takes longer, by about an eighth in a small training on one H200"
+            + f"; not promised for {named}"
+            * bool(named)
+        )
 
     def rewards_of(self, source: str | None) -> list[str]:
         """Names of the rewards that score a source; of all rewards if it is None."""

@@ -87,11 +87,15 @@ class TrainConfig(Section):
     The limit is higher in the first pass through a phase (six times), where this run has needed longer before (ten
     times that long), and within the time limits of rewards, servers and checkpoints."""
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
-    """`bf16` computes and samples with a bfloat16 copy of the weights; weights, gradients and optimizer stay float32.
-    `auto`: bf16 on a GPU of compute capability 8.0 or higher, otherwise no."""
+    """`bf16` computes and samples with a bfloat16 copy of the weights; weights, logits, gradients and optimizer stay
+    float32. `auto`: bf16 on a GPU of compute capability 8.0 or higher, otherwise no."""
     per_device_train_batch_size: int = Field(8, ge=1)
     """Mean number of completions per process and micro-step; processes get about equally many tokens. A forward pass
-    has at most the tokens of that many sequences of the greatest length, and fewer once memory has run out."""
+    has at most the tokens of that many sequences of the greatest length, unless max_tokens_per_pass is set."""
+    max_tokens_per_pass: int | None = Field(None, ge=1)
+    """Most tokens, prompts and completions together, of one forward pass of a process; not less than the longest
+    sequence has. Default: as many as a GPU's memory holds by the plan's forecast, a number that stands in plan.json. A
+    CPU's passes have no more than 2,048 in any case. Results differ by rounding alone."""
     gradient_accumulation_steps: int = Field(1, ge=1)
     """Micro-steps per optimizer update."""
     steps_per_generation: int | None = Field(None, ge=1)
@@ -130,8 +134,12 @@ class TrainConfig(Section):
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, updates a third longer."""
     torch_compile: bool = False
-    """Compile the decoder layers by torch.compile when training starts; needs a C compiler. Hardly faster on a CPU;
-    not measured on a GPU."""
+    """Compile the decoder layers by torch.compile in the first update, for training and scoring; sampling runs
+    uncompiled. Needs a C compiler. Hardly faster on a CPU; not measured on a GPU."""
+    deterministic: bool = False
+    """Repeat a training bit for bit on a GPU, stopped and continued too, by PyTorch's deterministic kernels; needs
+    `rollout.engine = "transformers"` or `"recorded"`. Costs time: about an eighth of a small training on one H200. A
+    training may continue with another value. No effect on a CPU, which repeats without it."""
     sharding: Literal["none", "full", "hybrid"] = "none"
     """What each process holds of weights, gradients and optimizer state. `none`: all. `full`: an equal share; the
     weights of a layer are gathered while that layer computes. `hybrid`: a share within its machine, so that weights
@@ -181,6 +189,11 @@ class TrainConfig(Section):
         if self.sharding != "none" and self.torch_compile:
             raise ValueError(
                 f"sharding={self.sharding!r} with torch_compile=true: the two have not been run together; turn one off"
+            )
+        if self.deterministic and self.torch_compile:
+            raise ValueError(
+                "deterministic=true with torch_compile=true: what is compiled may differ from one start to the next; "
+                "turn one off"
             )
         needs_evaluation = {
             "load_best_model_at_end": self.load_best_model_at_end,

@@ -1,4 +1,4 @@
-"""Try environments and tools on a few rows before any GPU is used, and then the rewards, which may look at them.
+"""Try environments and tools on a few rows before the training, and then the rewards, which may look at them.
 
 Entry point: `python -m grpo_core.environments.rehearsal CONFIG TRAIN.parquet OUTPUT.json`. What would end
 conversations or the run (a `reset` that raises, a tool that hangs, an answer that is no text, a reward that is no

@@ -23,6 +23,7 @@ from grpo_core.model.sharded import is_sharded
 from grpo_core.rewards.contract import rewards_of
 from grpo_core.rollout.collect import Sample, Scoring, sample_and_score
 from grpo_core.rollout.factory import make_engine
+from grpo_core.rollout.fallbacks import fallbacks
 from grpo_core.rollout.types import Engine, Request, Sampling
 from grpo_core.rollout.waiting import longest_wait, phase_limits
 from grpo_core.system.progress import expect
@@ -53,7 +54,9 @@ def load_base(config: RunConfig, files: Mapping[str, Path], completion: int) -> 
     """Start the processes and load all that is needed to sample completions of up to `completion` tokens of the prompts
     in `files`, by set."""
     expect(config.train.hang_timeout, phase_limits(config))
-    processes = start_processes(longest_wait(config))
+    # vLLM, which samples in the evaluation after a training on a recording, has operations that could not be repeated.
+    repeated = config.train.deterministic and config.rollout.engine == "transformers"
+    processes = start_processes(longest_wait(config), deterministic=repeated)
     config = with_precision_of(config, processes.device).model_copy(update={"rollout": config.rollout.in_evaluation})
     shard = sharding(config.train, frozen=True) if processes.num_processes > 1 else None
     tokenizer = load_tokenizer(config.model)
@@ -68,6 +71,9 @@ def load_base(config: RunConfig, files: Mapping[str, Path], completion: int) -> 
     with nullcontext() if is_sharded(model) else in_float32(model):
         check_padding(model, max_length)
     engine = make_engine(config, config.model.name_or_path, model, tokenizer, max_length)
+    if processes.is_main_process:
+        for note in fallbacks(engine):
+            print(note, flush=True)
     if config.model.adapter:  # which the engine has not loaded
         engine.sync_weights(model)
     return Base(config, processes, dtype, shard, scoring, sets, model, engine)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_core.errors import ConfigError
+from grpo_core.model.float32_logits import Float32Logits
 from grpo_core.model.packed_attention import Kind, pack_batch, packed_states, use_attention
 from grpo_core.model.sequences import Sequences
 from grpo_core.model.sharded import call_as_forward, forward
@@ -20,6 +21,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # relative, between two
 # Deep models in bfloat16 differ by more from rounding alone: this times the difference between transformers' eager and
 # fused attention is allowed. At 28 layers a correct packed batch had 1.0 times that, one that mixes completions 10+.
 ROUNDING = 3.0
+NOT_TO_ALL = "a layer attends to a window of tokens only, or carries a state"
 
 
 def decoder(model: Any) -> Any:
@@ -38,7 +40,7 @@ def plain_output_layer(model: Any) -> nn.Linear | None:
     the base's while the adapter is disabled.
     """
     layer: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if type(getattr(layer, "original_module", layer)) is not nn.Linear or layer.bias is not None:
+    if type(getattr(layer, "original_module", layer)) not in (nn.Linear, Float32Logits) or layer.bias is not None:
         return None
     if getattr(model.config.get_text_config(), "final_logit_softcapping", None):
         return None
@@ -106,7 +108,7 @@ def make_packable(model: Any, kinds: Sequence[Kind], *, max_length: float = math
     """
     config = decoder(model).config
     if not attends_to_all(config, max_length):
-        return None, "a layer attends to a window of tokens only, or carries a state"
+        return None, NOT_TO_ALL
     length = _probe_width(config, max_length, PROBED)
     prompt, completion = length // 2, length - length // 2
     ids = torch.arange(2 * (prompt + completion)).remainder(config.vocab_size).view(2, -1).repeat_interleave(2, 0)
@@ -134,7 +136,7 @@ def make_packable(model: Any, kinds: Sequence[Kind], *, max_length: float = math
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever another architecture, a kernel or a compiler raises
-            reasons.append(f"{kind}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            reasons.append(f"{kind}: {shown(error)}")
             continue
         finally:
             config._attn_implementation = usual
@@ -144,6 +146,11 @@ def make_packable(model: Any, kinds: Sequence[Kind], *, max_length: float = math
         found = f"hidden states differ from a plain pass's by {difference:.2g}, and {allowed:.2g} is allowed"
         reasons.append(f"{kind}: {found}")
     return None, "; ".join(reasons)
+
+
+def shown(error: Exception) -> str:
+    """Return the error's kind and text, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

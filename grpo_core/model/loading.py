@@ -20,6 +20,7 @@ from transformers.distributed import DistributedConfig, mixin
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.distributed import copy_into_shard, gather_if_sharded, is_sharded_tensor, own_shard, shard_like
 from grpo_core.errors import ConfigError
+from grpo_core.model.float32_logits import make_logits_float32
 from grpo_core.model.four_bit import dequantised, keep_gradients, nf4_config
 from grpo_core.model.precision import make_bfloat16
 
@@ -36,9 +37,9 @@ def load_model(
     shard: Callable[[Any], None] | None = None,
     in_4bit: bool = False,
 ) -> Any:
-    """Load a causal LM with weights of `dtype` (float32 or bfloat16), without its dropout: the ratio of an on-policy
-    update must be exactly 1. Each weight goes straight from the file to the device, without a copy in another dtype or
-    place.
+    """Load a causal LM with weights of `dtype` (float32 or bfloat16) and float32 logits, without its dropout: the ratio
+    of an on-policy update must be exactly 1. Each weight goes straight from the file to the device, without a copy in
+    another dtype or place.
 
     `shard`: applied to the model while it has no weights yet; each process then reads only its own shard of them.
     `in_4bit`: linear layers have 4-bit weights, and compute in `dtype`.
@@ -60,6 +61,7 @@ def load_model(
     elif dtype == torch.bfloat16:
         make_bfloat16(model)  # also what transformers leaves in float32
     keep_gradients(model)
+    make_logits_float32(model)
     for module in model.modules():  # some layers apply dropout by a rate of their own
         for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
             setattr(module, name, 0.0)

@@ -14,6 +14,7 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from grpo_core.config.memory_bounds import KEPT_LOGITS, chunk_tokens
+from grpo_core.model.float32_logits import float32_product
 
 FUSED = ("cuda",)  # types of devices that `fused_logprobs` is for
 
@@ -26,7 +27,7 @@ def chosen_logprobs(
 ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
     """Return logp = z_t − log Σ_j exp z_j and the entropy H = −Σ_j p_j log p_j of z = h Wᵀ / temperature.
 
-    The products have the dtype of `hidden`.
+    z is float32, also of states and weights in bfloat16; the products of the gradients have their dtype.
     """
     if hidden.device.type in FUSED:
         from grpo_core.model.fused_logprobs import FusedLogprobs
@@ -109,8 +110,7 @@ class _ChosenLogprobs(torch.autograd.Function):
 def _log_softmax(
     hidden: Float[Tensor, "N h"], weight: Float[Tensor, "V h"], temperature: float
 ) -> Float32[Tensor, "N V"]:
-    logits = (hidden @ weight.T).float()
-    return logits.div_(temperature).log_softmax(-1)
+    return float32_product(hidden, weight).div_(temperature).log_softmax(-1)
 
 
 def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:

@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from grpo_core.model.sequences import Sequences, prompts_of
+from grpo_core.system.torch_releases import SHARED_KEYS
 
 Kind = Literal["padded", "varlen", "flex"]
 NAME = "grpo_packed"  # of the attention function, among transformers'
@@ -176,7 +177,7 @@ def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, sequences: _Varlen
         sequences.longest_key,
         scale=scale,
         window_size=(-1, 0),  # causal: a sequence's last query sees all of its keys
-        enable_gqa=True,
+        **SHARED_KEYS,
     )
     return mixed
 

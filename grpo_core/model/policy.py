@@ -16,7 +16,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.errors import ConfigError
 from grpo_core.model.capabilities import decoder, make_packable, plain_output_layer
-from grpo_core.model.compilation import compile_layers
+from grpo_core.model.compilation import compile_layers, compiled
+from grpo_core.model.float32_logits import gives_float32_logits
 from grpo_core.model.loading import adapter_dropouts
 from grpo_core.model.logprobs import chosen_logprobs
 from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
@@ -24,6 +25,8 @@ from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.sequences import Sequences
 from grpo_core.model.sharded import call_as_forward, forward, is_sharded
 from grpo_core.model.to_device import to_device
+
+OWN_LOGITS = "its logits are not those of a linear layer alone"
 
 
 def _logprobs_and_entropy(
@@ -75,9 +78,10 @@ class Policy(nn.Module):
         self.model = model = working_copy(master) if bf16 and not sharded else master
         self.temperature = temperature
         self.output_layer = plain_output_layer(model)
+        self.rounds_logits = bf16 and not gives_float32_logits(model)
         on_gpu = next(model.parameters()).is_cuda
         kinds: list[Kind] = ["varlen", "flex"] if on_gpu else ["padded"]
-        found, self.why_not = None, "its logits are not those of a linear layer alone"
+        found, self.why_not = None, OWN_LOGITS
         if self.output_layer is not None:
             # In float32, where rounding does not change the routing of experts; kernels are tried in their own dtype.
             with nullcontext() if on_gpu or sharded else in_float32(model):
@@ -96,6 +100,21 @@ class Policy(nn.Module):
             self.recompute(len(self.recomputable))
         if torch_compile:
             compile_layers(self.recomputable)
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence with its reason for each thing that passes do in a slower or other way than they could."""
+        found: list[str] = []
+        if not self.packs:
+            why = self.why_not or "another process cannot pack them"
+            found.append(f"prompts are computed again for each completion, and rows are padded: {why}")
+        elif self.why_not:
+            found.append(f"prompts are computed once, by {self.attention} attention: {self.why_not}")
+        if self.output_layer is None:
+            found.append(f"a pass holds the logits of all its tokens together: {OWN_LOGITS}")
+        if self.rounds_logits:
+            found.append("logits are rounded to bfloat16: the model's output layer is not a linear one")
+        return found
 
     def prepare(self, sequences: Sequences) -> PassInputs:
         """Return the inputs of a forward pass. The CPU makes them and does not wait until the device has them.
@@ -126,7 +145,7 @@ class Policy(nn.Module):
         float32 whatever the model's dtype; 0 past a completion's end. The entropy has a gradient only when asked to.
         """
         tokens, targets = inputs.tokens, inputs.targets
-        with self._checkpointing():
+        with self._checkpointing(), compiled():
             if self.output_layer is None:
                 logits = forward(self.model, input_ids=tokens.input_ids, use_cache=False).logits.flatten(0, 1)
                 logprobs, entropy = _logprobs_and_entropy(logits[tokens.predicts].float() / self.temperature, targets)

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from grpo_core.system.torch_releases import leave_forward
+
 T = TypeVar("T")
 
 
@@ -46,7 +48,7 @@ def _call_and_reshard(root: FSDPModule, call: Callable[..., T], *arguments: Any,
     try:
         found = call(*arguments, **inputs)
     except BaseException:
-        root.reset_iter_state()  # what was gathered for the layer that failed
+        leave_forward(root)
         raise
     if not torch.is_grad_enabled():
         root.reshard()

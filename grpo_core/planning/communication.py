@@ -15,8 +15,8 @@ from grpo_core.planning.wall_time import scorings
 from grpo_core.system.memory import GIB
 
 
-def communication(config: RunConfig, plan: Plan, shape: ModelShape, gpu: Gpu) -> dict[str, Any]:
-    """Bytes between GPUs per update, for completions of full length, and the seconds that they take by themselves.
+def communication(config: RunConfig, plan: Plan, shape: ModelShape, gpu: Gpu, passes: int) -> dict[str, Any]:
+    """Bytes between GPUs per update of that many `passes`, and the seconds that they take by themselves.
 
     Parts: `gathered`, the weights that a process receives; `reduced`, the gradients that it sends, in float32;
     `between_machines`, what a machine receives from the others; `offloaded`, the moments that come from the host's
@@ -28,7 +28,7 @@ def communication(config: RunConfig, plan: Plan, shape: ModelShape, gpu: Gpu) ->
     lora, sharding = config.model.use_peft, config.train.sharding
     processes, sharing = plan.num_processes, sharing_processes(config, gpu)
     machines = math.ceil(processes / per_machine(config, gpu))
-    passes, rollouts = plan.gradient_accumulation_steps, plan.rollouts / plan.max_steps
+    rollouts = plan.rollouts / plan.max_steps
     scored = plan.steps_per_generation * scorings(config, plan)
     weights = 0.0
     if sharding != "none":

@@ -16,6 +16,7 @@ from grpo_core.planning.gpus import count_gpus
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.memory import check_engine_memory, check_host_memory, peak_memory
 from grpo_core.planning.pace import NOT_VALIDATED, Pace, Throughput, ValidatedCosts
+from grpo_core.planning.passes import passes_per_update
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.remedies import NOTHING_FITS, remedies
 from grpo_core.planning.shapes import ForecastError, ModelShape, PromptLengths, load_shape
@@ -59,9 +60,12 @@ def forecast(
     try:
         shape = load_shape(config.model.name_or_path, config.model.revision)
         if gpu:
-            found["memory"] = _memory(config, plan, shape, lengths, gpu)
+            longest = config.rollout.max_completion_length
+            completion = longest if source is None or isinstance(source, str) else source.completion_tokens
+            found["memory"] = _memory(config, plan, shape, lengths, min(completion, longest), gpu)
         if gpu and (plan.num_processes > 1 or config.train.offload == "optimizer"):
-            found["communication"] = communication(config, plan, shape, gpu)
+            passes = passes_per_update(config, plan, lengths, lengths.longest, config.rollout.max_completion_length)
+            found["communication"] = communication(config, plan, shape, gpu, passes)
     except ForecastError as error:
         if gpu:
             found["memory"] = {"error": str(error)}
@@ -83,10 +87,14 @@ def forecast(
     return found
 
 
-def _memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu) -> dict[str, Any]:
-    """Peak memory, with the remedies that would fit if it does not suffice. Raises ConfigError if certainly nothing
-    could start."""
+def _memory(
+    config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, completion: float, gpu: Gpu
+) -> dict[str, Any]:
+    """Peak memory, with the remedies that would fit if it does not suffice, and the passes of an update whose
+    completions have `completion` tokens in the mean. Raises ConfigError if certainly nothing could start."""
     memory = peak_memory(config, plan, shape, lengths, gpu)
+    memory["passes_per_update"] = passes_per_update(config, plan, lengths, lengths.mean, completion)
+    memory["completion_tokens"] = completion
     if "warning" in memory:
         memory["remedies"] = remedies(config, plan, shape, lengths, gpu)
     try:
@@ -120,6 +128,12 @@ def forecast_rows(forecasts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[
             warning = f": {found['warning']}" if "warning" in found else ""
             yield title, gib_text(found["peak_memory_gib"]) + warning, found["how"]
             yield from _sizes(found)
+            yield (
+                "  tokens in a pass",
+                f"{found['tokens_per_pass']:,}",
+                f"at most; an update with completions of {found['completion_tokens']:.0f} tokens takes "
+                f"{found['passes_per_update']} pass{'es' * (found['passes_per_update'] > 1)} per process",
+            )
             if "host_memory_gib" in found:
                 yield (
                     "  host's memory",

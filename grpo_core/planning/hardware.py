@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from grpo_core.planning.nvidia import visible_devices
 from grpo_core.system.memory import GIB, memory_limit
 
-NVIDIA_SMI_SECONDS = 10
 MIB_PER_GIB = 1024
 # Total MiB as nvidia-smi shows it, by a part of the GPU's name. The first match counts, so longer names come first.
 MEMORY_MIB = {
@@ -47,46 +44,36 @@ BEFORE_BF16 = {"T4": (7, 5), "V100": (7, 0), "P100": (6, 0)}  # compute capabili
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU's name and its memory; `memory_gib` is None if it is not known. `among`: the kinds of GPU of a machine that
-    has several, of which this one has the least memory; otherwise "". `per_machine`: GPUs of its machine that a
-    training sees, `host_gib`: that machine's own memory; None if the machine is not this one."""
+    """A GPU's name and its memory; `memory_gib` is None if it is not known. `among`: the kinds of GPU of a machine
+    that has several, of which this one has the least memory; otherwise "". `per_machine`: GPUs of its machine that a
+    training can use together, `host_gib`: that machine's own memory; None if the machine is not this one.
+    `capability`: CUDA's compute capability, the lowest of the machine's; None if it is not known."""
 
     name: str
     memory_gib: float | None = None
     among: str = ""
     per_machine: int | None = None
     host_gib: float | None = None
+    capability: tuple[int, int] | None = None
 
 
 def find_gpu() -> Gpu | None:
-    """The GPU with the least memory of those that a training on this machine sees; None without a GPU.
+    """The GPU with the least memory of those that a training on this machine sees; None without a GPU. Raises
+    DriverError if there is one, and nvidia-smi does not answer.
 
-    CUDA_VISIBLE_DEVICES is respected if it lists numbers: as in CUDA, the first that is not a GPU's hides the rest.
+    A process sees one slice of a GPU (MIG) at most, so slices do not count as several.
     """
-    gpus = [_parse_gpu(line) for line in query_gpus("name,memory.total") if "," in line]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and re.fullmatch(r"[-\d, ]*", visible):
-        numbers = map(int, re.findall(r"-?\d+", visible))
-        gpus = [gpus[number] for number in itertools.takewhile(lambda number: 0 <= number < len(gpus), numbers)]
-    if not gpus:
+    devices = visible_devices()
+    if not devices:
         return None
-    smallest = min(gpus, key=lambda gpu: gpu.memory_gib or 0)
-    names = [gpu.name for gpu in gpus]
+    smallest = min(devices, key=lambda device: device.memory_mib or 0)
+    names = [device.name for device in devices]
     kinds = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
     among = ", ".join(kinds) if len(kinds) > 1 else ""
-    return Gpu(smallest.name, smallest.memory_gib, among, len(gpus), memory_limit() / GIB)
-
-
-def query_gpus(quantities: str) -> list[str]:
-    """Return one line of nvidia-smi per GPU, without units; [] if there is no GPU, or no driver for it."""
-    if not shutil.which("nvidia-smi"):
-        return []
-    command = ["nvidia-smi", f"--query-gpu={quantities}", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
-    except (OSError, ValueError, subprocess.SubprocessError):  # a driver without a GPU
-        return []
-    return listed.splitlines()
+    whole = sum(not device.is_slice for device in devices)
+    memory = smallest.memory_mib and smallest.memory_mib / MIB_PER_GIB
+    lowest = min((device.capability for device in devices if device.capability), default=None)
+    return Gpu(smallest.name, memory, among, max(1, whole), memory_limit() / GIB, lowest)
 
 
 def named_gpu(name: str) -> Gpu:
@@ -96,11 +83,11 @@ def named_gpu(name: str) -> Gpu:
 
 
 def capability(gpu: Gpu | None) -> tuple[int, int] | None:
-    """Compute capability, precise enough to choose the precision: that of bf16 unless the name is an older GPU's. None
-    for a CPU."""
+    """Compute capability; of a GPU that is only named, precise enough to choose the precision: that of bf16 unless the
+    name is an older GPU's. None for a CPU."""
     from grpo_core.config.training import BF16_CAPABILITY  # with pydantic, which those who only ask nvidia-smi save
 
-    return (_by_name(BEFORE_BF16, gpu.name) or BF16_CAPABILITY) if gpu else None
+    return (gpu.capability or _by_name(BEFORE_BF16, gpu.name) or BF16_CAPABILITY) if gpu else None
 
 
 def name_hardware(gpu: Gpu | None) -> str:
@@ -112,9 +99,3 @@ def _by_name(table: Mapping[str, Value], name: str) -> Value | None:
     """Value of the first entry that occurs in the name as whole words."""
     found = (value for part, value in table.items() if re.search(rf"(?<![A-Z0-9]){part}(?![A-Z0-9])", name.upper()))
     return next(found, None)
-
-
-def _parse_gpu(line: str) -> Gpu:
-    name, _, mib = (part.strip() for part in line.rpartition(","))
-    known = mib.isdecimal() and int(mib)  # "[N/A]" on GPUs that share the CPU's memory
-    return Gpu(name, known / MIB_PER_GIB if known else None)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from grpo_core.config.memory_bounds import MAX_ROWS, chunk_tokens
+from grpo_core.config.memory_bounds import HEAD_BYTES_PER_LOGIT, MAX_ROWS, chunk_tokens
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.adapter import VLLM_LORA_RANKS
 from grpo_core.planning.hardware import Gpu
+from grpo_core.planning.passes import Pass, activations, longest_sequence, planned_pass
 from grpo_core.planning.plan import Plan
-from grpo_core.planning.shapes import ModelShape, PromptLengths, adapted_inputs, adapter_parameters, trains_head
+from grpo_core.planning.shapes import ModelShape, PromptLengths, adapter_parameters, trains_head
 from grpo_core.planning.sharding import (
     FLOAT,
     HALF,
@@ -29,29 +30,69 @@ KV_BLOCK = 16  # tokens per block of vLLM's KV cache, one of which it never give
 MOMENTS = {"adamw": 2.0, "adamw_8bit": 2 * (1 + FLOAT / 256) / FLOAT}
 NF4 = 0.5 + 1 / 64 + FLOAT / (64 * 256)  # bytes per weight: its code, and per 64 a scale of 8 bits that 256 scale again
 MAX_UTILISATION = 0.95  # beyond it, too little is left for CUDA itself
+# What a forecast leaves free of a GPU: CUDA's context, what the driver keeps and cuBLAS's workspaces (1.4 GiB of an
+# H200 in all, of which 0.2 are torch's own); and for each byte the allocator's gaps (at most 1.2 % there), the
+# forecast's own error (less than 1 %), and more keys per token where completions are shorter than the forecast's.
+CUDA_GIB, SPARE = 1.0, 0.04
 
 
-def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu) -> dict[str, Any]:
-    """Peak memory per GPU in bytes, by its parts, for completions of full length.
+def peak_memory(
+    config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu, size: Pass | None = None
+) -> dict[str, Any]:
+    """Peak memory per GPU in bytes, by its parts, for the largest pass of the plan (`planned_pass`), or for one of this
+    `size`.
 
     Sampling and training take turns, so only the larger counts: gradients and what a pass needs, or the KV cache. A
     sharded base that an adapter is merged into comes after both. vLLM in the training process takes its share of the
     GPU for weights, workspace and cache; it keeps the weights, which are also the ones that the training computes with
-    (under an adapter, the base's), and lends the rest to the training. Memory of separate vLLM servers is not included.
+    (under an adapter, the base's), and lends the rest to the training. Memory of separate vLLM servers is not included,
+    nor what CUDA itself takes, see `usable_gib`.
     `host_memory_gib`, if the optimizer is offloaded: memory of one machine that its moments take.
     """
+    size = size or planned_pass(config, plan, lengths)
+    held, others, sampled = beside_training(config, plan, shape, lengths, gpu)
+    training = training_parts(config, shape, size, gpu)
+    total = sum(held.values()) + max(sum(training.values()), *others.values())
+    found = {
+        "peak_memory_gib": total / GIB,
+        "parts_gib": {name: bytes_ / GIB for name, bytes_ in (held | training | others).items()},
+        "parameters": shape.parameters,
+        "tokens_per_pass": math.ceil(size.tokens),
+        "how": (
+            f"estimate for one {gpu.name}"
+            + (f" (this machine has {gpu.among})" if gpu.among else "")
+            + f", from the model's config: {size.tokens:,.0f} tokens in a pass, prompts of {lengths.longest} tokens "
+            f"({lengths.how}), completions of {config.rollout.max_completion_length}; "
+            f"{describe_sharing(config, gpu)}{sampled}; of gradients and what a pass needs together, KV cache"
+            + " and the base that the adapter is merged into" * bool(others["merged_base"])
+            + ", only the largest counts"
+        ),
+    }
+    if config.train.offload == "optimizer":
+        found["host_memory_gib"] = per_machine(config, gpu) * moments(config, shape, gpu) / GIB
+    if gpu.memory_gib:
+        found["gpu_memory_gib"] = gpu.memory_gib
+        if total > gpu.memory_gib * GIB:
+            alone = size.tokens <= longest_sequence(config, lengths)
+            found["warning"] = f"more than the {gib_text(gpu.memory_gib)} of one {gpu.name}" + (
+                ", with the longest sequence alone in a pass" * alone
+            )
+    return found
+
+
+def beside_training(
+    config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu
+) -> tuple[dict[str, float], dict[str, float], str]:
+    """Bytes that are always held, bytes of what takes turns with the training, each by their parts, and in words how
+    completions are sampled."""
     weights, prompt, engine = shape.parameters, lengths.longest, config.rollout.engine_on(has_gpu=True)
     lora, sharded = config.model.use_peft, config.train.sharding != "none"
-    offloaded = config.train.offload == "optimizer"
-    trained, frozen = (adapter_parameters(shape, config), weights) if lora else (weights, 0)
     half = config.train.mixed_precision == "bf16"
     base = frozen_bytes(config, shape) if lora else 0.0
     w, sharing = width(config), sharing_processes(config, gpu)
-    rows, completion = plan.per_device_train_batch_size, config.rollout.max_completion_length
-    tokens = rows * (prompt + completion)
     per_process = -(-plan.generation_batch_size // plan.num_processes)
     in_flight = {"vllm": per_process, "transformers": min(per_process, MAX_ROWS)}.get(engine, 0)
-    cache: float = in_flight * (prompt + completion) * _kv_bytes(config, shape)
+    cache: float = in_flight * (prompt + config.rollout.max_completion_length) * _kv_bytes(config, shape)
     sampled = f"{in_flight} completions sampled together by {engine}"
     # vllm-server: a copy of the weights that are sent to it, kept while the policy moves; with sharding, and for an
     # adapter sent alone, it is in the host's memory. A restarted server also gets the weights that a 4-bit base stands
@@ -69,87 +110,70 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     elif engine == "recorded":
         sampled = "nothing is sampled"
     elif engine == "vllm":
-        share = config.rollout.gpu_memory_utilization
+        share = config.rollout.memory_share
         sampled = f"vLLM takes rollout.gpu_memory_utilization = {share:g} of "
         if gpu.memory_gib:
             sampled += gib_text(gpu.memory_gib)
             cache = max(share * gpu.memory_gib * GIB - engine_weights, 0.0)
         else:
             sampled += f"a memory that is not known; counted is a cache for {in_flight} completions"
-    logits = w * min(rows * completion, chunk_tokens("cuda", shape.vocabulary)) * shape.vocabulary
-    # The logits of a chunk, overwritten by their gradient, and the float32 sum of the output layer's gradient.
-    head_gradient = FLOAT * shape.vocabulary * shape.hidden * trains_head(shape, config)
-    kept, recomputed = activations(config, shape, tokens)
-    each = FLOAT * trained / (1 if lora else sharing)  # a float32 number per trained parameter; adapters stay whole
+    trained, each = _trained(config, shape, gpu)
     shared = engine == "vllm" and not sharded and config.rollout.vllm_tensor_parallel_size == 1
     if lora:  # what is shared is the frozen base
         shared = shared and alone and not config.model.load_in_4bit
     held = {
         # With bf16, a LoRA base has no float32 weights on the GPU.
         "weights": each * (lora or half or not shared) + base / sharing * (not half and not shared),
-        "optimizer": moments(config, shape, gpu) * (not offloaded),
+        "optimizer": moments(config, shape, gpu) * (config.train.offload == "none"),
         "reference": _reference(config, shape) / sharing,
         # What is gathered layer by layer needs no copy.
         "bf16_copy": (base / sharing * (not shared) + HALF * trained * (lora or not (sharded or shared))) * half,
         "engine_weights": engine_weights,
     }
-    passes: dict[str, float] = {"activations": kept + recomputed, "logits": logits + head_gradient}
-    if sharded:
-        passes = working_set(config, shape, kept, recomputed, logits, head_gradient)
-    if offloaded:  # a step has the moments of one parameter on the GPU; of an adapter, less than those of a layer
-        most = 1 / shape.layers if lora else shape.largest_parameter / shape.parameters
-        passes = max(passes, {"optimizer": most * moments(config, shape, gpu)}, key=lambda it: sum(it.values()))
-    training = {"gradients": each} | passes
     # At the end a second copy of the adapter is merged into a float32 base that is shared as the one that it was
     # trained on; each weight is whole in turn.
-    merged = FLOAT * (frozen / sharing + shape.largest_parameter + trained)
-    others = {"kv_cache": cache, "merged_base": merged * (lora and sharded)}
-    total = sum(held.values()) + max(sum(training.values()), *others.values())
-    found = {
-        "peak_memory_gib": total / GIB,
-        "parts_gib": {name: size / GIB for name, size in (held | training | others).items()},
-        "parameters": weights,
-        "how": (
-            f"estimate for one {gpu.name}"
-            + (f" (this machine has {gpu.among})" if gpu.among else "")
-            + f", from the model's config: {rows} completions per micro-step, prompts of {prompt} tokens "
-            f"({lengths.how}), completions of {completion}; {describe_sharing(config, gpu)}{sampled}; of gradients and "
-            "what a pass needs together, KV cache"
-            + " and the base that the adapter is merged into" * bool(others["merged_base"])
-            + ", only the largest counts"
-        ),
-    }
-    if offloaded:
-        found["host_memory_gib"] = per_machine(config, gpu) * moments(config, shape, gpu) / GIB
-    if gpu.memory_gib:
-        found["gpu_memory_gib"] = gpu.memory_gib
-        if total > gpu.memory_gib * GIB:
-            found["warning"] = f"more than the {gib_text(gpu.memory_gib)} of one {gpu.name}"
-    return found
+    merged = FLOAT * (weights / sharing + shape.largest_parameter + trained)
+    return held, {"kv_cache": cache, "merged_base": merged * (lora and sharded)}, sampled
+
+
+def training_parts(config: RunConfig, shape: ModelShape, size: Pass, gpu: Gpu) -> dict[str, float]:
+    """Bytes of gradients and of what passes need, at the worst moment of an update, by their parts."""
+    w, lora, (_, gradients) = width(config), config.model.use_peft, _trained(config, shape, gpu)
+    head = shape.vocabulary * shape.hidden * trains_head(shape, config)
+    found = activations(config, shape, size)
+    # The logits of a chunk, overwritten by their gradient, the states' gradient, and the float32 sum of the weight's.
+    logits = HEAD_BYTES_PER_LOGIT * min(size.completions, chunk_tokens("cuda", shape.vocabulary)) * shape.vocabulary
+    states, head_gradient = w * shape.hidden * size.completions, FLOAT * head
+    worst: list[dict[str, float]] = []
+    if config.train.sharding != "none":
+        besides = max(found.in_norm, found.in_layer - found.outside)
+        passes = working_set(config, shape, found.kept, besides, logits + states, head_gradient)
+        worst.append({"gradients": gradients} | passes)
+    else:
+        before = {} if size.alone else {"gradients": gradients}
+        # In the end, the float32 sum becomes a gradient in the precision of the pass.
+        in_head = head_gradient + states + max(logits, w * head * (w == HALF))
+        in_layers = max(found.kept + found.in_norm, found.layers + found.in_layer)
+        worst += [before | {"activations": found.kept, "logits": in_head}, before | {"activations": in_layers}]
+        # In the first layer, which comes last: all gradients are there except its own and the embedding's.
+        missing = FLOAT * (shape.largest_layer + shape.vocabulary * shape.hidden) * (size.alone and not lora)
+        worst.append({"gradients": gradients - missing, "activations": found.layers / shape.layers + found.in_layer})
+        # In the embedding, to whose gradient a tied head's is added, out of place.
+        worst.append({"gradients": gradients, "embedding_gradients": w * head * (3 if shape.is_tied else 1)})
+    if config.train.offload == "optimizer":  # a step has those of one parameter; of an adapter, less than a layer's
+        most = 1 / shape.layers if lora else shape.largest_parameter / shape.parameters
+        worst.append({"gradients": gradients, "optimizer": most * moments(config, shape, gpu)})
+    return max(worst, key=lambda parts: sum(parts.values()))
+
+
+def usable_gib(gpu: Gpu) -> float | None:
+    """Of a GPU's memory, what a forecast may fill; None if it is not known."""
+    return None if gpu.memory_gib is None else (1 - SPARE) * (gpu.memory_gib - CUDA_GIB)
 
 
 def moments(config: RunConfig, shape: ModelShape, gpu: Gpu) -> float:
-    """Bytes of AdamW's moments in one process; an adapter's are not shared."""
-    lora = config.model.use_peft
-    trained = adapter_parameters(shape, config) if lora else shape.parameters / sharing_processes(config, gpu)
-    return FLOAT * trained * MOMENTS[config.train.optim]
-
-
-def activations(config: RunConfig, shape: ModelShape, tokens: int) -> tuple[float, float]:
-    """Bytes that a pass of this many tokens keeps from its forward to its backward pass, and bytes of the layers that
-    it computes again in the backward pass, or, in 4 bits, of a projection's weights while it computes."""
-    w = width(config)
-    # Per token: two norms, each with its input in float32, its result, and that times the weight; queries, the output
-    # of attention, keys and values, the last two once more for each sequence that attends to them; four of the MLP.
-    layer = 2 * (FLOAT + 2 * w) * shape.hidden + w * (2 * shape.attention + 4 * shape.key_value + 4 * shape.widest)
-    # Weights in 4 bits are computed with one projection at a time.
-    whole = w * shape.hidden * max(shape.attention, shape.widest) * config.model.load_in_4bit
-    if config.model.lora_dropout:  # each adapter keeps a copy of its input with zeros, and a mask of a byte per element
-        layer += (w + 1) * adapted_inputs(shape, config)
-    if not config.train.gradient_checkpointing:
-        return tokens * shape.layers * layer, whole
-    # One layer's activations and about as much of their gradients.
-    return tokens * shape.layers * w * shape.hidden, tokens * 2 * layer + whole
+    """Bytes of AdamW's moments in one process."""
+    return _trained(config, shape, gpu)[1] * MOMENTS[config.train.optim]
 
 
 def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
@@ -159,19 +183,23 @@ def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
 
 
 def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLengths, gpu: Gpu) -> None:
-    """Raises ConfigError if vLLM in the training process cannot start with its share of the GPU: it must hold vLLM's
-    weights, and the keys and values of one sequence of the run's longest length.
+    """Raises ConfigError if vLLM, in the training process or in a server that the run starts on this machine, cannot
+    start with its share of the GPU: it must hold vLLM's weights, and the keys and values of one sequence of the run's
+    longest length.
 
     Both are exact, so a refused share is certainly too small. vLLM's workspace comes on top, so a share that passes may
     still be too small. Passes if the GPU's memory is not known.
     """
-    if config.rollout.engine_on(has_gpu=True) != "vllm" or gpu.memory_gib is None:
+    servers = config.rollout.starts_servers and not config.servers_elsewhere
+    if not (servers or config.rollout.engine_on(has_gpu=True) == "vllm") or gpu.memory_gib is None:
+        return
+    if servers and gpu.among:  # theirs may be larger ones
         return
     longest = lengths.longest + config.rollout.max_completion_length
     blocks = math.ceil(longest / KV_BLOCK) + 1
     weights = _vllm_weights(config, shape) / GIB
     cache = blocks * KV_BLOCK * _kv_bytes(config, shape) / config.rollout.vllm_tensor_parallel_size / GIB
-    share, needed = config.rollout.gpu_memory_utilization, weights + cache
+    share, needed = config.rollout.memory_share, weights + cache
     if share * gpu.memory_gib > needed:
         return
     # Rounded up to a hundredth; workspace and CUDA graphs have what is left of it.
@@ -181,7 +209,8 @@ def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLen
         if least <= MAX_UTILISATION
         else "take a GPU with more memory, a smaller model"
         + (", train.mixed_precision = 'bf16'" if width(config) == FLOAT else "")
-        + ", or rollout.vllm_tensor_parallel_size, for training processes that sample together"
+        + ", or rollout.vllm_tensor_parallel_size, for "
+        + ("GPUs that share a server's weights" if servers else "training processes that sample together")
     )
     raise ConfigError(
         f"rollout.gpu_memory_utilization = {share:g}: vLLM's share of one {gpu.name} is {share * gpu.memory_gib:.1f} "
@@ -215,6 +244,14 @@ def _reference(config: RunConfig, shape: ModelShape) -> int:
     if not algorithm.sync_ref_model:
         return w * shape.parameters
     return (FLOAT + w * (w == HALF and config.train.sharding == "none")) * shape.parameters
+
+
+def _trained(config: RunConfig, shape: ModelShape, gpu: Gpu) -> tuple[int, float]:
+    """Parameters that are trained, and bytes of a float32 number for each in one process; an adapter's are not
+    shared."""
+    if config.model.use_peft:
+        return (adapter := adapter_parameters(shape, config)), FLOAT * adapter
+    return shape.parameters, FLOAT * shape.parameters / sharing_processes(config, gpu)
 
 
 def _vllm_weights(config: RunConfig, shape: ModelShape) -> float:

@@ -68,7 +68,7 @@ class PaceRequest:
 
     model: dict[str, Any]
     rollout: dict[str, Any]  # the keys SAMPLING
-    train: dict[str, Any]  # the keys TRAINING
+    train: dict[str, Any]  # the keys TRAINING, and the plan's max_tokens_per_pass
     completions: int
     prompt_tokens: int
     prompts: str
@@ -106,7 +106,7 @@ def pace_request(
     return PaceRequest(
         config.model.model_dump(mode="json", exclude={"adapter"}),
         {key: getattr(config.rollout, key) for key in SAMPLING},
-        {key: getattr(config.train, key) for key in TRAINING},
+        {key: getattr(config.train, key) for key in TRAINING} | {"max_tokens_per_pass": plan.max_tokens_per_pass},
         max(min(per_process, MAX_ROWS) // group, 1) * group,
         max(round(lengths.mean), 1),
         str(prompts) if prompts else "",

@@ -73,6 +73,7 @@ class Plan:
     evaluations: int  # on the held-out prompts, during training
     warmup_steps: int
     sources: tuple[PlannedSource, ...] = ()
+    max_tokens_per_pass: int | None = None  # of one process; None: those of b sequences of the greatest length
 
     @property
     def micro_steps_per_rollout(self) -> int:
@@ -159,6 +160,7 @@ def make_plan(inputs: PlanInputs) -> Plan:
         evaluations=math.ceil(max_steps / inputs.eval_steps) if inputs.eval_steps else 0,
         warmup_steps=math.ceil(warmup * max_steps) if warmup < 1 else int(warmup),
         sources=inputs.sources,
+        max_tokens_per_pass=inputs.max_tokens_per_pass,
     )
 
 
@@ -170,8 +172,8 @@ def describe(fix: Fix) -> str:
 
 
 def plan_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A plan as the rows of a table, without its sources."""
-    return [(name, f"{value:,}") for name, value in figures.items() if name != "sources"]
+    """A plan as the rows of a table, without its sources and what is not known."""
+    return [(name, f"{value:,}") for name, value in figures.items() if name != "sources" and value is not None]
 
 
 def source_table(sources: Mapping[str, Mapping[str, float]]) -> Iterator[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -12,9 +13,10 @@ from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.hardware import Gpu
-from grpo_core.planning.memory import MAX_UTILISATION, check_engine_memory, check_host_memory, peak_memory
+from grpo_core.planning.memory import check_engine_memory, check_host_memory, peak_memory, usable_gib
 from grpo_core.planning.plan import Plan, PlanError, make_plan, plan_inputs
 from grpo_core.planning.shapes import ModelShape, PromptLengths
+from grpo_core.planning.tokens_per_pass import choose_tokens
 
 Changes = dict[str, Any]  # section.key → new value
 
@@ -25,7 +27,7 @@ SHOWN = 8
 NOTHING_FITS = (
     f"neither sharding over up to {PROCESSES[-1]} processes nor recomputing, moments in the host's memory or of 8 "
     "bits, LoRA, sampling together, a smaller share for vLLM, or all of these: take a smaller model, a GPU with more "
-    "memory, a smaller train.per_device_train_batch_size, or shorter completions"
+    "memory, or shorter completions"
 )
 
 
@@ -40,6 +42,7 @@ def remedies(
     an update stays the same where possible.
     """
     kinds = {
+        "passes": [*_smaller_passes(config, plan, shape, lengths, gpu)],
         "sharding": [*_sharding(config)],
         "recomputing": [*_recomputing(config)],
         "offload": [*_offloaded_moments(config)],
@@ -59,6 +62,14 @@ def remedies(
             if fits := next(_fitting(config, tried, plan, shape, lengths, gpu), None):
                 found[chosen] = fits
     return [*found.values()]
+
+
+def _smaller_passes(
+    config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu
+) -> Iterator[Changes]:
+    """The number of tokens that would have been chosen, if another one is configured."""
+    if config.train.max_tokens_per_pass is not None:
+        yield {"train.max_tokens_per_pass": choose_tokens(config, plan, shape, lengths, gpu)}
 
 
 def _sharding(config: RunConfig) -> Iterator[Changes]:
@@ -107,7 +118,7 @@ def _together(config: RunConfig) -> Iterator[Changes]:
 def _smaller_share(config: RunConfig) -> Iterator[Changes]:
     """Less of the GPU for vLLM in the training process."""
     if config.rollout.engine_on(has_gpu=True) == "vllm":
-        present = config.rollout.gpu_memory_utilization
+        present = config.rollout.memory_share
         yield from ({"rollout.gpu_memory_utilization": it} for it in SHARES if it < present)
 
 
@@ -127,8 +138,10 @@ def _fitting(
             check_host_memory(changed, shape, gpu)
         except (ConfigError, PlanError):
             continue
+        tokens = figures.max_tokens_per_pass or choose_tokens(changed, figures, shape, lengths, gpu)
+        figures, usable = dataclasses.replace(figures, max_tokens_per_pass=tokens), usable_gib(gpu)
         memory = peak_memory(changed, figures, shape, lengths, gpu)
-        if memory["peak_memory_gib"] <= MAX_UTILISATION * memory["gpu_memory_gib"]:
+        if usable is not None and memory["peak_memory_gib"] <= usable:
             yield {
                 "changes": changes,
                 "num_processes": figures.num_processes,

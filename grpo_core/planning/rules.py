@@ -81,6 +81,7 @@ class PlanInputs:
     dynamic_sample: bool = False
     max_resample_times: int = 0
     eval_steps: int | None = None
+    max_tokens_per_pass: int | None = None
     sources: tuple[PlannedSource, ...] = ()  # if there are several; num_prompts is what they give per epoch
     rules: Rules = "grpo"
     has_teacher: bool = False  # ms-swift: a teacher's signal needs no group to compare with

@@ -33,6 +33,7 @@ class ModelShape:
 
     layers: int
     hidden: int
+    heads: int  # query heads
     attention: int  # query heads · head size
     key_value: int  # key-value heads · head size
     intermediate: int  # of the MLP
@@ -40,6 +41,7 @@ class ModelShape:
     parameters: int
     outside: int  # parameters that are in no layer: embedding, last norm and head; a tied head counts once
     largest_layer: int  # its parameters
+    normed_heads: bool = False  # queries and keys have norms of their own
     experts: Experts = Experts(0, 0, 0, 0)
 
     @property
@@ -126,7 +128,8 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     intermediate, vocabulary = config["intermediate_size"], config["vocab_size"]
     biased = family == "qwen2" or config.get("attention_bias", False)
     attention = 2 * h * q + 2 * h * kv + (q + 2 * kv) * biased + h * (biased and family != "qwen2")
-    attention += 2 * size * family.startswith("qwen3")  # norms of queries and keys
+    normed = family.startswith("qwen3")
+    attention += 2 * size * normed
     mlp = 3 * h * intermediate + (2 * intermediate + h) * config.get("mlp_bias", False)
     outside = vocabulary * h * (1 if config.get("tie_word_embeddings", False) else 2) + h
     experts = _experts(config) if family == "qwen3_moe" else Experts(0, 0, 0, 0)
@@ -135,6 +138,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     return ModelShape(
         layers=layers,
         hidden=h,
+        heads=heads,
         attention=q,
         key_value=kv,
         intermediate=intermediate,
@@ -142,6 +146,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         parameters=outside + layers * (attention + 2 * h) + sum(mlps),
         outside=outside,
         largest_layer=attention + 2 * h + max(mlps),
+        normed_heads=normed,
         experts=experts,
     )
 
@@ -196,9 +201,9 @@ def _trained_whole(shape: ModelShape, config: RunConfig) -> int:
     return sum(sizes[name] for name in found)
 
 
-def adapted_inputs(shape: ModelShape, config: RunConfig) -> int:
-    """Elements per token and layer that go into adapters: the inputs of the adapted linear layers outside experts."""
+def adapted_inputs(shape: ModelShape, config: RunConfig) -> dict[str, int]:
+    """Elements per token that go into each adapter of a layer, by the name of the linear layer outside experts."""
     h, mlp = shape.hidden, shape.experts.layers < shape.layers
     sizes = dict.fromkeys(("q_proj", "k_proj", "v_proj"), h) | {"o_proj": shape.attention}
-    sizes |= {"gate_proj": h * mlp, "up_proj": h * mlp, "down_proj": shape.intermediate * mlp}
-    return sum(sizes.get(name, 0) for name in config.model.lora_target_modules or list(sizes))
+    sizes |= {"gate_proj": h, "up_proj": h, "down_proj": shape.intermediate} if mlp else {}
+    return {name: sizes[name] for name in config.model.lora_target_modules or sizes if name in sizes}

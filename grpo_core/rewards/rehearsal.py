@@ -1,4 +1,4 @@
-"""Run every reward on a few rows before any GPU is used: on the right answer, on nothing, on garbage.
+"""Run every reward on a few rows before the training: on the right answer, on nothing, on garbage.
 
 Entry point: `python -m grpo_core.rewards.rehearsal CONFIG TRAIN.parquet OUTPUT.json`. A broken reward contract (a wrong
 number of values, an exception, NaN, a value out of range, no end) is an error; anything that looks wrong is a warning.

@@ -11,10 +11,12 @@ used are dropped, so that the buffers are as long as the longest completion that
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_core.model.capabilities import TOLERANCE, attends_to_all, decoder
+from grpo_core.model.capabilities import NOT_TO_ALL, TOLERANCE, attends_to_all, decoder, shown
 from grpo_core.model.sequences import pad
 
 NAME = "grpo_group_cache"
@@ -30,10 +32,6 @@ FIRST_CAPACITY = 64  # initial capacity, in tokens of a completion
 GRAPH_TOKENS = 64  # on a GPU a captured step reads a multiple of these, and is used as often; divides every capacity
 # Options that attention may ignore; a window is longer than any sequence where the cache is shared.
 HARMLESS = {"dropout", "position_ids", "position_embeddings", "use_cache", "sliding_window"}
-
-
-class NotPlainError(Exception):
-    """The model's attention is not the plain one."""
 
 
 @dataclass
@@ -47,9 +45,12 @@ class Layer:
 
 
 class GroupCache:
-    """R prompts of up to P tokens and B completions, in the order of their prompts."""
+    """R prompts of up to P tokens and B completions, in the order of their prompts. `captures`: run steps as CUDA
+    graphs."""
 
-    def __init__(self, model: Any, prompts: list[list[int]], copies: list[int], max_tokens: int):
+    def __init__(
+        self, model: Any, prompts: list[list[int]], copies: list[int], max_tokens: int, *, captures: bool = False
+    ):
         self.model = model
         device = next(model.parameters()).device
         self.layers: dict[int, Layer] = {}
@@ -63,7 +64,8 @@ class GroupCache:
         self.first = torch.zeros_like(self.positions)  # (B,) place of each completion's first token
         self.next = torch.zeros(1, dtype=torch.int64, device=device)  # place of the next token of all completions
         self.step, self.capacity = 0, 0
-        self.block = GRAPH_TOKENS if device.type == "cuda" else 1  # tokens of completions that are read at a time
+        self.captures = captures
+        self.block = GRAPH_TOKENS if captures else 1  # tokens of completions that are read at a time
         self.max_tokens = -(-max_tokens // self.block) * self.block
         self.graph: Any = None
         self._lay_out()
@@ -90,7 +92,7 @@ class GroupCache:
         if self.step == self.capacity:
             self._drop_unused()
             self._resize(max(min(2 * self.step, self.max_tokens), self.step + FIRST_CAPACITY))
-        logits = self._replay(token) if token.is_cuda else self._forward(token[:, None], self.positions[:, None])
+        logits = self._replay(token) if self.captures else self._forward(token[:, None], self.positions[:, None])
         self.step += 1
         self.next += 1
         self.positions += 1
@@ -199,10 +201,7 @@ class GroupCache:
             return self.model(input_ids=input_ids, position_ids=positions, **options).logits[:, -1].float()
 
     def _replay(self, token: Tensor) -> Tensor:
-        """Run a step as a CUDA graph, without Python's overhead. It is captured again when shapes change.
-
-        Written after torch's manual; not run on a GPU so far.
-        """
+        """Run a step as a CUDA graph, without Python's overhead. It is captured again when shapes change."""
         if self.graph is None or self.step % GRAPH_TOKENS == 0:
             self.token, self.place = token[:, None].clone(), self.positions[:, None].clone()
             side = torch.cuda.Stream()
@@ -212,8 +211,14 @@ class GroupCache:
             torch.cuda.current_stream().wait_stream(side)
             self.graph = torch.cuda.CUDAGraph()
             # Rewards that load a model in a thread allocate meanwhile: in the "global" mode that ends the capture.
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self.logits = self._forward(self.token, self.place)
+            capture = torch.cuda.graph(self.graph, capture_error_mode="thread_local")
+            try:
+                with capture:
+                    self.logits = self._forward(self.token, self.place)
+            except BaseException:  # a stop may come when the capture has begun and the block has not
+                if torch.cuda.is_current_stream_capturing():
+                    capture.__exit__(None, None, None)
+                raise
         self.token.copy_(token[:, None])
         self.place.copy_(self.positions[:, None])
         self.graph.replay()
@@ -233,7 +238,8 @@ def _attention(
     """Attention function that transformers calls."""
     unknown = {name for name, option in options.items() if option is not None and option is not False} - HARMLESS
     if group_cache is None or attention_mask is not None or unknown or not hasattr(module, "layer_idx"):
-        raise NotPlainError
+        found = ", ".join(sorted(unknown)) or "a mask or layers of its own kind"
+        raise ValueError(f"a shared cache has plain causal attention only, {type(module).__name__} has {found}")
     return group_cache.attend(module, query, key, value, scaling or query.shape[-1] ** -0.5), None
 
 
@@ -251,19 +257,45 @@ def _attention_of_ours(model: Any) -> Iterator[None]:
         config._attn_implementation = former
 
 
-def can_share_cache(model: Any, max_length: float) -> bool:
-    """True if the model's logits with this cache match a plain pass's, in sequences of up to `max_length` tokens.
+@torch.no_grad()
+def why_not_captured(model: Any) -> str:
+    """Reason why a step with this cache cannot be a CUDA graph, which holds nothing that the host waits for; "" if it
+    can be one. Nothing is captured: a capture that fails would leave torch's allocator unable to give memory back."""
+    cache = GroupCache(model, [[0, 1, 2]], [1], max_tokens=2)
+    token = torch.zeros(1, dtype=torch.int64, device=model.device)
+    former = torch.cuda.get_sync_debug_mode()
+    try:
+        cache.prefill()
+        cache.decode(token)  # what is set up at a first call may wait
+        torch.cuda.set_sync_debug_mode("error")
+        cache.decode(token)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever another architecture raises
+        places = traceback.extract_tb(error.__traceback__)
+        place = next((each for each in reversed(places) if "transformers" in each.filename), places[-1])
+        return f"{shown(error)}, in {'/'.join(Path(place.filename).parts[-2:])}:{place.lineno}, `{place.line}`"
+    finally:
+        torch.cuda.set_sync_debug_mode(former)
+    return ""
 
-    False for layers that attend to a window only, cap their scores or carry a state.
+
+def why_not_shared(model: Any, max_length: float, *, captures: bool = False) -> str:
+    """Reason why prompts cannot be shared by this cache in sequences of up to `max_length` tokens; "" if they can be,
+    and logits match those of a plain pass.
+
+    They cannot where layers attend to a window only, cap their scores or carry a state.
     """
-    plain = attends_to_all(model.config.get_text_config(), max_length)
-    return plain and matches_plain_forward(model, partial(GroupCache, model))
+    if not attends_to_all(model.config.get_text_config(), max_length):
+        return NOT_TO_ALL
+    return why_not_plain(model, partial(GroupCache, model, captures=captures))
 
 
 @torch.no_grad()
-def matches_plain_forward(model: Any, make_cache: Callable[..., Any]) -> bool:
-    """True if logits with the cache match those of a plain pass, for prompts of different lengths, one of which joins
-    after the others have been decoded for a step."""
+def why_not_plain(model: Any, make_cache: Callable[..., Any]) -> str:
+    """Reason why logits with the cache are not those of a plain pass; "" if they are, for prompts of different lengths,
+    one of which joins after the others have been decoded for a step. Raises torch.OutOfMemoryError if memory runs out,
+    which says nothing about the model."""
     prompts, later = [[0, 1, 2], [3, 1, 0, 2, 1], [2, 3]], [[1, 2, 0], [0, 3, 3], [2, 0, 1], [3, 2]]
     steps = [torch.tensor(tokens, device=model.device) for tokens in ([1, 0, 2], [2, 3, 0, 3], [0, 3, 1, 2])]
     try:
@@ -274,15 +306,19 @@ def matches_plain_forward(model: Any, make_cache: Callable[..., Any]) -> bool:
         cached[1] = torch.cat([cached[1], joining.prefill()])
         cache.join(joining)
         cached += [cache.decode(tokens).clone() for tokens in steps[1:]]
-    except (AttributeError, IndexError, KeyError, NotPlainError, RuntimeError, TypeError, ValueError):
-        return False
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever another architecture raises
+        return shown(error)
     starts = [prompts[0], prompts[1], *prompts[1:]]
     # Padded on the right, where a causal model's other positions do not see it: one pass for all rows.
     ids = pad([prompt + tokens for prompt, tokens in zip(starts, later, strict=True)], torch.int64)
     every = model(input_ids=ids.to(model.device), use_cache=False).logits.float()
+    allowed = TOLERANCE[model.dtype]
     for row, (prompt, tokens) in enumerate(zip(starts, later, strict=True)):
         plain = every[row, len(prompt) - 1 : len(prompt) + len(tokens)]
         found = torch.stack([logits[row] for logits in cached[-len(plain) :]])
-        if not (plain - found).norm() < TOLERANCE[model.dtype] * plain.norm():
-            return False
-    return True
+        difference = float((plain - found).norm() / plain.norm())
+        if not difference < allowed:
+            return f"logits differ from a plain pass's by {difference:.2g}, and {allowed:.2g} is allowed"
+    return ""

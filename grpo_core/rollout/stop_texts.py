@@ -10,6 +10,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from grpo_core.errors import ConfigError
+from grpo_core.model.to_device import move
 from grpo_core.rollout.types import Request
 
 RESET = "Invalid prefix encountered"  # tokenizers' error where bytes make no characters; vLLM begins a new stream too
@@ -39,13 +40,15 @@ class StopTexts:
     def completed(self, places: Tensor, tokens: Tensor, going: Tensor) -> Tensor:
         """Return which completions these tokens end with a text. `places`: (B, 2) request and completion; tokens of
         rows that are not `going` are not read. (B,), (B,) bool → (B,) bool"""
-        found = [False] * len(going)
-        for row in going.nonzero().flatten().tolist():
-            number, i = places[row].tolist()
-            written = self.ends[number, i] + self._next((number, i), int(tokens[row]))
-            found[row] = any(text in written for text in self.texts)
-            self.ends[number, i] = written[max(len(written) - self.kept, 0) :]
-        return torch.tensor(found, device=going.device)
+        # One tensor, which is waited for once.
+        read = torch.cat([places, tokens[:, None], going[:, None]], dim=1).tolist()
+        found = [bool(is_going) and self._completes((number, i), token) for number, i, token, is_going in read]
+        return move([torch.tensor(found)], going.device)[0]
+
+    def _completes(self, place: tuple[int, int], token: int) -> bool:
+        written = self.ends[place] + self._next(place, token)
+        self.ends[place] = written[max(len(written) - self.kept, 0) :]
+        return any(text in written for text in self.texts)
 
     def _next(self, place: tuple[int, int], token: int) -> str:
         try:

@@ -21,7 +21,7 @@ from grpo_core.errors import EngineError
 from grpo_core.model.loading import whole_weights
 from grpo_core.model.precision import in_float32
 from grpo_core.model.sharded import is_sharded
-from grpo_core.rollout.group_cache import GroupCache, can_share_cache, matches_plain_forward
+from grpo_core.rollout.group_cache import GroupCache, why_not_captured, why_not_plain, why_not_shared
 from grpo_core.rollout.plain_cache import PlainCache
 from grpo_core.rollout.rows import Rows, advance, begin_rows, completions, join, select, token_limit
 from grpo_core.rollout.stop_texts import StopTexts
@@ -61,19 +61,32 @@ class TransformersEngine:
 
     def _use_model(self, model: Any) -> None:
         """Sample with this model from now on. Raises EngineError if cached prompts change the model's output."""
-        self.model, self.shares_cache = model, can_share_cache(model, self.max_length)
-        right = self.shares_cache
-        if not right:
+        self.model, self.notes = model, list[str]()
+        why_not, wrong = self._share_cache(), ""
+        if why_not:
             with in_float32(model):  # where rounding sends no token to another expert
-                self.shares_cache = can_share_cache(model, self.max_length)
-                make_cache = partial(PlainCache, model, pad_id=self.pad_id)
-                right = self.shares_cache or matches_plain_forward(model, make_cache)
-        if not right:
+                why_not = self._share_cache()
+                wrong = why_not and why_not_plain(model, partial(PlainCache, model, pad_id=self.pad_id))
+        if wrong:
             raise EngineError(
                 f"{type(model).__name__} gives other logits for a padded prompt than for the prompt alone, as layers "
-                "that carry a state do: the transformers engine would sample from another policy; set rollout.engine "
-                "to 'vllm'"
+                f"that carry a state do ({wrong}): the transformers engine would sample from another policy; set "
+                "rollout.engine to 'vllm'"
             )
+        if why_not:
+            self.notes.append(f"sampling keeps a prompt's keys and values once per completion: {why_not}")
+
+    def _share_cache(self) -> str:
+        """Decide whether completions share their prompt's keys and values, and whether steps are CUDA graphs. Returns
+        why nothing is shared; "" if it is."""
+        why_not = why_not_shared(self.model, self.max_length)
+        self.shares_cache, self.captures = not why_not, False
+        if self.shares_cache and next(self.model.parameters()).is_cuda:
+            uncaptured = why_not_captured(self.model) or why_not_shared(self.model, self.max_length, captures=True)
+            self.captures = not uncaptured
+            if uncaptured:
+                self.notes.append(f"sampling runs without CUDA graphs: {uncaptured}")
+        return why_not
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Stream:
@@ -144,7 +157,7 @@ class TransformersEngine:
         longest = max(token_limit(request, sampling) for request in requests)
         if not self.shares_cache:
             return PlainCache(self.model, prompts, copies, longest, self.pad_id)
-        return GroupCache(self.model, prompts, copies, longest)
+        return GroupCache(self.model, prompts, copies, longest, captures=self.captures)
 
 
 def _next_requests(requests: Sequence[tuple[int, Request]], rows: int) -> dict[int, Request]:

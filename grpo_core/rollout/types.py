@@ -87,7 +87,12 @@ class Sampler(Protocol):
 
 
 class Engine(Sampler, Protocol):
-    """Samples from the policy: with its weights as of the last `sync_weights`, or, in the same memory, as they are."""
+    """Samples from the policy: with its weights as of the last `sync_weights`, or, in the same memory, as they are.
+
+    `notes`: a sentence with its reason for each thing that it does in a slower or other way than it could.
+    """
+
+    notes: list[str]
 
     def compute_logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """Log-probability of each token except the first, given those before it, at temperature 1. One row per

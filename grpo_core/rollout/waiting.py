@@ -6,11 +6,11 @@ from datetime import timedelta
 
 from grpo_core.config.run import RunConfig
 from grpo_core.rewards.isolated import START_SECONDS
-from grpo_core.rollout.vllm.router import ATTEMPTS
 from grpo_core.system.progress import CHECKPOINT, REWARDS, SET_UP
 
 UNLIMITED_WORK = timedelta(hours=1)  # for what no key limits: loading, compiling, sampling, writing a checkpoint
 LONGEST_WAIT = timedelta(days=365)
+ATTEMPTS = 5  # at one answer of a vLLM server, at one server after the other
 
 
 def longest_wait(config: RunConfig) -> timedelta:

@@ -24,8 +24,26 @@ def start_guarded(module: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
     control, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
-        guard = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], start_new_session=True)
+        guard = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            env=os.environ | own_gpu_first(),
+        )
     return guard, control
+
+
+def own_gpu_first() -> dict[str, str]:
+    """Variables with which "cuda" means this process's GPU in a process that it starts, as it does here: there, this
+    GPU and the first visible one change places, and the others keep their numbers."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized() or not (own := torch.cuda.current_device()):
+        return {}
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [*map(str, range(torch.cuda.device_count()))] if given is None else given.split(",")
+    gpus[0], gpus[own] = gpus[own], gpus[0]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "LOCAL_RANK": "0"}
 
 
 def end_guarded(guard: subprocess.Popen[bytes], control: socket.socket) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 
 GIB = 2**30
+ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # environment variables that set up torch's allocator
 GROUPS = Path("/proc/self/cgroup")  # a line per hierarchy: number, controllers, path
 MOUNTED = Path("/sys/fs/cgroup")
 

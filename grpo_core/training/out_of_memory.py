@@ -26,8 +26,8 @@ class SharedModelError(TrainingError):
     def __init__(self, used: int, tokens: int, error: torch.OutOfMemoryError):
         super().__init__(
             f"memory runs out with {used} tokens in a forward pass, and processes that share a model cannot go back "
-            f"alone. Started again, the training goes on from its last checkpoint with {tokens} tokens in a pass "
-            f"({error})"
+            f"alone. Started again, the training goes on from its last checkpoint with {tokens} tokens in a pass; with "
+            f"train.max_tokens_per_pass = {tokens} from the start, this does not happen ({error})"
         )
         self.tokens = tokens
 
@@ -36,7 +36,7 @@ class SharedModelError(TrainingError):
 class OutOfMemoryRetry:
     """Tokens per forward pass: halved when memory runs out; at one completion, activations are recomputed."""
 
-    planned: int  # b sequences of the greatest length
+    planned: int  # see `pass_limit.first_limit`
     policy: Policy
     tokens: int = field(init=False)  # that fit, as far as is known
 
@@ -86,4 +86,9 @@ class OutOfMemoryRetry:
                 self.policy.recompute(min(self.policy.recomputed + (layers + 1) // 2, layers))
             torch.cuda.empty_cache()
             recomputed = f", {self.policy.recomputed} layers computed again" if self.policy.recomputed else ""
-            print(f"out of memory: going on with {self.tokens} tokens in a forward pass{recomputed}", flush=True)
+            checkpointing = " and train.gradient_checkpointing = true" if self.policy.recomputed else ""
+            print(
+                f"out of memory: going on with {self.tokens} tokens in a forward pass{recomputed}; with "
+                f"train.max_tokens_per_pass = {self.tokens}{checkpointing} from the start, this does not happen",
+                flush=True,
+            )

@@ -237,7 +237,7 @@ def _train(
         torch.tensor(owners),
     )
     device = next(policy.model.parameters()).device
-    tokens = rows * int(sequences.lengths.max())
+    tokens = train["max_tokens_per_pass"] or rows * int(sequences.lengths.max())
     if device.type == "cpu":
         tokens = min(tokens, CPU_TOKENS)
     parts = list(pack(sequences, tokens, share_prompts=policy.packs))

@@ -1,4 +1,5 @@
-"""Tokens per pass that one start of a training leaves to the next, when memory has run out with a sharded model."""
+"""Tokens per pass that a start of a training begins with: the plan's, if they fit this machine's GPU, and no more than
+an earlier start found when memory ran out with a sharded model."""
 
 from __future__ import annotations
 
@@ -6,9 +7,59 @@ import os
 import socket
 from pathlib import Path
 
+import torch
+from accelerate import Accelerator
+
+from grpo_core.config.run import RunConfig
+from grpo_core.distributed import max_over_processes
+from grpo_core.planning.hardware import Gpu
+from grpo_core.planning.memory import peak_memory
+from grpo_core.planning.plan import Plan
+from grpo_core.planning.shapes import ForecastError, PromptLengths, load_shape
+from grpo_core.planning.tokens_per_pass import choose_tokens
 from grpo_core.system.files import publish
+from grpo_core.system.memory import GIB, gib_text
 
 FILE = "tokens_per_pass"  # of a training's output
+
+
+def first_limit(config: RunConfig, plan: Plan, longest_prompt: int, accelerator: Accelerator) -> int:
+    """Return the plan's tokens per pass; fewer, and say so, if they cannot fit a GPU of this training, which may not be
+    the one that the plan was made for. Called by every process, and the same on each.
+
+    What the plan only left no margin for is kept: results follow from the number by rounding.
+    """
+    planned = plan.max_tokens_per_pass
+    if planned is None:
+        return plan.per_device_train_batch_size * (longest_prompt + config.rollout.max_completion_length)
+    tokens = planned
+    if accelerator.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(accelerator.device)
+        gpu = Gpu(properties.name, properties.total_memory / GIB)
+        tokens = -max_over_processes(-_fitting(config, plan, longest_prompt, gpu))
+        if tokens < planned and accelerator.is_main_process:
+            memory = gib_text(properties.total_memory / GIB)
+            print(
+                f"training: the plan's {planned} tokens per pass do not fit a {gpu.name} of {memory}: going on with "
+                f"{tokens}, with the same results up to rounding",
+                flush=True,
+            )
+    return tokens
+
+
+def _fitting(config: RunConfig, plan: Plan, longest_prompt: int, gpu: Gpu) -> int:
+    """Return the plan's tokens per pass, or the number that is chosen for this GPU if they are more than it holds."""
+    assert plan.max_tokens_per_pass is not None
+    lengths = PromptLengths(longest_prompt, longest_prompt, "")
+    try:
+        shape = load_shape(config.model.name_or_path, config.model.revision)
+    except ForecastError:  # nothing is known of its memory
+        return plan.max_tokens_per_pass
+    if "warning" not in peak_memory(config, plan, shape, lengths, gpu):
+        return plan.max_tokens_per_pass
+    chosen = choose_tokens(config, plan, shape, lengths, gpu)
+    assert chosen is not None
+    return min(chosen, plan.max_tokens_per_pass)
 
 
 def write_limit(output: Path, tokens: int) -> None:

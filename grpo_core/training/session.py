@@ -25,6 +25,7 @@ from grpo_core.environments.setting import Setting, make_setting
 from grpo_core.errors import TrainingError
 from grpo_core.model.capabilities import check_padding
 from grpo_core.model.loading import copy_of_trainable_state, load_model, with_adapter
+from grpo_core.model.logprobs import FUSED
 from grpo_core.model.parallelize import sharding
 from grpo_core.model.policy import Policy
 from grpo_core.model.positions import check_context
@@ -37,11 +38,13 @@ from grpo_core.rewards.contract import rewards_of
 from grpo_core.rollout.collect import Scoring
 from grpo_core.rollout.conversations_ahead import ConversationsAhead
 from grpo_core.rollout.factory import make_engine
+from grpo_core.rollout.fallbacks import fallbacks
 from grpo_core.rollout.types import Engine, Lookahead
 from grpo_core.rollout.waiting import longest_wait, phase_limits
 from grpo_core.system.progress import expect
 from grpo_core.training.optimizer import learning_rate, make_optimizer
 from grpo_core.training.out_of_memory import OutOfMemoryRetry
+from grpo_core.training.pass_limit import first_limit
 from grpo_core.training.sync_probe import SHORTEST, Probe, probe_batch
 
 DATA_PARALLEL = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
@@ -75,7 +78,7 @@ def load_session(run: Path) -> Session:
     memory does not hold it together with gradients and optimizer state."""
     config, plan = load_config(run / run_files.CONFIG), load_plan(run / run_files.PLAN)
     expect(config.train.hang_timeout, phase_limits(config))
-    accelerator = start_processes(longest_wait(config))
+    accelerator = start_processes(longest_wait(config), deterministic=config.train.deterministic)
     if accelerator.distributed_type not in DATA_PARALLEL:
         raise TrainingError(
             f"Accelerate is configured for {accelerator.distributed_type.value}, and this training divides model and "
@@ -148,6 +151,15 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         gradient_checkpointing=config.train.gradient_checkpointing,
         torch_compile=config.train.torch_compile,
     )
+    if accelerator.device.type in FUSED and policy.output_layer is not None:
+        from grpo_core.model.fused_logprobs import compile_kernels
+
+        compile_kernels(
+            len(policy.output_layer.weight),
+            torch.bfloat16 if bf16 else torch.float32,
+            accelerator.device,
+            entropy_gradient=config.algorithm.has_entropy_bonus,
+        )
     policy.packs = not any_process(not policy.packs)  # processes divide rows by the cost of a pass, so they must agree
     start = copy_of_trainable_state(policy.model) if config.model.adapter and config.algorithm.beta else None
     model_path = config.model.name_or_path
@@ -156,11 +168,8 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     reference = _reference(config, accelerator, max_length)
     optimizer = make_optimizer(model, config.train)
     if accelerator.is_main_process:
-        if not policy.packs:
-            why = policy.why_not or "another process cannot pack them"
-            print(f"prompts are computed again for each completion, and rows are padded: {why}")
-        elif policy.why_not:
-            print(f"prompts are computed once, by {policy.attention} attention: {policy.why_not}")
+        for note in fallbacks(engine, policy):
+            print(note, flush=True)
     return Session(
         config=config,
         plan=plan,
@@ -175,7 +184,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         learning_rate=partial(learning_rate, config.train, plan),
         engine=engine,
         lookahead=_lookahead(engine, config, setting, prompts),
-        memory=OutOfMemoryRetry(plan.per_device_train_batch_size * longest, policy),
+        memory=OutOfMemoryRetry(first_limit(config, plan, prompts.max_length, accelerator), policy),
         probe=_probe(engine, config, prompts, max(lengths)) if engine is not None else None,
         start=start,
         rates=_first_rates(run, config, len(prompts.rows)),

@@ -6,15 +6,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
-from grpo_core.planning.hardware import query_gpus
+from grpo_core.planning.nvidia import visible_devices
 
 OLDEST_DRIVER = {12: 525, 13: 580}  # NVIDIA's driver, by CUDA's major version (release notes of the CUDA toolkit)
-HIDDEN = ("", "-1")  # values of CUDA_VISIBLE_DEVICES
 
 
 class MachineError(GrpoError):
@@ -23,12 +24,14 @@ class MachineError(GrpoError):
 
 def check_gpu_machine() -> None:
     """Raises MachineError if this machine has an NVIDIA GPU, PyTorch is built for one, and the driver is too old for it
-    or Triton cannot compile kernels. CUDA_VISIBLE_DEVICES may hide the GPU."""
-    cuda, driver = _cuda_of_torch(), _driver()
-    if cuda is None or not driver or os.environ.get("CUDA_VISIBLE_DEVICES") in HIDDEN:
+    or Triton cannot compile kernels; DriverError if nvidia-smi does not answer. CUDA_VISIBLE_DEVICES may hide the
+    GPU."""
+    cuda = _cuda_of_torch()
+    if cuda is None or not (devices := visible_devices()):
         return
-    oldest = OLDEST_DRIVER.get(cuda)
-    if oldest and int(driver.partition(".")[0]) < oldest:
+    oldest, driver = OLDEST_DRIVER.get(cuda), devices[0].driver
+    # CUDA's compatibility package makes some older drivers do.
+    if oldest and driver[:1].isdecimal() and int(driver.partition(".")[0]) < oldest and not _torch_finds_gpu():
         raise MachineError(
             f"the NVIDIA driver is {driver}, and the installed PyTorch, built for CUDA {cuda}, needs {oldest} or "
             "newer: with this one it would train on the CPU. Update the driver, or set CUDA_VISIBLE_DEVICES to nothing "
@@ -57,7 +60,6 @@ def _cuda_of_torch() -> int | None:
     return int(found[1]) if found else None
 
 
-def _driver() -> str:
-    """Version of the NVIDIA driver, such as 580.65.06; "" without a GPU."""
-    version = next(iter(query_gpus("driver_version")), "").strip()
-    return version if version[:1].isdecimal() else ""
+def _torch_finds_gpu() -> bool:
+    command = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
+    return not subprocess.run(command, capture_output=True).returncode

@@ -12,7 +12,9 @@ from typing import Any
 
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
+from grpo_core.system.memory import ALLOCATOR
 from grpo_core.system.progress import MACHINES, RANKS
+from grpo_core.system.torch_releases import EXACT_PINNED_MEMORY
 from tasks.processes.job_servers import job_servers
 from tasks.processes.launchers.kubernetes import kubernetes
 from tasks.processes.launchers.local import local
@@ -26,7 +28,6 @@ from tasks.processes.watchdog import watchdog
 
 LAUNCHERS: dict[str, Launcher] = {"kubernetes": kubernetes, "local": local, "slurm": slurm, "ssh": ssh}
 RETURN_SECONDS = 600.0  # to wait for a lost machine before the processes start again without it
-ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # by which a user sets up torch's allocator
 
 
 def launch(
@@ -80,9 +81,10 @@ def launch(
         }
         if several:
             variables[MACHINES] = json.dumps([machine.name for machine in training])
+        environments = dict.fromkeys(commands, variables | addresses) | dict.fromkeys(servers, addresses)
         grace = max(machine.grace for machine in machines)
         return run_together(
-            commands | servers, on_output_line, variables | addresses, grace, check=check, endless=servers.keys()
+            commands | servers, on_output_line, environments, grace, check=check, endless=servers.keys()
         )
 
 
@@ -121,11 +123,11 @@ def process_environment(config: RunConfig) -> dict[str, str]:
 
     On a GPU, the allocator's segments grow, since every batch has another length, except with ipc: memory in such
     segments is shared in another way, which has not been tried. Page-locked host memory for offloaded state is not
-    rounded up to a power of two, which might double it.
+    rounded up to a power of two, which might double it, where torch can be told so.
     """
     environment = {"ACCELERATE_MIXED_PRECISION": "no"}  # the policy has its own copy in bfloat16
     settings = ["expandable_segments:True"] * (config.rollout.vllm_weight_transfer != "ipc")
-    settings += ["pinned_max_round_threshold_mb:1"] * (config.train.offload != "none")
+    settings += EXACT_PINNED_MEMORY if config.train.offload != "none" else []
     if settings and not ALLOCATOR & os.environ.keys():
         environment["PYTORCH_CUDA_ALLOC_CONF"] = ",".join(settings)
     return environment

@@ -25,8 +25,9 @@ from typing import Any
 import grpo_core
 import tasks
 from grpo_core.errors import GrpoError
+from grpo_core.planning.nvidia import visible_devices
 from tasks.processes.gpu import check_gpu_machine
-from tasks.processes.gpu_locks import POLL_SECONDS, take_gpus, variables, visible_gpus
+from tasks.processes.gpu_locks import POLL_SECONDS, take_gpus, variables
 from tasks.processes.ranks import own_address
 from tasks.processes.run import GRACE_SECONDS, TOLD
 
@@ -95,8 +96,6 @@ def free_port() -> int:
 def _take_gpus(arguments: list[str]) -> None:
     """Take the GPUs that the processes or the vLLM server on this machine will need; this process and its children keep
     them. Exits if the machine that asks says so, or if this machine has too few."""
-    if not visible_gpus():
-        return
     heard = time.monotonic()
 
     def wait_for_sign() -> None:
@@ -110,6 +109,8 @@ def _take_gpus(arguments: list[str]) -> None:
             sys.exit(f"no sign of life for {SILENCE_SECONDS:g} s from the machine that started this")
 
     try:
+        if not visible_devices():
+            return
         taken = take_gpus(gpus_needed(arguments), _say, wait_for_sign)
     except GrpoError as error:
         sys.exit(str(error))

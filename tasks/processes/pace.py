@@ -20,6 +20,7 @@ from grpo_core.planning.hardware import Gpu, name_hardware
 from grpo_core.planning.pace import Pace, pace_request
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ForecastError, PromptLengths, config_file
+from tasks.processes.gpu_locks import one_free_gpu
 from tasks.processes.run import TimeLimitError, run_process
 from tasks.stages.errors import StageError
 from tasks.stages.files import write_text
@@ -41,8 +42,8 @@ def measured_pace(
     """Measure the pace with this model and these batch sizes, or return why that failed. `prompts`: validated prompts,
     if there are any.
 
-    Takes some seconds the first time, which `say` announces. The result is kept, unless other processes kept the
-    machine busy.
+    Takes some seconds the first time, which `say` announces, and meanwhile one GPU, if the machine has any: none is
+    waited for, and none is shared. The result is kept, unless other processes kept the machine busy.
     """
     if os.environ.get(MEASURED) == "0":
         return f"no earlier run of this model on this hardware ({name_hardware(gpu)}) is known, and {MEASURED}=0"
@@ -62,18 +63,26 @@ def measured_pace(
         return (
             f"no earlier run is known, and the pace cannot be measured: {folder} has to be writable: {error.strerror}"
         )
-    say(f"no earlier run of this model is known: measuring its pace on this machine, for {LIMIT_SECONDS:.0f} s at most")
     printed: list[str] = []
     busy = os.getloadavg()[0] > (os.cpu_count() or 1)
     environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-    try:
-        command = ["-m", "grpo_core.training.pace", content, str(time.time())]
-        run_process(command, printed.append, environment, limit=LIMIT_SECONDS)
-        pace = Pace(**json.loads(printed[-1]))
-    except TimeLimitError:
-        return f"no earlier run is known, and this machine did not measure its pace within {LIMIT_SECONDS:.0f} s"
-    except StageError:
-        return f"no earlier run is known, and the pace could not be measured: {printed[-1] if printed else 'killed'}"
+    with one_free_gpu() as none_free:
+        if none_free:
+            return f"no earlier run is known, and the pace is not measured, since no GPU is free: {none_free}"
+        say(
+            "no earlier run of this model is known: measuring its pace on this machine, for "
+            f"{LIMIT_SECONDS:.0f} s at most"
+        )
+        try:
+            command = ["-m", "grpo_core.training.pace", content, str(time.time())]
+            run_process(command, printed.append, environment, limit=LIMIT_SECONDS)
+            pace = Pace(**json.loads(printed[-1]))
+        except TimeLimitError:
+            return f"no earlier run is known, and this machine did not measure its pace within {LIMIT_SECONDS:.0f} s"
+        except StageError:
+            return (
+                f"no earlier run is known, and the pace could not be measured: {printed[-1] if printed else 'killed'}"
+            )
     if busy:  # not kept, since it would be wrong on a quiet machine
         return replace(pace, how=f"{pace.how}, while other processes kept the machine busy")
     with suppress(OSError):  # a full disk, or another process writes the same answer

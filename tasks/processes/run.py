@@ -61,20 +61,21 @@ def run_process(
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Run one `python COMMAND…` to its end, in the way `run_together` runs several."""
-    run_together({"": command}, lambda name, line: on_line(line), env, grace, limit, check)
+    run_together({"": command}, lambda name, line: on_line(line), {"": env or {}}, grace, limit, check)
 
 
 def run_together(
     commands: Mapping[str, Sequence[str]],
     on_line: Callable[[str, str], None],
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, Mapping[str, str]] | None = None,
     grace: float = GRACE_SECONDS,
     limit: float = threading.TIMEOUT_MAX,
     check: Callable[[], None] = lambda: None,
     endless: Collection[str] = (),
 ) -> None:
     """Run `python COMMAND…` for each name, concurrently, until all have ended; those in `endless` are ended when the
-    others have. `on_line` gets the name and each line; `check` is called at least every CHECK_SECONDS.
+    others have. `on_line` gets the name and each line; `env`: further environment variables, by name; `check` is
+    called at least every CHECK_SECONDS.
 
     If one fails, the others are ended too. Raises ProcessError with the name and the last lines of the one that failed
     by itself, and TimeLimitError if they have not ended after `limit` seconds.
@@ -96,7 +97,7 @@ def run_together(
     with ExitStack() as stack:
         try:
             for name, command in commands.items():
-                running[name] = _start(command, env, grace)
+                running[name] = _start(command, (env or {}).get(name, {}), grace)
                 stack.callback(_release, running[name])
                 followers.append(
                     threading.Thread(target=_follow, args=(name, running[name], lines, grace), daemon=True)
@@ -181,7 +182,7 @@ def _pass_on_next(lines: _Lines, on_line: Callable[[str, str], None]) -> None:
             on_line(name, line)
 
 
-def _start(command: Sequence[str], env: Mapping[str, str] | None, grace: float) -> subprocess.Popen[str]:
+def _start(command: Sequence[str], env: Mapping[str, str], grace: float) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tasks.processes.supervise", str(grace), sys.executable, *command],
         stdin=subprocess.PIPE,  # it closes when this process dies
@@ -191,7 +192,7 @@ def _start(command: Sequence[str], env: Mapping[str, str] | None, grace: float) 
         errors="replace",
         start_new_session=True,
         pass_fds=held_locks(),
-        env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", **(env or {})},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", **env},
     )
 
 

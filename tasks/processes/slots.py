@@ -15,7 +15,8 @@ from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 
 from grpo_core.config.run import RunConfig
-from tasks.processes.gpu_locks import own_gpus, visible_gpus
+from grpo_core.planning.nvidia import problem_of_driver, visible_devices
+from tasks.processes.gpu_locks import own_gpus
 from tasks.stages.errors import StageError
 
 GPU_LIMIT = "grpo-training"  # global concurrency limit: as many slots as there are GPUs
@@ -26,17 +27,14 @@ LEASE_SECONDS = 60.0
 
 
 @contextmanager
-def hold_gpus(config: RunConfig, launched: bool) -> Iterator[None]:
-    """Hold the slots of a stage, and the GPUs of this machine that it uses.
-
-    `launched`: True if the stage has as many processes as the training; otherwise it has one.
-    """
-    processes = config.train.num_processes if launched else 1
-    servers = config.rollout.server_gpus
+def hold_gpus(config: RunConfig) -> Iterator[None]:
+    """Hold the slots of a stage that starts the configured processes, and the GPUs of this machine that it uses."""
+    processes, servers = config.train.num_processes, config.rollout.server_gpus
     here = 0 if config.servers_elsewhere else servers
     here += processes if config.launch.launcher == "local" else 0
-    visible = visible_gpus()
-    with hold_slots(processes + servers if visible else 1), own_gpus(here, get_run_logger().info):
+    if problem := problem_of_driver():
+        get_run_logger().warning(problem)
+    with hold_slots(processes + servers if visible_devices() else 1), own_gpus(here, get_run_logger().info):
         yield
 
 

@@ -92,7 +92,7 @@ def cost_of(
     train, servers = config.train, config.rollout.server_gpus
     interrupted = bool(result.get("interrupted") or result["resumed_at_step"])
     training_seconds = max(result.get("seconds", 0.0), result["train_seconds"])
-    evaluating = (train.num_processes if train.sharding != "none" else 1) + servers
+    evaluating = config.where_evaluated.train.num_processes + servers
     seconds = (training_seconds + probe_seconds) * (train.num_processes + servers) + evaluation_seconds * evaluating
     has_gpu = bool(hardware) and not hardware.startswith(NO_GPU)
     return Cost(

@@ -22,6 +22,7 @@ from tasks.data.completions import (
     recorded_batches,
     with_text,
 )
+from tasks.processes.gpu_locks import one_free_gpu
 from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import BLUE, GREY, ORANGE
 from tasks.rendering.page import Chart, Section, Table, render
@@ -187,7 +188,7 @@ def _number(value: float | None) -> str:
 
 def with_trained_policy(run: Path, rollouts: Rollouts) -> Rollouts:
     """Add `trained_logprobs` and `entropies` to the rollouts: figures of each token under the trained policy, which is
-    loaded for that. Raises NoRolloutsError if there is no trained policy yet."""
+    loaded for that, onto a GPU if one is free. Raises NoRolloutsError if there is no trained policy yet."""
     from grpo_core.evaluation.token_figures import token_figures  # imports torch
 
     model = TRAIN.path(run) / run_files.MODEL
@@ -197,7 +198,8 @@ def with_trained_policy(run: Path, rollouts: Rollouts) -> Rollouts:
             "colour by advantage or surprise until its training is done"
         )
     samples = [(row["prompt_ids"], row["completion_ids"]) for row in rollouts.rows]
-    found = token_figures(model, samples, rollouts.config.rollout.temperature)
+    with one_free_gpu():
+        found = token_figures(model, samples, rollouts.config.rollout.temperature)
     rows = [
         {**row, "trained_logprobs": logprobs, "entropies": entropies}
         for row, (logprobs, entropies) in zip(rollouts.rows, found, strict=True)

@@ -101,6 +101,8 @@ def plan_and_outcome(record: Record) -> Section:
     how = []
     tokens = result["sampled_tokens"]
     rows.append(["completion tokens sampled", f"at most {plan['max_completion_tokens']:,}", f"{tokens:,}", ""])
+    if most := plan.get("max_tokens_per_pass"):
+        rows.append(["tokens of a forward pass", f"at most {most:,}", f"at most {result['tokens_per_pass']:,}", ""])
     took = {"time in updates": result["train_seconds"]}
     guesses, time = dict.fromkeys(("time in updates", WHOLE, PROBED), 0.0), forecasts.get("time", {})
     if "parts_hours" in time:
@@ -153,7 +155,8 @@ def _events(result: Mapping[str, Any], max_staleness: int) -> Iterator[str]:
     if max_staleness and (lowered := result["max_staleness"]) < max_staleness:
         yield f"Sampled less far ahead in the end: rollout.max_staleness was lowered from {max_staleness} to {lowered}."
     if result["ran_out_of_memory"]:
-        yield f"Memory ran out; went on with {result['tokens_per_pass']:,} tokens per forward pass."
+        tokens = result["tokens_per_pass"]
+        yield f"Memory ran out; went on with {tokens:,} tokens per forward pass (train.max_tokens_per_pass = {tokens})."
 
 
 def _first_findings(findings: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:

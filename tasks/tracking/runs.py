@@ -169,7 +169,8 @@ def open_experiment(client: mlflow.MlflowClient, name: str) -> str:
 def _describe(client: mlflow.MlflowClient, run_id: str, config: RunConfig, run: Path) -> None:
     """Log everything known before a training: parameters, plan, data, the source of its own rewards."""
     planned = PLAN.read_receipt(run)
-    plan = {f"plan.{name}": str(value) for name, value in planned["plan"].items() if name != "sources"}
+    known = {name: value for name, value in planned["plan"].items() if name != "sources" and value is not None}
+    plan = {f"plan.{name}": str(value) for name, value in known.items()}
     plan |= {name: str(value) for name, value in flatten({"plan": {"sources": planned.get("sources", {})}}).items()}
     params = [Param(key, value) for key, value in (parameters(config) | plan).items()]
     for first in range(0, len(params), PARAMS_PER_REQUEST):

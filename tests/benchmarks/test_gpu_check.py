@@ -1,74 +1,274 @@
-"""`make gpu-check` on a machine without a GPU: cut down, and the same table."""
+"""`make gpu-check` without a GPU: each part runs, cut down; the fault that each is for makes it fail."""
 
 from __future__ import annotations
 
 import json
 import sys
-import tomllib
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu_check, gpu_checks
-from benchmarks.gpu_check import Row
-from grpo_core.config.files import parse_config
-from grpo_core.rollout.vllm.serve import own_gpus
+from benchmarks import gpu_check
+from benchmarks.gpu import decoding, kernels, measured, trainings
+from benchmarks.gpu.report import Row
+from benchmarks.gpu_check import GROUPS, Part
+from grpo_core.model import logprobs, packed_attention
+from grpo_core.rollout.group_cache import GroupCache
+from tests.plain_kernels import plain_varlen
+
+Work = Callable[[Path, Callable[[Row], None]], None]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("check", [gpu_checks.hardware, gpu_checks.attention, gpu_checks.head, gpu_checks.waits])
-def test_a_check_runs_without_a_gpu_and_fails_nothing(check: Callable[..., None], tmp_path: Path) -> None:
+def failed(work: Work, scratch: Path) -> list[str]:
+    """Names of the rows that do not pass."""
+    scratch.mkdir(exist_ok=True)
     rows: list[Row] = []
-    check(tmp_path, rows.append)
+    work(scratch, rows.append)
     assert rows
-    assert not [row for row in rows if row.passed is False]
+    return [row.what for row in rows if row.passed is False]
 
 
-@pytest.mark.parametrize(
-    ("gpus", "of_server"), [(0, {}), (1, {"CUDA_VISIBLE_DEVICES": "0"}), (2, {"CUDA_VISIBLE_DEVICES": "1"})]
-)
-def test_a_server_has_room_on_every_machine(
-    gpus: int, of_server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With one GPU, it shares the training's."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    config = parse_config(tomllib.loads(gpu_checks._configuration(tmp_path, "vllm-server", lora=False)))
-    first = 0 if config.rollout.vllm_weight_transfer == "ipc" else config.train.num_processes
-    assert own_gpus(config, first) == of_server
+# ------------------------------------------------------------------------------------------------------- the driver
 
 
-def _checked(monkeypatch: pytest.MonkeyPatch, output: Path, *checks: str) -> dict[str, dict[str, object]]:
-    monkeypatch.setattr(sys, "argv", ["gpu_check", "--output", str(output), "--only", *checks])
+def checked(monkeypatch: pytest.MonkeyPatch, output: Path, groups: list[list[Part]], *options: str) -> dict[str, Any]:
+    monkeypatch.setattr(gpu_check, "GROUPS", groups)
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--output", str(output), *options])
     gpu_check.main()
-    return {result["check"]: result for result in json.loads(output.read_text())["checks"]}
+    return {result["part"]: result for result in json.loads(output.read_text())["parts"]}
 
 
-def test_a_check_that_hangs_is_ended_and_said_to_have_failed(
+def test_a_part_that_hangs_is_ended_and_said_to_have_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(gpu_check.CHECKS, "hardware", 0.05)
     output = tmp_path / "found.json"
     with pytest.raises(SystemExit, match=f"failed: hardware. Please send {output} back"):
-        _checked(monkeypatch, output, "hardware")
-    [result] = json.loads(output.read_text())["checks"]
-    assert not result["passed"]
-    assert "stopped after 0.05 s" in result["output"]
-    assert "stopped after 0.05 s" in capsys.readouterr().out
+        checked(monkeypatch, output, [[Part("hardware", "hardware:hardware", limit=0.05)]])
+    [result] = json.loads(output.read_text())["parts"]
+    assert result["passed"] is False
+    assert "stopped after 0 s" in result["output"]
+    assert "stopped after 0 s" in capsys.readouterr().out
+
+
+def test_what_no_time_or_no_package_is_there_for_is_listed_and_fails_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [Part("late", "hardware:hardware", 60, least=50), Part("bare", "hardware:hardware", 60, 1, ("no_such",))]
+    found = checked(monkeypatch, tmp_path / "found.json", [parts], "--budget", "30")
+    assert {name: result["passed"] for name, result in found.items()} == {"late": None, "bare": None}
+    assert found["late"]["output"].startswith("not started")
+    assert found["bare"]["output"] == "needs no_such"
+
+
+def test_parts_of_a_group_run_side_by_side_and_results_are_written_as_they_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "ON_GPU", True)
+    path = tmp_path / "found.json"
+    group = [Part("slow", "engines:nothing_like_it", 60, 1), Part("quick", "hardware:hardware", 60, 1)]
+    seen: list[list[str]] = []
+    write = gpu_check.write
+    monkeypatch.setattr(gpu_check, "write", lambda results, to: (write(results, to), seen.append(
+        [result["part"] for result in json.loads(to.read_text())["parts"]]))[0])  # fmt: skip
+    starts: list[float] = []
+    running = gpu_check._Running
+    monkeypatch.setattr(gpu_check, "_Running", lambda *a: (starts.append(time.monotonic()), running(*a))[1])
+    with pytest.raises(SystemExit, match="failed: slow"):
+        checked(monkeypatch, path, [group])
+    assert [len(names) for names in seen] == [1, 2]
+    assert starts[1] - starts[0] < 1
+
+
+def test_every_part_names_a_function_and_every_module_of_parts_is_a_part_s() -> None:
+    for part in (part for group in GROUPS for part in group):
+        module, _, function = part.work.partition(":")
+        assert callable(getattr(__import__(f"benchmarks.gpu.{module}", fromlist=[module]), function)), part
 
 
 def test_a_row_says_what_was_found_what_was_demanded_and_whether_it_passed() -> None:
     rows = [{"what": "drift", "found": "0.2", "demanded": "at most 0.1", "passed": False}]
-    text = gpu_check.table({"rows": rows, "output": "Traceback\nValueError: wrong"})
-    assert [word for word in ("drift", "0.2", "at most 0.1", "FAILED", "ValueError: wrong") if word not in text] == []
+    result = {"part": "engine", "passed": False, "seconds": 3, "rows": rows, "output": "Traceback\nValueError: wrong"}
+    text = gpu_check.table(result)
+    assert [
+        word for word in ("engine", "drift", "at most 0.1", "FAILED", "ValueError: wrong") if word not in text
+    ] == []
+
+
+# ------------------------------------------------------------------------------------------- kernels, and their faults
+
+
+def varlen(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Flash attention's kernel in plain torch, as this machine's processor can compute it."""
+    monkeypatch.setattr(kernels, "ON_GPU", True)
+    monkeypatch.setattr(kernels, "HEADS", kernels.HEADS[:1])
+
+    def attend(*arguments: Any, **options: Any) -> Any:
+        return plain_varlen(*arguments, **{"enable_gqa": True, **options, **changes})
+
+    monkeypatch.setattr(packed_attention, "varlen_attn", attend)
+
+
+def shifted(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A completion's keys begin with the second token of its prompt."""
+
+    def pack(*arguments: Any) -> Any:
+        found = own(*arguments)
+        return replace(found, keys=(found.keys + 1).clamp(max=int(found.keys.max())))
+
+    return pack
+
+
+@pytest.mark.slow
+def test_attention_passes_and_fails_with_another_token_s_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    varlen(monkeypatch)
+    assert failed(kernels.attention, tmp_path) == []
+    monkeypatch.setattr(packed_attention, "_varlen", shifted(packed_attention._varlen))
+    assert len(failed(kernels.attention, tmp_path)) == 4
+
+
+def test_the_head_passes_and_fails_with_logits_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert failed(kernels.head, tmp_path) == []
+    own = logprobs._log_softmax
+    monkeypatch.setattr(logprobs, "_log_softmax", lambda *a: own(*a).bfloat16().float())
+    assert "head, 64 × 1000: log-probabilities" in failed(kernels.head, tmp_path)
+
+
+def test_copies_pass_and_fail_where_a_buffer_is_used_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert failed(kernels.copies, tmp_path) == []
+    own = kernels.move
+    monkeypatch.setattr(kernels, "move", lambda tensors, device: [own(tensors, device)[0]] * len(tensors))
+    assert failed(kernels.copies, tmp_path) == ["copies by pinned memory"]
+
+
+@pytest.mark.slow
+def test_policies_pass_and_fail_where_completions_see_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert failed(kernels.policies, tmp_path / "right") == []
+    own = packed_attention._padded
+
+    def mixed(*arguments: Any) -> Any:
+        found = own(*arguments)
+        return replace(found, prompt_of=found.prompt_of.flip(0))
+
+    monkeypatch.setattr(packed_attention, "_padded", mixed)
+    # The policy's own probe notices, and goes another way.
+    assert "no, all weights: packed for" in failed(kernels.policies, tmp_path / "wrong")
+
+
+def test_waits_fail_above_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from grpo_core.training import loop
+
+    own = loop.update
+
+    def waiting(*arguments: Any) -> Any:
+        import warnings
+
+        for _ in range(kernels.MOST_WAITS + 1):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        return own(*arguments)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    monkeypatch.setattr(kernels, "PRECISION", "no")
+    monkeypatch.setattr(kernels, "ON_GPU", True)
+    assert failed(kernels.waits, tmp_path / "right") == []
+    monkeypatch.setattr(loop, "update", waiting)
+    assert failed(kernels.waits, tmp_path / "wrong") == ["waits per update"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["old places", "other rows"])
+def test_decoding_passes_and_fails_with_a_stale_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(decoding, "STEPS", 20)
+    monkeypatch.setattr(decoding, "JOINS", {5: 3})
+    monkeypatch.setattr(decoding, "LEAVES", (9, 11, 13))
+    monkeypatch.setattr(decoding, "BOUNDS", {torch.float32: 1e-3})
+    assert failed(decoding.decoding, tmp_path) == []
+    if fault == "old places":
+        own = GroupCache.decode
+
+        def decode(cache: Any, token: Any) -> Any:
+            cache.positions -= int(cache.step > 3)
+            return own(cache, token)
+
+        monkeypatch.setattr(GroupCache, "decode", decode)
+    else:
+        keep = GroupCache.keep
+        monkeypatch.setattr(GroupCache, "keep", lambda cache, rows: keep(cache, rows.flip(0)))
+    assert failed(decoding.decoding, tmp_path) == ["torch.float32: logits of 20 steps from plain passes"]
+
+
+# ------------------------------------------------------------------------------------------ trainings, and their faults
+
+# What `python -c` runs in place of `python -m grpo_core.train`, with the fault planted first.
+PLANTED = """
+import sys
+from pathlib import Path
+{fault}
+sys.argv = ["grpo_core.train", sys.argv[1]]
+from grpo_core.train import main
+main()
+"""
+ANEW = """
+from grpo_core.training.checkpoint import Checkpoints
+Checkpoints.restore = lambda *_, **__: None
+"""
+EARLIER = """
+import shutil
+for folder in sorted(Path(sys.argv[1], "training", "checkpoints").glob("step-*"))[-1:]:
+    shutil.rmtree(folder)
+"""
+OTHER_SEED = """
+from grpo_core.rollout import requests
+import grpo_core.training.roll_out as roll_out
+import torch
+from grpo_core.training import checkpoint
+restore = checkpoint.Checkpoints.restore
+def changed(self, **keys):
+    state = restore(self, **keys)
+    if state is not None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(1.5)
+    return state
+checkpoint.Checkpoints.restore = changed
+"""
 
 
 @pytest.mark.e2e
-def test_a_training_is_continued_and_divided_without_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_training_is_continued(tmp_path: Path) -> None:
+    assert failed(trainings.resume, tmp_path) == []
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("fault", "rows"),
+    [
+        (ANEW, ["continued: its first line", "updates that were not made again", "first resumed update"]),
+        (EARLIER, ["continued: its first line", "updates that were not made again"]),
+        (OTHER_SEED, ["first resumed update: equal completions"]),
+    ],
+    ids=["starts anew", "from an earlier step", "with other weights"],
+)
+def test_a_training_that_is_not_continued_rightly_fails_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, rows: list[str]
 ) -> None:
-    found = _checked(monkeypatch, tmp_path / "found.json", "memory", "resume", "processes")
-    assert all(result["passed"] for result in found.values())
-    assert capsys.readouterr().out.count("needs a GPU") == 1
+    monkeypatch.setattr(trainings, "TRAIN", ["-c", PLANTED.format(fault=fault)])
+    found = failed(trainings.resume, tmp_path)
+    assert [row for row in rows if not any(name.startswith(row) for name in found)] == []
+
+
+def test_a_peak_beside_the_forecast_fails_outside_of_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 46 * measured.GIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 47 * measured.GIB)
+    for told, passed in ((46.0, True), (50.0, True), (52.0, False), (41.0, False), (130.0, False)):
+        rows: list[Row] = []
+        measured.beside_forecast(rows.append, told)
+        assert rows[-1].passed is passed

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.staleness import LENGTHS, RESULTS
+from benchmarks.command import RESULTS
+from benchmarks.staleness import LENGTHS
 from benchmarks.staleness_learning import VirtualServers, paired
 from grpo_core.model.loading import load_model
 from grpo_core.rollout.types import Request, Sampling

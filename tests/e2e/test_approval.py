@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.command import python_path
 from flows.serving.server_setup import CRASH_WATCH
 from tasks.stages.table import STAGES
 from tests.conftest import make_model, write_sums
@@ -43,7 +44,7 @@ def _waiting(served: Served, model: str) -> tuple[str, str]:
 
 def _register(served: Served, model: str) -> None:
     command = [sys.executable, "-c", REGISTER, model]
-    subprocess.run(command, cwd=PROJECT, env={**served.environment, "PYTHONPATH": str(PROJECT)}, check=True)
+    subprocess.run(command, cwd=PROJECT, env={**served.environment, "PYTHONPATH": python_path(PROJECT)}, check=True)
 
 
 def _shown(served: Served, path: str) -> str:

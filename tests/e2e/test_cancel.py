@@ -4,7 +4,6 @@ waits for ever."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import time
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.command import python_path
 from grpo_core.config.files import dump_config, parse_config
 from tests.conftest import config_values, write_sums
 from tests.e2e.test_kill import REWARD
@@ -46,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iter
     write_sums(storage / "train.parquet", 10, 34)
     write_sums(storage / "eval.parquet", 60, 76)
     _write_config(storage, "template", config_values(model_folder, storage, max_steps=6, save_steps=100))
-    paths = os.pathsep.join([str(storage), str(PROJECT)])
+    paths = python_path(storage, PROJECT)
     with prefect_server(storage, PYTHONPATH=paths, MAY_GO_ON=str(storage / "go-on"), **ALLOWED) as server:
         with grpo_serve(server):
             for stage in ("validate", "plan"):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.command import python_path
 from tests.grpo_core.environments.talking import let_any_text_call, make_model, make_talking_run, talking_values
 from tests.grpo_core.rollout.vllm_engine import plain_logprobs
 from tests.serving import free_ports, policy_server, wait_for_one
@@ -92,7 +93,7 @@ def test_conversations_go_on_with_new_weights_and_survive_the_death_of_their_ser
     log, server_log = tmp_path / "log", tmp_path / "server.log"
     code = "import pathlib, sys; from tests.e2e.test_conversations_ahead import live; live(pathlib.Path(sys.argv[1]))"
     with log.open("w") as output:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
         command = [sys.executable, "-c", code, str(tmp_path)]
         child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
     try:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from cryptography.fernet import Fernet
 
+from benchmarks.command import python_path
 from examples.notifications.mlflow_webhook import SECRET, is_genuine
 from tests.conftest import make_model, write_sums
 from tests.e2e.commands import run
@@ -106,7 +107,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Set]:
         receiver = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
         threading.Thread(target=receiver.serve_forever, daemon=True).start()
         stack.callback(receiver.shutdown)
-        environment = {**prefect.environment, "PYTHONPATH": str(PROJECT), SECRET: KEY}
+        environment = {**prefect.environment, "PYTHONPATH": python_path(PROJECT), SECRET: KEY}
         environment["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{port}"
         yield Set(prefect, environment, f"http://127.0.0.1:{receiver.server_port}", calls)
 

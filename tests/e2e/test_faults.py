@@ -19,6 +19,7 @@ import httpx2
 import psutil
 import pytest
 
+from benchmarks.command import python_path
 from tasks.stages import table
 from tests.e2e.holding import FUNCTION, write_inputs
 from tests.serving import RUN_SECONDS, Served, grpo_serve, prefect_server, serving
@@ -40,7 +41,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _environment(inputs: Path) -> dict[str, str]:
     """With the reward in it, which the form may name."""
-    path = f"{inputs}{os.pathsep}{Path(__file__).parents[2]}"
+    path = python_path(inputs, Path(__file__).parents[2])
     return {"PYTHONPATH": path, "GRPO_REWARD_MODULES": FUNCTION.partition(":")[0]}
 
 

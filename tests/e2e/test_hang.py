@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.command import python_path
 from grpo_core.config.files import load_config
 from grpo_core.system.progress import RANKS
 from tasks.evaluate import _run_where_trained
@@ -66,7 +67,7 @@ class Trainings:
         self.folder, self.model, self.patch = folder, model, patch
         (folder / "faulty.py").write_text(REWARD)
         patch.syspath_prepend(folder)
-        patch.setenv("PYTHONPATH", f"{folder}:{Path(__file__).parents[2]}")
+        patch.setenv("PYTHONPATH", python_path(folder, Path(__file__).parents[2]))
         patch.setenv("MARKS", str(folder))
 
     def run(self, name: str, faults: list[str], **train: Any) -> Path:

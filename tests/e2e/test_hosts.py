@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -20,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.command import python_path
 from grpo_core.config.files import dump_config, load_config, parse_config
 from grpo_core.planning.plan import make_plan, plan_inputs
 from tests.conftest import config_values, make_run, write_sums
@@ -97,7 +97,7 @@ class Place:
     def __init__(self, folder: Path, model: Path, hosts: list[Host], environment: dict[str, str]):
         self.folder, self.hosts, self.go_on = folder, hosts, folder / "go-on"
         (folder / "patience.py").write_text(REWARD)
-        path = os.pathsep.join([str(folder), str(PROJECT)])
+        path = python_path(folder, PROJECT)
         self.environment = {**environment, "PYTHONPATH": path, "MAY_GO_ON": str(self.go_on)}
         values = config_values(model, folder, max_steps=8, save_steps=1, sharding="full", num_processes=2)
         self.values = {**values, "rewards": [{"function": "patience:patient"}]}

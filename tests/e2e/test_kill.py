@@ -14,6 +14,7 @@ import psutil
 import pytest
 import tomli_w
 
+from benchmarks.command import python_path
 from tests.conftest import config_values, write_sums
 
 pytestmark = pytest.mark.e2e
@@ -43,7 +44,7 @@ def test_a_killed_run_leaves_no_process_and_continues_from_its_last_update(tmp_p
     environment = {
         **os.environ,
         "GRPO_STORAGE": str(tmp_path / "storage"),
-        "PYTHONPATH": str(tmp_path),
+        "PYTHONPATH": python_path(tmp_path),
         "MAY_GO_ON": str(go_on),
     }
     command = [sys.executable, "-m", "flows.cli.main", "run", str(config), "--set", "name=killed"]

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from kubernetes import client
 
+from benchmarks.command import python_path
 from grpo_core.config.files import dump_config, load_config, parse_config
 from tasks.processes.launchers import kubernetes
 from tasks.processes.launchers.kubernetes import cancel, look, submit
@@ -84,7 +85,7 @@ class Place:
         token = cluster.ask("POST", account, {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest"})
         self.kubeconfig = cluster.kubeconfig("stage", token["status"]["token"])
         (folder / "patience.py").write_text(REWARD)
-        path = os.pathsep.join([str(folder), str(PROJECT), os.environ.get("PYTHONPATH", "")])
+        path = python_path(folder, PROJECT)
         self.environment = {**os.environ, "PYTHONPATH": path, "MAY_GO_ON": str(self.go_on)}
         self.environment["KUBECONFIG"] = str(self.kubeconfig)
         values = config_values(model, folder, max_steps=8, save_steps=1, sharding="full", num_processes=2)

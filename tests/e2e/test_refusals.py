@@ -16,6 +16,7 @@ import pytest
 import tomli_w
 from mlflow import MlflowClient
 
+from benchmarks.command import python_path
 from tests.conftest import config_values, write_sums
 from tests.e2e.test_kill import REWARD
 from tests.serving import Served, free_ports, grpo_serve, hear_ctrl_c, prefect_server
@@ -31,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     (storage / "patience.py").write_text(REWARD)
     write_sums(storage / "train.parquet", 10, 34)
     write_sums(storage / "eval.parquet", 60, 76)
-    with prefect_server(storage, PYTHONPATH=str(storage), MAY_GO_ON=str(storage / "go-on")) as server:
+    with prefect_server(storage, PYTHONPATH=python_path(storage), MAY_GO_ON=str(storage / "go-on")) as server:
         yield server
 
 

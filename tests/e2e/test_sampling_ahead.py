@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.command import python_path
 from tests.conftest import config_values, make_model, make_run
 from tests.grpo_core.rollout.vllm_engine import PACKED, plain_logprobs
 from tests.serving import free_ports, policy_server, wait_for_one
@@ -104,7 +105,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     code = f"from tests.e2e.test_sampling_ahead import live; live({str(folder)!r})"
     log = folder / "log"
     with log.open("w") as output:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
         child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=output, stderr=output)
     try:
         for _ in range(2):  # the second when the first was killed

@@ -4,7 +4,6 @@ on or names the host, and leaves nothing there."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.command import python_path
 from grpo_core.config.files import dump_config, parse_config
 from tests.conftest import config_values, make_model, make_run
 from tests.e2e.hosts import Host, some_hosts
@@ -49,7 +49,7 @@ class Place:
     def __init__(self, folder: Path, hosts: list[Host], environment: dict[str, str]):
         self.folder, self.hosts = folder, hosts
         (folder / "patience.py").write_text(REWARD)
-        path = os.pathsep.join([str(folder), str(PROJECT)])
+        path = python_path(folder, PROJECT)
         self.environment = {**environment, "PYTHONPATH": path, "MAY_GO_ON": str(folder)}
         model = make_model(folder / "model", tie_word_embeddings=True, initializer_range=0.1, **PACKED)
         values = config_values(model, folder, engine="vllm-server", max_steps=4, vllm_server_timeout=600.0)

@@ -11,29 +11,28 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.command import python_path
 from grpo_core.config.files import dump_config, load_config, parse_config
 from tests.conftest import config_values, write_sums
 from tests.e2e.test_cancel import PROJECT, _processes, _wait_for, _wait_until_stuck, _write_config
 from tests.e2e.test_kill import REWARD
+from tests.nvidia_smi import put_nvidia_smi
 from tests.serving import Served, grpo_serve, prefect_server
 
 pytestmark = pytest.mark.e2e
-
-SMI = '#!/bin/sh\n[ "$1" = --query-gpu=index ] && printf "0\\n1\\n"\n'
 
 
 @pytest.fixture
 def server(tmp_path: Path, model_folder: Path) -> Iterator[Served]:
     """A Prefect server of a machine with two GPUs (pretended: nothing is computed on them)."""
-    (tmp_path / "nvidia-smi").write_text(SMI)
-    (tmp_path / "nvidia-smi").chmod(0o755)
+    put_nvidia_smi(tmp_path, 2)
     (tmp_path / "patience.py").write_text(REWARD)
     write_sums(tmp_path / "train.parquet", 10, 34)
     write_sums(tmp_path / "eval.parquet", 60, 76)
     _write_config(tmp_path, "template", config_values(model_folder, tmp_path, max_steps=6))
     paths: dict[str, Any] = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(PROJECT)]),
+        "PYTHONPATH": python_path(tmp_path, PROJECT),
     }
     with prefect_server(tmp_path, MAY_GO_ON=str(tmp_path / "never"), **paths) as server:
         yield server

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -15,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.command import python_path
 from grpo_core.config.files import dump_config, parse_config
 from tests.conftest import config_values, make_model, make_run, write_sums
 from tests.e2e.slurm import NODES, Cluster, slurm_cluster
@@ -32,7 +32,7 @@ class Place:
     def __init__(self, folder: Path, model: Path, cluster: Cluster):
         self.folder, self.cluster, self.go_on = folder, cluster, folder / "go-on"
         (folder / "patience.py").write_text(REWARD)
-        path = os.pathsep.join([str(folder), str(PROJECT)])
+        path = python_path(folder, PROJECT)
         self.environment = {**cluster.environment, "PYTHONPATH": path, "MAY_GO_ON": str(self.go_on)}
         values = config_values(model, folder, max_steps=8, save_steps=1, sharding="full", num_processes=2)
         self.values = {**values, "rewards": [{"function": "patience:patient"}]}

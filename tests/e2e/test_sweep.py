@@ -17,6 +17,7 @@ import psutil
 import pytest
 import tomli_w
 
+from benchmarks.command import python_path
 from tests.conftest import config_values, write_sums
 from tests.serving import grpo_serve, hear_ctrl_c, prefect_server
 
@@ -55,7 +56,7 @@ def command(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch)
     values["evaluation"] = {"sets": [{"name": "final", "data": str(tmp_path / "final.parquet")}]}
     (tmp_path / "config.toml").write_text(tomli_w.dumps({**values, "name": "sums"}))
     monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "storage"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     return [sys.executable, "-m", "flows.cli.main", "sweep", str(tmp_path / "config.toml"), "--seeds", "2"]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.command import python_path
 from grpo_core.config.files import load_config
 from tasks.processes.vllm_servers import servers
 from tasks.stages.run import Context
@@ -98,7 +99,7 @@ def live(folder: str) -> None:
     found["drift of the heir"] = drift(heir)
     found["the first, once more"] = refusal(lambda: engine.compute_logprobs([[3, 4]]))
 
-    heir.servers[0].transfer.client.start_weight_update()  # and then the connection broke
+    heir.servers[0].transfer.start_weight_update()  # and then the connection broke
     heir.servers[0].transfer = None
     with torch.no_grad():
         for parameter in model.parameters():
@@ -129,7 +130,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     code = f"from tests.e2e.test_vllm_server import live; live({str(folder)!r})"
     log = folder / "log"
     with log.open("w") as output:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
         child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=output, stderr=output)
     try:
         for _ in range(2):  # the second when the first was killed
@@ -245,7 +246,7 @@ def test_one_of_two_servers_is_killed_in_the_middle_of_answers_and_the_other_giv
         subprocess.Popen(
             [sys.executable, "-c", code],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": python_path(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -303,7 +304,7 @@ def test_a_stage_starts_two_servers_samples_ahead_survives_the_death_of_one_and_
         done = subprocess.run(
             [sys.executable, "-m", "grpo_core.train", str(run)],
             cwd=ROOT,
-            env={**os.environ, **addresses, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+            env={**os.environ, **addresses, "PYTHONPATH": python_path(tmp_path, ROOT)},
             capture_output=True,
             text=True,
             timeout=1800,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.command import python_path
 from tests.conftest import config_values, write_sums
 from tests.e2e.test_cancel import (
     PROJECT,
@@ -47,7 +47,7 @@ def test_the_next_worker_goes_on_with_what_a_stopped_one_was_training(tmp_path: 
     write_sums(tmp_path / "train.parquet", 10, 34)
     write_sums(tmp_path / "eval.parquet", 60, 76)
     _write_config(tmp_path, "stopped", config_values(model_folder, tmp_path, max_steps=6, save_steps=100))
-    path = os.pathsep.join([str(tmp_path), str(PROJECT)])
+    path = python_path(tmp_path, PROJECT)
     with prefect_server(tmp_path, PYTHONPATH=path, MAY_GO_ON=str(tmp_path / "go-on")) as server:
         pools = [_new_pool(pool, "process", "process-job.json") for pool in ("cpu", "gpu")]
         _prefect(server, *pools, ["deploy", "--all"])

@@ -13,8 +13,10 @@ import polars as pl
 import pytest
 import tomli_w
 
+from grpo_core.planning import nvidia
 from tests.command_line import run_here
 from tests.conftest import config_values, make_model
+from tests.nvidia_smi import LOST, put_nvidia_smi
 from tests.qwen import QWEN
 from tests.serving import free_ports
 from tests.tasks.data.test_earlier_sampling import trained_run
@@ -88,10 +90,8 @@ def test_a_configuration_s_plan_as_json(config: Path, tmp_path: Path) -> None:
 
 
 def test_forecasts_are_for_this_machine_or_for_the_gpu_that_is_named(config: Path, tmp_path: Path) -> None:
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'NVIDIA L4, [N/A]'\n")
-    smi.chmod(0o755)
-    here = _json(config, GRPO_STORAGE=str(tmp_path), PATH=str(tmp_path / "empty"))["forecasts"]
+    put_nvidia_smi(tmp_path, [{"name": "NVIDIA L4", "memory.total": "[N/A]", "compute_cap": "8.9"}])
+    here = _json(config, GRPO_STORAGE=str(tmp_path), PATH=str(tmp_path), CUDA_VISIBLE_DEVICES="")["forecasts"]
     assert "memory" not in here
     assert "no earlier run of this model on this hardware (CPU with" in here["time"]["error"]
     assert "GRPO_MEASURE=0" in here["time"]["error"]
@@ -107,6 +107,39 @@ def test_forecasts_are_for_this_machine_or_for_the_gpu_that_is_named(config: Pat
     assert parts["probe"] == pytest.approx(parts["updates"] * 21 * 4 * 2 / (5 * 16 * 8))
     assert there["time"]["gpu_hours"] == pytest.approx(parts["probe"] + parts["updates"])
     assert there["memory"]["gpu_memory_gib"] == pytest.approx(140.4, abs=0.1)
+
+
+@pytest.mark.slow
+def test_a_driver_that_does_not_answer_is_no_plan_for_a_cpu_and_one_that_lost_a_gpu_is_noted(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvidia, "DEVICES", tmp_path)
+    (tmp_path / "nvidia0").touch()
+    refused = _grpo(config, GRPO_STORAGE=str(tmp_path), PATH=str(tmp_path))
+    assert refused.returncode == 2
+    assert "this machine has an NVIDIA GPU, but no nvidia-smi on PATH" in refused.stderr
+    put_nvidia_smi(tmp_path, 7, first=LOST, status=15)
+    lost = _json(config, GRPO_STORAGE=str(tmp_path), PATH=str(tmp_path))
+    assert f"nvidia-smi lists 7 GPUs, and then fails: status 15, {LOST.strip()}" in lost["notes"]
+
+
+def test_the_tokens_of_a_pass_are_chosen_for_a_gpu_and_shown(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN["1.5B"]))
+    keys = {"model.name_or_path": tmp_path, "train.mixed_precision": "bf16", "rollout.max_completion_length": 512}
+    keys |= {"train.per_device_train_batch_size": 256, "train.gradient_accumulation_steps": 1}
+    changes = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    options = (config, "--num-prompts", 1000, "--prompt-tokens", 256, *changes)
+    found = {gpu: _json(*options, "--gpu", gpu, GRPO_STORAGE=str(tmp_path)) for gpu in ("H200", "H100", "")}
+    tokens = {gpu: answer["max_tokens_per_pass"] for gpu, answer in found.items()}
+    assert tokens["H200"] > tokens["H100"] > 10_000 and tokens[""] is None
+    memory = found["H100"]["forecasts"]["memory"]
+    assert memory["tokens_per_pass"] == tokens["H100"] and "warning" not in memory
+    # 256 completions of 512 tokens, and 64 prompts of 256.
+    assert memory["passes_per_update"] == -(-(256 * 512 + 64 * 256) // tokens["H100"])
+    shown = " ".join(_grpo(*options, "--gpu", "H100", COLUMNS="200", GRPO_STORAGE=str(tmp_path)).stdout.split())
+    assert f"tokens in a pass │ {tokens['H100']:,} │ at most; an update with completions of 512 tokens takes" in shown
+    refused = _json(*options, "--set", "train.max_tokens_per_pass=700", status=2)
+    assert "train.max_tokens_per_pass = 700: a sequence may have 768 tokens" in refused["errors"][0]
 
 
 def test_how_far_to_sample_ahead_is_simulated_from_the_last_training_of_a_run(config: Path, tmp_path: Path) -> None:

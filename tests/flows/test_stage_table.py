@@ -15,6 +15,7 @@ import yaml
 from prefect.flows import load_flow_from_entrypoint
 from typer.testing import CliRunner
 
+from benchmarks.command import python_path
 from flows.cli.main import app
 from tasks.stages.table import ALL_STAGES, GPU_DEPLOYMENT
 from tests.conftest import config_values, write_sums
@@ -36,7 +37,7 @@ def quantizing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.quantizing", str(folder / "config.toml")],
         cwd=PROJECT,
-        env={**kept, "GRPO_STORAGE": str(folder / "storage"), "PYTHONPATH": str(PROJECT), "COLUMNS": "200"},
+        env={**kept, "GRPO_STORAGE": str(folder / "storage"), "PYTHONPATH": python_path(PROJECT), "COLUMNS": "200"},
         capture_output=True,
         text=True,
         timeout=300,

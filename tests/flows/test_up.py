@@ -18,6 +18,7 @@ from typing import TextIO
 import psutil
 import pytest
 
+from benchmarks.command import python_path
 from flows.cli.terminal import Refusal
 from flows.cli.up import Child, _wait_for_end
 from flows.serving.find_server import find_api_to_serve, wait_until_healthy
@@ -57,7 +58,7 @@ def _stranger() -> Iterator[int]:
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A storage with two versions of the model "sums": the first right on 80 % of the prompts, the second on 90 %."""
     storage = tmp_path_factory.mktemp("ours")
-    environment = {**os.environ, "GRPO_STORAGE": str(storage), "PYTHONPATH": str(PROJECT)}
+    environment = {**os.environ, "GRPO_STORAGE": str(storage), "PYTHONPATH": python_path(PROJECT)}
     subprocess.run([sys.executable, "-c", VERSIONS], cwd=storage, env=environment, check=True, capture_output=True)
     return storage
 

@@ -28,10 +28,14 @@ class Allocations(TorchDispatchMode):
                 self.total += storage.nbytes() - self.alive.pop(storage._cdata, (None, 0))[1]
                 self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         if self.total > self.peak:
-            self.alive = {key: found for key, found in self.alive.items() if not found[0].expired()}
-            self.total = sum(size for _, size in self.alive.values())
-            self.peak = max(self.peak, self.total)
+            self.peak = max(self.peak, self.now())
         return result
+
+    def now(self) -> int:
+        """Return the bytes of those that are not gone."""
+        self.alive = {key: found for key, found in self.alive.items() if not found[0].expired()}
+        self.total = sum(size for _, size in self.alive.values())
+        return self.total
 
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:

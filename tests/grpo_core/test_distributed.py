@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
 from grpo_core import distributed
-from grpo_core.errors import EngineError
+from grpo_core.errors import EngineError, TrainingError
 from tests.grpo_core.training.several import WORLD, in_two_processes
 
 LIMIT = timedelta(seconds=60)
@@ -94,7 +94,7 @@ def test_the_limit_is_that_of_the_process_group(monkeypatch: pytest.MonkeyPatch)
 
     def accelerator(**options: Any) -> Any:
         made.append(options)
-        return SimpleNamespace(num_processes=1)
+        return SimpleNamespace(num_processes=1, device=torch.device("cpu"))
 
     monkeypatch.setattr(distributed, "Accelerator", accelerator)
     distributed.start_processes(timedelta(hours=7))
@@ -173,6 +173,76 @@ def test_the_death_of_another_process_is_told_from_an_error_of_one_s_own(tmp_pat
     in_two_processes(tmp_path, work)
     assert not distributed.lost_peer(RuntimeError("shapes do not fit"))
     assert not distributed.lost_peer(ConnectionResetError("Connection reset by peer"))  # a reward's server
+
+
+# As torch words NCCL's results (NCCLUtils.cpp), with what NCCL said last in reports of such failures.
+NCCL = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, {}, NCCL version 2.28.9\n{}\nLast error:\n{}"
+)
+USAGE = (
+    "invalid usage (run with NCCL_DEBUG=WARN for details)",
+    "ncclInvalidUsage: This usually reflects invalid usage",
+)
+CUDA = ("unhandled cuda error (run with NCCL_DEBUG=INFO for details)", "ncclUnhandledCudaError: Call to CUDA function")
+SYSTEM = ("unhandled system error (run with NCCL_DEBUG=INFO for details)", "ncclSystemError: System call (e.g. socket)")
+REMOTE = ("remote process exited or there was a network error", "ncclRemoteError: A call failed possibly due to")
+INTERNAL = ("internal error - please report this issue to the NCCL developers", "ncclInternalError: Internal check")
+OWN = [
+    (*USAGE, "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device ac000"),
+    (*USAGE, "Mismatched NCCL version detected : rank 0 version 22809 rank 1 version 22703"),
+    (*CUDA, "Cuda failure 2 'out of memory'"),
+    (*CUDA, "Cuda failure 999 'unknown error'"),
+    (*SYSTEM, "Error while creating shared memory segment /dev/shm/nccl-LeXlEJ (size 9637888)"),
+]
+LOST = [
+    (*REMOTE, "socketProgressOpt: Call to recv from 10.0.0.2<33759> failed : Connection reset by peer"),
+    (*SYSTEM, "socketStartConnect: Connect to 10.0.0.2<41237> failed : Connection refused"),
+    (*INTERNAL, "Net : Connection closed by remote peer 10.0.0.2<50260>"),
+]
+
+
+@pytest.mark.parametrize(("words", "lost"), [*((words, False) for words in OWN), *((words, True) for words in LOST)])
+def test_an_error_of_nccl_is_a_lost_process_only_if_one_may_be_lost(words: tuple[str, str, str], lost: bool) -> None:
+    error = torch.distributed.DistBackendError(NCCL.format(*words))
+    assert distributed.lost_peer(error) == lost
+    wrapped = OSError("cannot be written")
+    wrapped.__cause__ = error
+    assert distributed.lost_peer(wrapped) == lost
+
+
+def test_a_communicator_that_was_aborted_is_a_lost_process() -> None:
+    assert distributed.lost_peer(torch.distributed.DistBackendError("NCCL communicator was aborted on rank 1."))
+    assert distributed.lost_peer(torch.distributed.DistNetworkError("Connection reset by peer"))
+
+
+WSL = RuntimeError("CUDA driver error: unknown error")
+
+
+@pytest.mark.parametrize("allocator", ["expandable_segments:True", ""])
+def test_a_first_allocation_that_fails_names_the_allocator_s_settings_if_there_are_any(
+    allocator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
+    monkeypatch.setattr(torch, "zeros", mock.Mock(side_effect=WSL))
+    distributed.try_allocator(torch.device("cpu"))
+    if not allocator:
+        distributed.try_allocator(torch.device("cuda"))  # torch's own error, wherever it comes first
+        return
+    with pytest.raises(TrainingError, match=r"unknown error.*CONF='expandable_segments:True'; WSL2 .* to nothing"):
+        distributed.try_allocator(torch.device("cuda"))
+    monkeypatch.setattr(torch, "zeros", mock.Mock(side_effect=torch.OutOfMemoryError("others use it")))
+    with pytest.raises(torch.OutOfMemoryError):
+        distributed.try_allocator(torch.device("cuda"))
+
+
+def test_processes_try_the_allocator_when_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, device = mock.Mock(), torch.device("cuda")
+    monkeypatch.setattr(distributed, "try_allocator", tried)
+    monkeypatch.setattr(distributed, "Accelerator", lambda **_: SimpleNamespace(num_processes=1, device=device))
+    monkeypatch.setattr(distributed, "_limit", None)
+    distributed.start_processes(LIMIT)
+    tried.assert_called_once_with(device)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks.command import python_path
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from tasks.rendering import figures
@@ -348,7 +349,7 @@ def test_a_reward_that_raises_fails_train_by_name_and_keeps_its_checkpoints(
         "    return [float(len(c)) for c in completions]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     with pytest.raises(Exception, match=r"reward 'fragile' raised KeyError: 'answer sheet'"):
         _run(inputs, "name=bad-reward", 'rewards=[{function="fragile_rewards:fragile"}]')
     folder = storage / "runs" / "bad-reward"

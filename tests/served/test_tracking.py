@@ -15,6 +15,7 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
+from benchmarks.command import python_path
 from grpo_core.config.files import load_config
 from tests.e2e.holding import FUNCTION, write_inputs
 from tests.e2e.traced import assert_traced
@@ -36,7 +37,7 @@ def port(inputs: Path, storage: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """Address of the tracking server that the pipeline is told of."""
     [port] = free_ports(1)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
-    monkeypatch.setenv("PYTHONPATH", f"{inputs}:{Path(__file__).parents[2]}")
+    monkeypatch.setenv("PYTHONPATH", python_path(inputs, Path(__file__).parents[2]))
     monkeypatch.syspath_prepend(inputs)
     yield port
     for name in ("hold", "waiting"):

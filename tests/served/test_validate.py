@@ -12,6 +12,7 @@ import pytest
 from prefect import flow
 from transformers import AutoTokenizer
 
+from benchmarks.command import python_path
 from grpo_core.config.files import load_config, parse_config
 from grpo_core.rewards import rehearsal
 from tasks.stages.condition import conditions
@@ -94,7 +95,7 @@ def test_a_reward_that_breaks_its_contract_is_found_before_training(
     (tmp_path / "tried_rewards.py").write_text(f"def tried(completions):\n    {body}\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "tried_rewards", raising=False)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     with pytest.raises(StageError, match=message):
         _validate(_run(model_folder, tmp_path, "rehearsed", {}, rewards=[{"function": "tried_rewards:tried"}]))
 
@@ -174,7 +175,7 @@ def test_a_reward_that_ignores_its_time_limit_ends_the_rehearsal_in_time_and_is_
     body = "while True:\n        try: threading.Event().wait()\n        except BaseException: pass"
     (tmp_path / "clinging_rewards.py").write_text(f"import threading\ndef clings(completions):\n    {body}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     monkeypatch.setattr(rehearsal, "longest_seconds", lambda config: 60.0)
     with pytest.raises(StageError, match="ended after 60 s, trying the reward 'clings', which ignores its own time li"):
         _validate(_run(model_folder, tmp_path, "clinging", {}, rewards=[{"function": "clinging_rewards:clings"}]))

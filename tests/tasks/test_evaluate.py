@@ -15,8 +15,8 @@ from markdown_it import MarkdownIt
 
 from grpo_core.config.files import parse_config
 from grpo_core.evaluation.statistics import Difference, Estimate
-from tasks.evaluate import _answers_of_another_arm, _escaped, _markdown, _run_where_trained
-from tasks.processes.launch import RETURN_SECONDS
+from tasks.evaluate import _answers_of_another_arm, _escaped, _markdown
+from tasks.processes.launch import RETURN_SECONDS, launch_with_restarts
 from tasks.processes.run import ProcessError
 from tasks.processes.watchdog import HangError
 from tasks.registry.champion import present_champion
@@ -81,21 +81,12 @@ def test_a_registry_that_does_not_answer_is_not_one_without_a_champion(monkeypat
     ],
 )
 def test_an_evaluation_runs_where_the_training_ran(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    sharding: str,
-    launch: dict[str, Any],
-    expected: tuple[int, int],
+    tmp_path: Path, sharding: str, launch: dict[str, Any], expected: tuple[int, int]
 ) -> None:
     machines = 2 if launch else 1
     values = config_values(tmp_path, tmp_path, sharding=sharding, num_processes=4, num_machines=machines)
-    found: list[Any] = []
-    monkeypatch.setattr(
-        "tasks.evaluate.launch_with_restarts",
-        lambda config, *_: found.append((config.train.num_processes, config.train.num_machines)),
-    )
-    _run_where_trained(parse_config(values | {"launch": launch}), ["-m", "work"], getLogger(), tmp_path, {})
-    assert found == [expected]
+    train = parse_config(values | {"launch": launch}).where_evaluated.train
+    assert (train.num_processes, train.num_machines) == expected
 
 
 def test_an_evaluation_begins_again_if_what_failed_was_not_its_own(
@@ -113,7 +104,7 @@ def test_an_evaluation_begins_again_if_what_failed_was_not_its_own(
         patience.clear()
         config = parse_config(config_values(tmp_path, tmp_path, max_restarts=most))
         with pytest.raises(ProcessError, match=message):
-            _run_where_trained(config, ["-m", "work"], getLogger(), tmp_path, {})
+            launch_with_restarts(config, ["-m", "work"], getLogger(), tmp_path, {})
         assert patience == [0.0, *[RETURN_SECONDS] * min(most, 2)]
 
 

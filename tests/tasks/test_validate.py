@@ -1,15 +1,22 @@
-"""What validate says of a promotion that is to follow: prompts too few for it, or those that chose the model."""
+"""What validate says of a promotion that is to follow, and on which GPU it tries rewards."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from grpo_core.config.files import parse_config
+from grpo_core.planning.nvidia import list_devices
+from tasks import validate
+from tasks.processes import gpu_locks
+from tasks.stages.run import Context
 from tasks.validate import too_few_to_promote
 from tests.conftest import config_values, write_sums
+from tests.nvidia_smi import put_nvidia_smi
 from tests.rows import screen
 
 GRADES = {"function": "char_length"}  # without a lowest value
@@ -47,6 +54,37 @@ def test_held_out_prompts_that_cannot_promote_a_grade_without_range_are_named_be
     if warns:
         name = rewards[-1]["function"].rpartition(":")[2]
         assert f"the range of '{name}' is unknown: with {num_prompts} prompts in 'held-out'" in warnings[0]
+
+
+@pytest.mark.slow
+def test_rewards_are_tried_on_a_gpu_that_is_free_or_on_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    def try_rewards(command: list[str], *_: Any, **__: Any) -> None:
+        seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        Path(command[-1]).write_text("{}")
+
+    said: list[str] = []
+    monkeypatch.setattr(validate, "run_process", try_rewards)
+    log = SimpleNamespace(info=said.append, warning=lambda text, *words: said.append(text % words))
+    monkeypatch.setattr(validate, "get_run_logger", lambda: log)
+    monkeypatch.setattr(gpu_locks, "LOCKS", tmp_path / "locks")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    context = Context(parse_config(config_values(tmp_path, tmp_path)), tmp_path, tmp_path)
+    validate._rehearse(context)
+    list_devices.cache_clear()
+    put_nvidia_smi(tmp_path, 1)
+    validate._rehearse(context)
+    assert (seen, said) == ([None, "0"], [])
+    held = gpu_locks.take_gpus(1, said.append)
+    validate._rehearse(context)
+    os.close(held["0"])
+    assert seen[2:] == [""]
+    assert said == [
+        "rewards and environments are tried without a GPU, since none is free: 1 of 1 GPUs are locked by stages (in "
+        f"{gpu_locks.LOCKS})"
+    ]
 
 
 @pytest.mark.slow

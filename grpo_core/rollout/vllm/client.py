@@ -13,7 +13,7 @@ import math
 import socket
 import ssl
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -98,7 +98,8 @@ class Server:
         self.wanted, self.given = NO_WEIGHTS, ""  # the weights, and the version that was brought there last
         self.has_base = False  # that of the wanted weights, perhaps under another adapter
         self.backend = ""  # of the weight transfer, as the server was started
-        self.transfer: Any = None  # vLLM's trainer-side engine, as long as the server's process is the same
+        self.transfer: Any = None  # a `send_weights.Transfer`, as long as the server's process is the same
+        self.loop: asyncio.AbstractEventLoop | None = None  # in which it is asked
         self.restoring = asyncio.Lock()
         self.problem = ""  # why it gets no requests; "" if it is up and has the wanted weights
         self.refuses = False  # whether the problem will not go away by waiting
@@ -139,13 +140,13 @@ class Server:
 
         Raises Unavailable if there are none, EngineError if the server refuses or hangs.
         """
-        choices = await self._answer(binary.PATH, body, binary.decode)
+        choices = await self.post(binary.PATH, body, binary.decode)
         self._check_complete(choices, oldest)
         return choices
 
     async def score(self, body: Mapping[str, Any], oldest: int) -> list[dict[str, Any] | None]:
         """Return vLLM's `prompt_logprobs`, by weights of version `oldest` or later. Raises what `complete` raises."""
-        answer = await self._answer("/inference/v1/generate", body, json.loads)
+        answer = await self.post("/inference/v1/generate", body, json.loads)
         self._check_complete(answer["choices"], oldest)
         return answer["prompt_logprobs"]
 
@@ -172,7 +173,7 @@ class Server:
         found = (await self.control("GET", "/weight_info"))["weight_version"]
         self.has_base = found.endswith(wanted.over) or (found == LOADED and wanted.over == OVER_BASE)
         if found != self.given:  # another process than the one that `transfer` speaks to, or half an update
-            self.transfer = None
+            self._end_transfer()
         name = self._name(wanted)
         if found != name:
             await self._update(wanted, found)
@@ -224,6 +225,19 @@ class Server:
                 await self.control("POST", "/collective_rpc", json={"method": "release_lease", "args": [self.token]})
         await self.http.aclose()
 
+    def from_thread(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Do this work in the event loop, for the thread that sends weights."""
+        assert self.loop
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    async def answers(self) -> bool:
+        """True if the server says that it is well, which it also does while it takes weights."""
+        try:
+            await self._request("GET", "/health", CONTROL_SECONDS, len)
+        except (Unavailable, EngineError, httpx2.ReadTimeout):
+            return False
+        return True
+
     async def control(self, method: str, path: str, **options: Any) -> Any:
         """Return the answer to a request that needs no sampling."""
         try:
@@ -256,7 +270,7 @@ class Server:
 
     async def _receive(self, weights: Weights) -> None:
         """Send the weights in a thread: one that hangs in a device's queue can only be abandoned."""
-        done: Future[None] = Future()
+        self.loop, done = asyncio.get_running_loop(), Future[None]()
 
         def work() -> None:
             try:
@@ -273,8 +287,17 @@ class Server:
             raise EngineError(
                 f"{self.url}: the weights have not arrived within {self.seconds:g} s (rollout.vllm_request_timeout)"
             ) from None
+        finally:
+            if not done.done():
+                self._end_transfer()
 
-    async def _answer(self, path: str, body: Mapping[str, Any], read: Callable[[bytes], Any]) -> Any:
+    def _end_transfer(self) -> None:
+        transfer, self.transfer = self.transfer, None
+        if transfer is not None:
+            transfer.end()
+
+    async def post(self, path: str, body: Mapping[str, Any] | None, read: Callable[[bytes], Any]) -> Any:
+        """Return what `read` makes of the answer to a request that may take long."""
         try:
             return await self._request("POST", path, self.seconds, read, json=body)
         except httpx2.ReadTimeout:
@@ -287,7 +310,7 @@ class Server:
         self, method: str, path: str, seconds: float, read: Callable[[bytes], Any], **options: Any
     ) -> Any:
         try:
-            timeout = httpx2.Timeout(CONTROL_SECONDS, read=seconds)
+            timeout = httpx2.Timeout(seconds, connect=CONTROL_SECONDS)
             answer = await self._unless_abandoned(self.http.request(method, path, timeout=timeout, **options))
         except httpx2.ReadTimeout:
             raise
@@ -300,7 +323,8 @@ class Server:
         if answer.status_code == 404:
             raise EngineError(
                 f"{self.url} has no {path}: it runs without VLLM_SERVER_DEV_MODE=1 or this project's middleware, or is "
-                "older than vLLM 0.32; start it as `python -m grpo_core.rollout.vllm.serve CONFIG` does"
+                "older than vLLM 0.32; start it as `python -m grpo_core.rollout.vllm.serve CONFIG` does (its answer: "
+                f"{answer.text[:500]})"
             )
         if answer.status_code >= 500:
             raise Unavailable(f"{path} answers {answer.status_code}: {answer.text[:500]}")

@@ -14,7 +14,7 @@ import itertools
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of, hold_adapter, sends_adapter_alone, supported_rank
-from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE, ignore_truncation
+from grpo_core.rollout.vllm.all_reduce import custom_all_reduce_fails
+from grpo_core.rollout.vllm.logprobs import HEAD, LOGPROBS_MODE, ignore_truncation
 from grpo_core.rollout.vllm.shared_weights import (
     Copies,
     copies_change_nothing,
@@ -71,29 +72,42 @@ class VLLMEngine:
             options["enable_chunked_prefill"] = False
             repack_experts()
         else:
-            options["gpu_memory_utilization"] = config.rollout.gpu_memory_utilization
+            options["gpu_memory_utilization"] = config.rollout.memory_share
             options["enable_sleep_mode"] = True  # so that the KV cache's memory can be given back
         self.block = 1  # processes that share an engine
         if torch.distributed.is_initialized():  # noqa: TID251  # asks, and calls no collective
             # The process group exists: engines are parts of it. An evaluation by one process has none.
             self.block = config.rollout.vllm_tensor_parallel_size
             options |= {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": self.block}
+            options["disable_custom_all_reduce"] = custom_all_reduce_fails(self.block)
             if on_cpu and self.block > 1:
                 _name_shared_memory()
         quantised = adapted and is_quantised(model)
         threads = torch.get_num_threads()
-        with unpacked_linear_layers():
-            self.llm: Any = LLM(
-                model=str(model_path),
-                revision=config.model.revision,
-                tokenizer_revision=config.model.revision,
-                use_tqdm_on_load=False,
-                dtype="bfloat16" if config.train.mixed_precision == "bf16" else "float32",
-                max_model_len=max_length,
-                enforce_eager=on_cpu,
-                logprobs_mode=LOGPROBS_MODE,
-                **options,
-            )
+        try:
+            with unpacked_linear_layers():
+                self.llm: Any = LLM(
+                    model=str(model_path),
+                    revision=config.model.revision,
+                    tokenizer_revision=config.model.revision,
+                    use_tqdm_on_load=False,
+                    dtype="bfloat16" if config.train.mixed_precision == "bf16" else "float32",
+                    max_model_len=max_length,
+                    enforce_eager=on_cpu,
+                    logprobs_mode=LOGPROBS_MODE,
+                    hf_overrides=dict(HEAD),
+                    **options,
+                )
+        except ValueError as error:
+            if "memory" not in str(error):
+                raise
+            key = "cpu_kv_cache_gib" if on_cpu else "gpu_memory_utilization"
+            share = config.rollout.cpu_kv_cache_gib if on_cpu else config.rollout.memory_share
+            raise EngineError(
+                f"vLLM does not start with rollout.{key} = {share:g}: {error} Raise it if vLLM lacks memory for its "
+                "cache, lower it if the training or another process has that memory, or set rollout.engine to "
+                "'transformers'"
+            ) from error
         torch.set_num_threads(threads)
         (problem,) = self.llm.collective_rpc(lambda worker: ignore_truncation(worker.model_runner))
         if problem and training_sampling(config.rollout).is_truncated:
@@ -123,6 +137,7 @@ class VLLMEngine:
         self.adapted = adapted
         self.adapter: Any = None  # the LoRARequest in force
         self.adapter_ids = itertools.count(1)
+        self.notes: list[str] = []
         self.request_ids = itertools.count()
         self.lends_cache = not on_cpu
         if self.lends_cache:
@@ -208,6 +223,9 @@ class VLLMEngine:
         return copies
 
     def close(self) -> None:
+        if self.lends_cache:
+            with suppress(RuntimeError):  # no room: then CUDA prints that what is not there cannot be freed
+                self.llm.wake_up(tags=["kv_cache"])
         self.llm.llm_engine.engine_core.shutdown()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Stream:

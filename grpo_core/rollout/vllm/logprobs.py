@@ -3,6 +3,8 @@
 vLLM 0.32 offers those before the temperature ("raw_logprobs") and those after truncation ("processed_logprobs"). The
 trainer's are at the temperature and over the whole vocabulary, so the sampler is wrapped between the two. A repetition
 penalty is applied before, so the log-probabilities include it.
+
+The logits are float32, as the trainer's: vLLM's head would round them to bfloat16.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ if TYPE_CHECKING:  # whatever starts a server imports this without torch
     from torch import Tensor
 
 LOGPROBS_MODE = "processed_logprobs"  # that an engine has to be started with
+HEAD = {"head_dtype": "float32"}  # changes to the model's configuration ("hf_overrides") that one is started with
 
 V1_PARAMETERS = ["logits", "generators", "k", "p"]
 V1_TEMPERATURE = ["logits", "temp", "all_random"]

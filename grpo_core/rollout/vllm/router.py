@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 from grpo_core.errors import EngineError
 from grpo_core.rollout.vllm import client
 from grpo_core.rollout.vllm.client import Server, Unavailable
+from grpo_core.rollout.waiting import ATTEMPTS
 
 POLL_SECONDS = 0.5
-ATTEMPTS = 5  # per answer, at one server after the other
 
 Result = TypeVar("Result")
 
@@ -135,6 +135,8 @@ class Router:
                     self._leave_out(server, error)
                     if self.up:
                         server.abandon("it does not answer")
+                elif server.receiving and not await server.answers():
+                    server.abandon("it does not answer while it gets weights")
 
     def stop(self) -> None:
         """Stop bringing servers back."""

@@ -12,13 +12,14 @@ import base64
 import io
 import os
 import socket
+import threading
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import httpx2
 import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer import (
@@ -30,8 +31,7 @@ from vllm.distributed.weight_transfer import (
 
 from grpo_core.errors import EngineError
 from grpo_core.rollout.vllm.adapter import ADAPTER
-from grpo_core.rollout.vllm.client import SOCKET_OPTIONS, Server, Unavailable, Weights, certificates
-from grpo_core.rollout.vllm.secret import with_secret
+from grpo_core.rollout.vllm.client import Server, Unavailable, Weights
 from grpo_core.rollout.vllm.snapshot import Snapshot
 
 PACKED_BYTES = 2**29  # of each of the two buffers that NCCL sends from, per server
@@ -53,18 +53,57 @@ class Source(WeightSource):
         yield from self.snapshot.items()
 
 
-class Client(HTTPVLLMWeightSyncClient):
-    """vLLM's client for the routes by which weights come, without the proxies that the environment names."""
+class Transfer(HTTPVLLMWeightSyncClient):
+    """The way by which weights come to one process of a server: vLLM's client, whose requests are the server's own, and
+    vLLM's trainer-side `engine`, from the first whole weights on.
+
+    It ends when anything fails, or the server is given up: nothing more is sent, and NCCL's communicator is aborted. A
+    broadcast to a server that is gone ends in no other way, and those to other servers wait behind it, since vLLM has
+    two streams per device for all.
+    """
+
+    def __init__(self, server: Server):
+        super().__init__(server.url)
+        self.server, self.ended = server, False
+        self.engine: Any = None
+        self.asked: set[Future[Any]] = set()  # requests under way
+        self.ending = threading.Lock()
+
+    def update_weights(self, update_info: Any) -> None:
+        """Do as vLLM's. Its engine would learn of an error only after its broadcast, which then never ends."""
+        try:
+            super().update_weights(update_info)
+        except Exception:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """End it, from any thread, without waiting."""
+        with self.ending:
+            engine, self.engine, self.ended = self.engine, None, True
+            asked, self.asked = self.asked, set()
+        for each in asked:
+            each.cancel()
+        if engine is not None:
+            threading.Thread(target=engine.shutdown, daemon=True).start()
 
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
-        _ask("POST", f"{self.base_url}/{path}", self.timeout, json)
+        with self.ending:
+            if self.ended:
+                raise Unavailable("it was given up")
+            answer = self.server.from_thread(self.server.post(f"/{path}", json, bytes))
+            self.asked.add(answer)
+        try:
+            answer.result()
+        finally:
+            self.asked.discard(answer)
 
 
 def send(server: Server, weights: Weights) -> None:
-    """Send the weights to the server. Raises Unavailable if that fails.
+    """Send the weights, whose tensors the device has made, to the server. Raises Unavailable if that fails.
 
     Several servers may be sent to concurrently, each from its own thread over its own communicator: they have only
-    this device in common, and no server waits for another, so there can be no deadlock.
+    this device and its streams in common, and no server waits for another, so there can be no deadlock.
     """
     snapshot = weights.snapshot
     assert snapshot is not None
@@ -77,43 +116,46 @@ def send(server: Server, weights: Weights) -> None:
                 )
             send(server, Weights(weights.version, weights.base()))
         _try(server, partial(_send_adapter, server, weights.version, weights.adapter, snapshot))
-        return
-    device = next(iter(snapshot.values())).device
-
-    def give() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # each thread has its own current device
-            torch.cuda.synchronize(device)  # the copies are made; vLLM reads them on streams that wait for no other
-        if server.transfer is None:
-            server.transfer = _connect(server)
-        server.transfer.source.snapshot = snapshot
-        server.transfer.send_weights()
-        server.transfer.source.snapshot = {}  # the server's `wanted` alone keeps the copy, until the next is made
-
-    _try(server, give)
+    else:
+        _try(server, partial(_send_snapshot, server, snapshot))
 
 
-def _try(server: Server, give: Callable[[], None]) -> None:
+def _try(server: Server, give: Callable[[Transfer], None]) -> None:
     """Send to the server by `give`. Raises Unavailable if that fails."""
+    if server.transfer is None:
+        server.transfer = Transfer(server)
+    transfer: Transfer = server.transfer
     try:
-        give()
-    except Exception as error:  # of HTTP, sockets, the rendezvous, NCCL: none says whether the server is to blame
-        server.transfer = None
-        answer = getattr(error, "response", None)
-        body = "" if answer is None else f": {answer.text[:500]}"
-        raise Unavailable(
-            f"weights cannot be sent: {type(error).__name__}: {error}{body} (see the server's log)"
-        ) from error
+        give(transfer)
+    except Exception as error:  # of the server, sockets, the rendezvous, NCCL: none says whether the server is to blame
+        transfer.end()
+        raise Unavailable(f"weights cannot be sent: {type(error).__name__}: {error} (see the server's log)") from error
 
 
-def _send_adapter(server: Server, version: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def _send_snapshot(server: Server, snapshot: Mapping[str, Tensor], transfer: Transfer) -> None:
+    """Send whole weights by vLLM's engine."""
+    device = next(iter(snapshot.values())).device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # each thread has its own current device
+    engine = transfer.engine = transfer.engine or _connect(server, transfer)
+    engine.source.snapshot = snapshot
+    engine.send_weights()
+    engine.source.snapshot = {}  # the server's `wanted` alone keeps the copy, until the next is made
+
+
+def _send_adapter(
+    server: Server,
+    version: int,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    transfer: Transfer,
+) -> None:
     """Make the server's workers hold the adapter, and vLLM load it in place of the former one."""
     from grpo_core.rollout.vllm.over_http import PART_BYTES
     from grpo_core.rollout.vllm.shared_memory import parts
 
     def take(*arguments: Any) -> None:
-        body = {"method": "take_adapter_part", "args": arguments}
-        _ask("POST", f"{server.url}/collective_rpc", server.seconds, body)
+        transfer._post("collective_rpc", {"method": "take_adapter_part", "args": arguments})
 
     for number, part in enumerate(parts(tensors.items(), PART_BYTES)):
         if server.backend == "shared_memory":
@@ -126,22 +168,19 @@ def _send_adapter(server: Server, version: int, config: Mapping[str, Any], tenso
             torch.save(part, written)
             take(number, config, None, base64.b64encode(written.getbuffer()).decode())
     # Unload it first: an adapter that it may load in place, vLLM would load again in each of its steps.
-    with suppress(httpx2.HTTPStatusError):  # the server has none yet
-        _ask("POST", f"{server.url}/v1/unload_lora_adapter", server.seconds, {"lora_name": ADAPTER})
-    _ask(
-        "POST", f"{server.url}/v1/load_lora_adapter", server.seconds, {"lora_name": ADAPTER, "lora_path": str(version)}
-    )
+    with suppress(EngineError):  # the server has none yet
+        transfer._post("v1/unload_lora_adapter", {"lora_name": ADAPTER})
+    transfer._post("v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": str(version)})
 
 
-def _connect(server: Server) -> Any:
+def _connect(server: Server, transfer: Transfer) -> Any:
     """Make vLLM's trainer-side engine for the server's weight transfer."""
-    _ask("POST", f"{server.url}/collective_rpc", server.seconds, {"method": "end_weight_update"})
-    client = Client(server.url, timeout=server.seconds)
+    transfer._post("collective_rpc", {"method": "end_weight_update"})
     info: Any
     if server.backend == "nccl":
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        workers = _ask("GET", f"{server.url}/get_world_size", server.seconds).json()["world_size"]
+        workers = server.from_thread(server.control("GET", "/get_world_size")).result()["world_size"]
         address, port = _meeting_point(server.url)
         info = NCCLTrainerInitInfo(address, port, 1 + workers, packed_buffer_size_bytes=PACKED_BYTES, rank=0)
     elif server.backend == "ipc":
@@ -156,14 +195,7 @@ def _connect(server: Server) -> Any:
         from grpo_core.rollout.vllm.shared_memory import SharedMemoryTrainerInit
 
         info = SharedMemoryTrainerInit(rank=0)
-    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source())
-
-
-def _ask(method: str, url: str, seconds: float, json: dict[str, Any] | None = None) -> httpx2.Response:
-    """Return the answer to a request through no proxy. Raises httpx2.HTTPError if there is none or it is an error."""
-    transport = httpx2.HTTPTransport(verify=certificates(), socket_options=SOCKET_OPTIONS)
-    with httpx2.Client(transport=transport, timeout=seconds, headers=with_secret(), trust_env=False) as client:
-        return client.request(method, url, json=json).raise_for_status()
+    return WeightTransferTrainerFactory.trainer_init(info, client=transfer, source=Source())
 
 
 def _meeting_point(url: str) -> tuple[str, int]:

@@ -17,7 +17,8 @@ from pathlib import Path
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.rollout.vllm.adapter import sends_adapter_alone, supported_rank
-from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
+from grpo_core.rollout.vllm.all_reduce import custom_all_reduce_fails
+from grpo_core.rollout.vllm.logprobs import HEAD, LOGPROBS_MODE
 from grpo_core.rollout.vllm.secret import SECRET
 from grpo_core.system.libraries import quiet_libraries
 
@@ -87,8 +88,8 @@ def server_command(config: RunConfig) -> list[str]:
         *("--middleware", "grpo_core.rollout.vllm.binary.BinaryCompletions"),  # the first is behind the others
         # vLLM itself answers the pages of every origin.
         *("--middleware", "grpo_core.system.origin_check.OwnPagesOnly"),
-        *(["--middleware", "grpo_core.rollout.vllm.secret.SecretRequired"] if os.environ.get(SECRET) else []),
-        *("--logprobs-mode", LOGPROBS_MODE),
+        *(["--middleware", "grpo_core.rollout.vllm.secret_required.SecretRequired"] if os.environ.get(SECRET) else []),
+        *("--logprobs-mode", LOGPROBS_MODE, "--hf-overrides", json.dumps(HEAD)),
         *("--weight-transfer-config", json.dumps({"backend": transfer})),
         *("--worker-extension-cls", "grpo_core.rollout.vllm.worker.TrainerLease"),
         *(
@@ -98,12 +99,13 @@ def server_command(config: RunConfig) -> list[str]:
         ),
         *("--tensor-parallel-size", str(rollout.vllm_tensor_parallel_size)),
         *("--data-parallel-size", str(rollout.vllm_data_parallel_size)),
+        *(["--disable-custom-all-reduce"] if custom_all_reduce_fails(rollout.vllm_tensor_parallel_size) else []),
         *(["--scheduling-policy", "priority"] if rollout.max_staleness else []),
         *(
             # After a part of a prompt vLLM turns a seeded request's random stream back, which a CPU's cannot do.
             ["--enforce-eager", "--no-enable-chunked-prefill"]
             if on_cpu
-            else ["--gpu-memory-utilization", str(rollout.gpu_memory_utilization)]
+            else ["--gpu-memory-utilization", str(rollout.memory_share)]
         ),
     ]
 
@@ -132,7 +134,8 @@ def own_gpus(config: RunConfig, first: int) -> dict[str, str]:
     if not (count := torch.cuda.device_count()):
         return {}
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = given.split(",") if given else [str(number) for number in range(count)]
+    # The first entry that CUDA does not know hides those after it.
+    visible = given.split(",")[:count] if given else [str(number) for number in range(count)]
     needed = config.rollout.vllm_tensor_parallel_size * config.rollout.vllm_data_parallel_size
     if first + needed > len(visible):
         sys.exit(

@@ -7,6 +7,7 @@ says which weights sampled each of its tokens.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import resource
@@ -35,7 +36,7 @@ from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream, with_ages
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of
 from grpo_core.rollout.vllm.client import NO_WEIGHTS, OVER_4BIT, OVER_BASE, Server, Weights, token_versions
-from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
+from grpo_core.rollout.vllm.logprobs import HEAD, LOGPROBS_MODE
 from grpo_core.rollout.vllm.router import Router
 from grpo_core.rollout.vllm.serve import max_adapter_rank, read_addresses, wrong_vllm
 from grpo_core.rollout.vllm.snapshot import take_snapshot
@@ -87,11 +88,19 @@ class VLLMServerEngine:
         holder = f"run {config.name!r} on {socket.gethostname()}, process {os.getpid()}"
         on_cpu = next(model.parameters()).device.type == "cpu"
 
-        def objection(started: Mapping[str, Any]) -> str:
+        rounding: set[str] = set()  # servers whose logits are not float32
+
+        def objection(url: str, started: Mapping[str, Any]) -> str:
+            if started["head_dtype"] != "float32" and url not in rounding:
+                rounding.add(url)
+                if self.sends:
+                    print(f"the vLLM server at {url} {_rounds(started)}", flush=True)
             return _objection(started, config, max_length, on_cpu, pid_namespace_id(), self.adapter_rank)
 
         sharing = process.num_processes
-        self.servers = [Server(url, config.rollout, self.token, holder, objection, send, sharing) for url in urls]
+        self.servers = [
+            Server(url, config.rollout, self.token, holder, partial(objection, url), send, sharing) for url in urls
+        ]
         # The other processes wait for a server that is back while the main process sends it the weights.
         sending = 0.0 if self.sends else config.rollout.vllm_request_timeout
         seconds = config.rollout.vllm_server_timeout + sending
@@ -99,6 +108,7 @@ class VLLMServerEngine:
         # What the training waits for goes before what is sampled ahead of it.
         self.urgent = {"priority": -1} if config.rollout.max_staleness else {}
         self.version = 0  # of the weights, counted by hand-overs
+        self.notes: list[str] = []
         self.begun: dict[tuple[Any, ...], _Begun] = {}
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
@@ -123,7 +133,7 @@ class VLLMServerEngine:
         if self.adapter_rank:
             adapter, tensors = adapter_of(model, self.dtype)
             snapshot = tensors if self.sends else None
-            base = None if is_sharded(model) else partial(base_weights, model)
+            base = None if is_sharded(model) else lambda: _made(base_weights(model))
         elif is_sharded(model):
             if (count := shard_count(model)) > (here := int(os.environ.get("LOCAL_WORLD_SIZE", count))):
                 raise EngineError(
@@ -133,7 +143,9 @@ class VLLMServerEngine:
                 )
             snapshot = take_snapshot(model, self.dtype, mine=self.sends)
         else:
-            snapshot = dict(in_checkpoint_layout(model, copy_of_whole_weights(model).items())) if self.sends else None
+            snapshot = None
+            if self.sends:
+                snapshot = _made(dict(in_checkpoint_layout(model, copy_of_whole_weights(model).items())))
         over = OVER_4BIT if is_quantised(model) else OVER_BASE
         self._hand_over(Weights(self.version, snapshot, adapter, base, over))
         return (
@@ -267,6 +279,13 @@ class VLLMServerEngine:
             future.cancel()  # if the wait was interrupted
 
 
+def _made(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Wait until the device has made the tensors, which are sent from other threads on other streams."""
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return tensors
+
+
 def _without_versions(completion: Completion) -> Completion:
     return replace(completion, versions=None)
 
@@ -307,6 +326,13 @@ def _prompt_logprobs(ids: list[int], scores: Sequence[Any]) -> list[float]:
 
 def _key(request: Request, sampling: Sampling) -> tuple[Any, ...]:
     return (tuple(request.prompt_ids), request.num_completions, request.seed, request.max_tokens, sampling)
+
+
+def _rounds(started: Mapping[str, Any]) -> str:
+    return (
+        f"rounds its logits to {started['head_dtype']}, by which its log-probabilities are further from the trainer's: "
+        f"start it with --hf-overrides '{json.dumps(HEAD)}'"
+    )
 
 
 def _objection(

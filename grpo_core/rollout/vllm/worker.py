@@ -44,6 +44,7 @@ class TrainerLease:
             "server": {
                 "weight_transfer": transfer.backend if transfer else None,
                 "dtype": str(self.model_config.dtype).removeprefix("torch."),
+                "head_dtype": str(self.model_config.head_dtype).removeprefix("torch."),
                 "logprobs_mode": self.model_config.logprobs_mode,
                 "truncation_problem": self._truncation_problem,
                 "max_model_len": self.model_config.max_model_len,
@@ -57,9 +58,11 @@ class TrainerLease:
         }
 
     def end_weight_update(self: Any) -> None:
-        """End an update that was left half-done, by this trainer or another: all of the weights come again."""
+        """End an update that was left half-done, by this trainer or another, since all of the weights come again, and
+        the connection by which it came, whose communicator NCCL would keep."""
         if self._weight_update_active:
             self.finish_weight_update()
+        self.shutdown_weight_transfer_engine()
 
     def take_adapter_part(self: Any, number: int, config: dict[str, Any], path: str | None, data: str) -> None:
         """Hold a part of an adapter, number 0 the first, until vLLM loads it: what torch.save wrote of its tensors, in

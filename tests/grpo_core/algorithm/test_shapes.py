@@ -14,6 +14,7 @@ from jaxtyping import TypeCheckError
 from grpo_core.algorithm.advantages import Advantages, group_advantages, sample_std
 from grpo_core.algorithm.losses import TokenLosses, clipped_loss, kl_to_reference, token_losses, token_weights
 from grpo_core.config.algorithm import AlgorithmConfig
+from grpo_core.model.float32_logits import float32_product
 from grpo_core.model.logprobs import chosen_logprobs, divergence
 from grpo_core.model.policy import _logprobs_and_entropy
 from grpo_core.model.sequences import Sequences
@@ -89,7 +90,15 @@ def test_every_shaped_module_is_checked() -> None:
     """A module that is renamed must be renamed in the list too."""
     checked = {
         call.__module__
-        for call in (token_losses, sample_std, chosen_logprobs, _logprobs_and_entropy, Sequences, MicroBatch)
+        for call in (
+            token_losses,
+            sample_std,
+            float32_product,
+            chosen_logprobs,
+            _logprobs_and_entropy,
+            Sequences,
+            MicroBatch,
+        )
     }
     assert checked == set(SHAPED)
 

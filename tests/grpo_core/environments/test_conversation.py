@@ -14,6 +14,7 @@ import psutil
 import pytest
 from transformers.utils import get_json_schema
 
+from benchmarks.command import python_path
 from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.environments.conversation import Conversation, conversation_metrics, converse
 from grpo_core.environments.processes import Environments, Seen
@@ -189,7 +190,7 @@ def test_environments_end_with_the_process_that_holds_them(tmp_path: Path) -> No
         "print(environment.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = {**os.environ, "PYTHONPATH": python_path(Path(__file__).parents[3])}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     process = int(done.stdout)
     _, alive = psutil.wait_procs([psutil.Process(process)] if psutil.pid_exists(process) else [], timeout=30)
@@ -205,7 +206,7 @@ def test_a_tool_is_described_as_transformers_does_without_importing_torch() -> N
         "from tests.grpo_core.environments.playing import echo\n"
         "print(json.dumps([schema(echo, 'echo'), 'torch' in sys.modules]))\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = {**os.environ, "PYTHONPATH": python_path(Path(__file__).parents[3])}
     done = subprocess.run([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, check=True)
     expected = get_json_schema(echo)
     del expected["function"]["return"]

@@ -48,7 +48,7 @@ class Turns:
         self.real = TransformersEngine(model, tokenizer, max_length)
         self.script = Scripted(SCRIPTS, turns(tokenizer), lambda ids: self.real.compute_logprobs([ids])[0])
         self.generate, self.compute_logprobs = self.script.generate, self.real.compute_logprobs
-        self.close = self.real.close
+        self.close, self.notes = self.real.close, self.real.notes
         self.version, self.weights = 0, dict[int, dict[str, torch.Tensor]]()
 
     def sync_weights(self, model: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -16,10 +17,14 @@ from grpo_core.config.files import parse_config
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.fingerprint import determining
 from grpo_core.model import compilation
+from grpo_core.model import policy as policies
 from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.policy import Policy
 from grpo_core.model.sequences import Sequences
-from tests.conftest import config_values
+from grpo_core.rollout.group_cache import GroupCache
+from grpo_core.training.log import TrainingLog
+from grpo_core.training.loop import train
+from tests.conftest import config_values, make_run
 from tests.grpo_core.model.exactness import distance
 
 LORA = {"use_peft": True, "bf16": True, "gradient_checkpointing": True}
@@ -83,8 +88,70 @@ def test_compiled_layers_compute_what_the_others_do(
     assert not counters["graph_break"]
 
 
+TRAININGS: dict[str, dict[str, Any]] = {
+    "reference": {"beta": 0.1, "gradient_checkpointing": True},
+    "LoRA": {"use_peft": True, "lora_r": 2, "lora_dropout": 0.2, "beta": 0.1, "mixed_precision": "bf16"},
+    "padded": {"num_iterations": 2, "gradient_accumulation_steps": 4},
+}
+
+
 @pytest.mark.slow
-def test_sampling_with_a_cache_is_not_compiled(smooth_model_folder: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["reference", *(pytest.param(each, marks=pytest.mark.e2e) for each in TRAININGS if each != "reference")]
+)
+def test_a_training_compiles_nothing_after_its_first_update_and_sampling_nothing_at_all(
+    name: str, smooth_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    compiled: list[dict[str, int]] = []  # by the end of each update
+    in_sampling: list[int] = []
+    step, decode = TrainingLog.step, GroupCache._forward
+
+    def noting_step(*arguments: Any) -> None:
+        step(*arguments)
+        compiled.append({**counters["frames"], **counters["stats"]})
+
+    def noting_decode(*arguments: Any) -> Tensor:
+        before = counters["frames"]["total"]
+        logits = decode(*arguments)
+        in_sampling.append(counters["frames"]["total"] - before)
+        return logits
+
+    monkeypatch.setattr(compilation.torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(TrainingLog, "step", noting_step)
+    monkeypatch.setattr(GroupCache, "_forward", noting_decode)
+    if name == "padded":
+        monkeypatch.setattr(policies, "make_packable", lambda *_, **__: (None, "so that rows are padded"))
+    keys = {"max_completion_length": 12, "max_steps": 4, "torch_compile": True, **TRAININGS[name]}
+    run = make_run(tmp_path / "run", config_values(smooth_model_folder, tmp_path, **keys))
+    train(run, run / "training")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert not any(in_sampling) and len(in_sampling) > 20
+    assert compiled[0]["unique_graphs"] > 0
+    assert compiled == [compiled[0]] * 4
+    assert not counters["graph_break"]
+    assert "uncompiled" not in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_layers_that_would_be_compiled_too_often_run_uncompiled_and_it_is_said(
+    smooth_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setattr(compilation.torch, "compile", partial(torch.compile, backend="eager"))
+    plain, compiled = (_policy(smooth_model_folder, torch_compile=each) for each in (False, True))
+    sequences = _sequences(3, 2)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        _computed(compiled, sequences)
+        with torch.no_grad():
+            compiled(compiled.prepare(sequences))  # without a gradient: once more
+    told = capfd.readouterr().out
+    assert told.startswith("train.torch_compile: layers run uncompiled from now on: Dynamo recompile limit exceeded")
+    found, expected = _computed(compiled, sequences), _computed(plain, sequences)
+    assert torch.equal(found[0], expected[0])
+    assert not capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_transformers_own_generation_is_not_compiled(smooth_model_folder: Path) -> None:
     compiled, ids = _policy(smooth_model_folder, torch_compile=True), torch.tensor([[3, 4, 5]])
     found = compiled.model.generate(ids, max_new_tokens=5, do_sample=False)
     assert found.tolist() == load_model(smooth_model_folder).generate(ids, max_new_tokens=5, do_sample=False).tolist()

@@ -17,10 +17,8 @@ from grpo_core.model.capabilities import make_packable
 from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.policy import Policy
 from grpo_core.model.precision import make_bfloat16, working_copy
-from grpo_core.training.session import load_session
-from tests.conftest import config_values, make_model, make_run
+from tests.conftest import make_model
 from tests.plain_kernels import plain_varlen
-from tests.pretend_gpu import pretend_gpu
 
 VARLEN = packed_attention._varlen
 
@@ -95,26 +93,6 @@ def test_the_policy_says_why_rows_are_padded(model_folder: Path, tmp_path: Path)
     assert Policy(window, 1.0).why_not.startswith("a layer attends to a window")
     capped = load_model(make_model(tmp_path / "capped", "Gemma2", head_dim=16, final_logit_softcapping=2.0))
     assert Policy(capped, 1.0).why_not.startswith("its logits are not")
-
-
-@pytest.mark.slow
-def test_a_training_s_first_lines_say_why_rows_are_padded(
-    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    values["model"]["name_or_path"] = str(make_model(tmp_path / "window", "Mistral", sliding_window=4))
-    session = load_session(make_run(tmp_path / "run", values))
-    assert not session.policy.packs
-    assert f", and rows are padded: {session.policy.why_not}\n" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_training_s_first_lines_say_that_the_first_kind_failed(
-    smooth_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pretend_gpu():
-        monkeypatch.setattr(packed_attention, "varlen_attn", _fails)
-        load_session(make_run(tmp_path / "run", config_values(smooth_model_folder, tmp_path)))
-    assert "prompts are computed once, by flex attention: varlen: RuntimeError: Failed to" in capsys.readouterr().out
 
 
 def test_memory_that_runs_out_is_no_answer(smooth_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

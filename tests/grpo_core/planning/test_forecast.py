@@ -8,15 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from transformers import Qwen2Config
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.forecast import forecast, forecast_rows, useful_groups
-from grpo_core.planning.hardware import Gpu, find_gpu, name_hardware, named_gpu
-from grpo_core.planning.memory import GIB
+from grpo_core.planning.hardware import Gpu, named_gpu
 from grpo_core.planning.pace import EnvironmentPace, Pace, Throughput, ValidatedCosts
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs
 from grpo_core.planning.shapes import (
@@ -171,51 +169,6 @@ def test_hardware_of_unknown_pace_has_no_time_and_a_cpu_no_memory_forecast(gpu: 
     assert bool(rows) == bool(gpu)
     assert not gpu or "estimate for one NVIDIA L4" in rows["peak memory per GPU"][1]
     assert not gpu or "vLLM takes rollout.gpu_memory_utilization = 0.3 of 22.5 GiB" in rows["peak memory per GPU"][1]
-
-
-@pytest.mark.parametrize(
-    ("listed", "visible", "gpu"),
-    [
-        ("NVIDIA H200, 143771\n" * 2, None, Gpu("NVIDIA H200", 143771 / 1024, per_machine=2)),
-        (
-            "NVIDIA H200, 143771\nNVIDIA L4, 23034\nNVIDIA H200, 143771\n",
-            None,
-            Gpu("NVIDIA L4", 23034 / 1024, "2 × NVIDIA H200, 1 × NVIDIA L4", 3),
-        ),
-        ("NVIDIA H200, 143771\nNVIDIA L4, 23034\n", "0", Gpu("NVIDIA H200", 143771 / 1024, per_machine=1)),
-        ("NVIDIA H200, 143771\nNVIDIA L4, 23034\n", "0,-1,1", Gpu("NVIDIA H200", 143771 / 1024, per_machine=1)),
-        ("NVIDIA H200, 143771\nNVIDIA L4, 23034\n", "7,1", None),
-        ("NVIDIA H200, 143771\n", "-1", None),
-        ("NVIDIA H200, 143771\n", "", None),
-        ("NVIDIA H200, 143771\n", "GPU-8932f937", Gpu("NVIDIA H200", 143771 / 1024, per_machine=1)),
-        ("No devices were found\n", None, None),
-        ("NVIDIA GB10, [N/A]\n", None, Gpu("NVIDIA GB10", per_machine=1)),
-        ("NVIDIA GB10, 0\n", None, Gpu("NVIDIA GB10", per_machine=1)),
-        ("", None, None),
-    ],
-)
-def test_the_gpu_is_the_smallest_visible_one_and_other_kinds_are_named(
-    listed: str, visible: str | None, gpu: Gpu | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    (tmp_path / "list").write_text(listed)
-    (tmp_path / "nvidia-smi").write_text(f'#!/bin/sh\nwhile read -r line; do echo "$line"; done < {tmp_path}/list\n')
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    found = find_gpu()
-    assert (found and dataclasses.replace(found, host_gib=None)) == gpu
-    assert found is None or found.host_gib == pytest.approx(psutil.virtual_memory().total / GIB)
-
-
-def test_without_a_gpu_there_is_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_gpu() is None
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    assert find_gpu() is None
-    assert name_hardware(None).startswith("CPU with")
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,8 @@ def test_moments_go_there_and_back_at_a_stated_pace() -> None:
     shape = qwen("7B")
     for keys, processes in (({}, 1), (SHARDED, 16)):
         config, plain = _config(**keys), _config(**keys, offload="none")
-        found = communication(config, _plan(config), shape, GPU)
-        without = communication(plain, _plan(plain), shape, GPU)
+        found = communication(config, _plan(config), shape, GPU, 1)
+        without = communication(plain, _plan(plain), shape, GPU, 1)
         way = 2 * 8 * shape.parameters / processes
         assert found["parts_gib"]["offloaded"] * GIB == pytest.approx(way)
         assert found["seconds_per_update"] - without["seconds_per_update"] == pytest.approx(way / 25e9)

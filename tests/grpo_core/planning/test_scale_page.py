@@ -1,7 +1,8 @@
-"""The tables of docs/how-to/scale.md are what the forecast says today."""
+"""The tables of docs/how-to/scale.md and gpus.md are what the forecast says today."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.communication import communication
 from grpo_core.planning.hardware import named_gpu
-from grpo_core.planning.memory import GIB, MAX_UTILISATION, check_engine_memory, moments, peak_memory
+from grpo_core.planning.memory import GIB, check_engine_memory, moments, peak_memory, usable_gib
+from grpo_core.planning.passes import passes_per_update
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths
+from grpo_core.planning.tokens_per_pass import choose_tokens
 from tests.conftest import config_values
 from tests.qwen import qwen
 
@@ -22,6 +25,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "scale.md"
 GPU = named_gpu("H100")
 MODELS = ("7B", "14B", "32B", "72B")
 COMPLETIONS, PER_PASS = 256, 4
+SETTINGS = {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 4, "gradient_checkpointing": False}
 
 
 def _config(processes: int, keys: dict[str, Any]) -> RunConfig:
@@ -40,10 +44,12 @@ def _cell(size: str, processes: int, keys: dict[str, Any]) -> str:
         check_engine_memory(config, qwen(size), lengths, GPU)
     except ConfigError:
         return "no"
-    plan = make_plan(plan_inputs(config, 5000))
-    peak, whole = peak_memory(config, plan, qwen(size), lengths, GPU)["peak_memory_gib"], GPU.memory_gib
-    assert whole
-    verdict = "fits" if peak <= MAX_UTILISATION * whole else "tight" if peak <= whole else "no"
+    plan, shape = make_plan(plan_inputs(config, 5000)), qwen(size)
+    plan = replace(plan, max_tokens_per_pass=choose_tokens(config, plan, shape, lengths, GPU))
+    peak, usable = peak_memory(config, plan, shape, lengths, GPU)["peak_memory_gib"], usable_gib(GPU)
+    whole = GPU.memory_gib
+    assert whole and usable
+    verdict = "fits" if peak <= usable else "tight" if peak <= whole else "no"
     return f"{peak:.0f} {verdict}" if verdict != "fits" else f"**{peak:.0f}** fits"
 
 
@@ -68,12 +74,31 @@ def test_the_tables_of_what_fits_are_the_forecast_s(keys: dict[str, Any], number
     assert "\n".join(table) in PAGE.read_text(), "put this table into the page:\n" + "\n".join(table)
 
 
+def _tokens_cell(size: str, keys: dict[str, Any]) -> str:
+    """GiB of one GPU, and tokens of a pass; 64 of 256 completions per micro-step."""
+    config, shape, lengths = _config(1, SETTINGS | keys), qwen(size), PromptLengths(256, 256, "given")
+    plan = make_plan(plan_inputs(config, 5000))
+    tokens = choose_tokens(config, plan, shape, lengths, GPU)
+    found = peak_memory(config, replace(plan, max_tokens_per_pass=tokens), shape, lengths, GPU)
+    return "no" if "warning" in found else f"{found['peak_memory_gib']:.0f}, {tokens:,}"
+
+
+def test_the_table_of_one_gpu_is_the_forecast_s() -> None:
+    again, lora = {"gradient_checkpointing": True}, {"use_peft": True}
+    rows = [
+        f"| Qwen2.5-{size} | " + " | ".join(_tokens_cell(size, keys) for keys in ({}, again, lora, lora | again)) + " |"
+        for size in ("0.5B", "1.5B", "3B", "7B")
+    ]
+    table = "\n".join(["|---|---|---|---|---|", *rows])
+    assert table in (PAGE.parent / "gpus.md").read_text(), f"put these rows into the page:\n{table}"
+
+
 def test_the_page_s_example_of_offloading_is_the_forecast_s() -> None:
     page = " ".join(PAGE.read_text().split())
     for size in ("7B", "32B"):
         configs = [_config(8, {"offload": offload}) for offload in ("optimizer", "none")]
         plan, shape = make_plan(plan_inputs(configs[0], 5000)), qwen(size)
-        longer, plain = (communication(it, plan, shape, GPU)["seconds_per_update"] for it in configs)
+        longer, plain = (communication(it, plan, shape, GPU, 8)["seconds_per_update"] for it in configs)
         each = moments(configs[0], shape, GPU) / GIB
         said = f"{size} on 8 GPUs: {each:.1f} GiB less per GPU, {8 * each:.0f} GiB of the machine's memory, "
         assert f"{said}{longer - plain:.1f} s more per update" in page
@@ -81,7 +106,9 @@ def test_the_page_s_example_of_offloading_is_the_forecast_s() -> None:
 
 def test_the_page_s_example_of_communication_is_the_forecast_s() -> None:
     config = _config(8, {})
-    found = communication(config, make_plan(plan_inputs(config, 5000)), qwen("7B"), GPU)
+    plan, lengths = make_plan(plan_inputs(config, 5000)), PromptLengths(256, 256, "given")
+    passes = passes_per_update(config, plan, lengths, 256, 512)
+    found = communication(config, plan, qwen("7B"), GPU, passes)
     parts, page = found["parts_gib"], " ".join(PAGE.read_text().split())
     said = f"{parts['gathered']:.0f} GiB gathered and {parts['reduced']:.0f} GiB reduced per process and update"
     assert f"{said}, {found['seconds_per_update']:.1f} s at an assumed 300 GB/s per GPU" in page

@@ -21,10 +21,12 @@ from grpo_core.config.run import RunConfig
 from grpo_core.planning.communication import communication
 from grpo_core.planning.forecast import forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, named_gpu
-from grpo_core.planning.memory import GIB, activations, peak_memory
+from grpo_core.planning.memory import GIB, peak_memory
+from grpo_core.planning.passes import Pass, activations
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs
-from grpo_core.planning.shapes import PromptLengths, adapter_parameters, model_shape
+from grpo_core.planning.shapes import ModelShape, PromptLengths, adapter_parameters, model_shape
 from grpo_core.planning.sharding import working_set
+from grpo_core.system.torch_releases import GATHER, REDUCE
 from tests.conftest import config_values
 from tests.qwen import QWEN, qwen
 
@@ -49,6 +51,11 @@ def _config(**keys: Any) -> RunConfig:
 
 def _plan(config: RunConfig) -> Plan:
     return make_plan(plan_inputs(config, 1000))
+
+
+def _communication(config: RunConfig, shape: ModelShape, gpu: Gpu) -> dict[str, Any]:
+    """What is sent in one pass per micro-step."""
+    return communication(config, _plan(config), shape, gpu, config.train.gradient_accumulation_steps)
 
 
 @pytest.fixture
@@ -115,7 +122,10 @@ def test_memory_of_a_sharded_pass_is_what_torch_counts_at_its_peak(
     parts = peak_memory(run, _plan(run), shape, LENGTHS, Gpu("GPU"))["parts_gib"]
     held = sum(parts[name] for name in ("weights", "optimizer", "gradients")) * GIB
     # Here the logits are those of one token, and their gradient is the output layer's, without a float32 sum.
-    passes = working_set(run, shape, *activations(run, shape, tokens), 8 * config.vocab_size, 0)
+    size = Pass(tokens, 2 * tokens, 1)  # two heads share keys, and have them apart
+    found = activations(run, shape, size)
+    besides = max(found.in_norm, found.in_layer - found.outside)
+    passes = working_set(run, shape, found.kept, besides, 8 * config.vocab_size, 0)
     assert measured - SMALL <= held + sum(passes.values()) <= 1.3 * measured
 
 
@@ -141,21 +151,21 @@ def test_communication_is_what_fsdp_sends(
 
         monkeypatch.setattr(dist, name, counted)
 
-    for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
+    for name in (GATHER, REDUCE, "all_reduce"):
         count(name)
     for _ in _passes(model, config.vocab_size, 16, 2):
         pass
 
     run = _config(sharding=sharding, mixed_precision="bf16" if bf16 else "no", gradient_accumulation_steps=2)
     shape = model_shape(config.to_dict())
-    found = communication(run, _plan(run), shape, Gpu("GPU", per_machine=2))["parts_gib"]
+    found = _communication(run, shape, Gpu("GPU", per_machine=2))["parts_gib"]
     others = 3 / 4 if sharding == "full" else 1 / 2
     handed_over = (2 if bf16 else 4) * shape.parameters  # to the engine, after the update
-    assert found["gathered"] * GIB == pytest.approx(others * (sizes["all_gather_single"] + handed_over))
+    assert found["gathered"] * GIB == pytest.approx(others * (sizes[GATHER] + handed_over))
     # An all-reduce over two sends every byte once: half to be summed, half of the sums.
     summed = sizes.get("all_reduce", 0.0)
     assert bool(summed) == (sharding == "hybrid")
-    assert found["reduced"] * GIB == pytest.approx(others * sizes["reduce_scatter_single"] + summed)
+    assert found["reduced"] * GIB == pytest.approx(others * sizes[REDUCE] + summed)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +231,7 @@ def test_processes_per_machine_are_those_configured_with_several_machines() -> N
     config = parse_config(values)
     found = peak_memory(config, _plan(config), shape, LENGTHS, Gpu("GPU", 80.0, per_machine=2))
     assert found["parts_gib"]["optimizer"] == 8 * shape.parameters / 4 / GIB
-    assert "16 processes on 4 machines" in communication(config, _plan(config), shape, named_gpu("H100"))["how"]
+    assert "16 processes on 4 machines" in _communication(config, shape, named_gpu("H100"))["how"]
     assert "assumed" not in found["how"]
 
 
@@ -231,7 +241,7 @@ def test_traffic_between_machines_is_counted_per_machine_and_the_slower_way() ->
 
     def found(**keys: Any) -> dict[str, Any]:
         config = _config(num_processes=16, gradient_accumulation_steps=1, **keys)
-        return communication(config, _plan(config), shape, named_gpu("H100"))
+        return _communication(config, shape, named_gpu("H100"))
 
     passes, whole = 2 * (2 * shape.parameters - shape.outside), 2 * shape.parameters
     crossing = {
@@ -257,7 +267,7 @@ def test_scoring_gathers_every_weight_once(beta: float, num_iterations: int, sco
 
     def gathered(**keys: Any) -> float:
         config = _config(gradient_accumulation_steps=2, **keys)
-        return communication(config, _plan(config), shape, named_gpu("H100"))["parts_gib"]["gathered"] * GIB
+        return _communication(config, shape, named_gpu("H100"))["parts_gib"]["gathered"] * GIB
 
     rollouts_per_update = 1 / num_iterations
     passes, whole = 2 * 2 * (2 * shape.parameters - shape.outside), 2 * shape.parameters

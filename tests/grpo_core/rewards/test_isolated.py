@@ -32,6 +32,7 @@ from grpo_core.training.loop import train
 from tests.conftest import make_run
 from tests.grpo_core.rewards.harmful import HARMFUL
 from tests.grpo_core.training.training import assert_same, metrics_of, trained_run
+from tests.visible_gpus import using_gpu
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}, {"prompt": "3+3=", "answer": "6"}]
 BATCH = Batch(ROWS, ["a", "b", "c"], [[1], [2], [3]])
@@ -167,6 +168,18 @@ def test_what_a_function_changes_in_its_process_stays_there(
     gc.collect()  # the error's traceback names it
     assert _gone(pids), "with the reward its process ends"
     assert (Path.cwd(), dict(os.environ), signal.getsignal(signal.SIGTERM), psutil.Process().num_fds()) == before
+
+
+@pytest.mark.slow
+def test_a_function_that_says_cuda_takes_the_gpu_of_the_process_that_asks(
+    declared: Callable[..., RewardConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    asked = "[int(os.environ[name].partition(',')[0]) for name in ('CUDA_VISIBLE_DEVICES', 'LOCAL_RANK')]"
+    with using_gpu(2, 4):
+        reward = resolve(declared("says"))
+        assert score([reward], Batch([{"prompt": "", "answer": asked}] * 2, ["a", "b"], [[1], [2]])) == [[6.0, 0.0]]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
 
 
 @pytest.mark.slow

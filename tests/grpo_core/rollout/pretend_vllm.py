@@ -7,7 +7,7 @@ import json
 import random
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,6 +29,7 @@ from tests.conftest import config_values
 STARTED = {
     "weight_transfer": "shared_memory",
     "dtype": "float32",
+    "head_dtype": "float32",
     "logprobs_mode": "processed_logprobs",
     "truncation_problem": "",
     "max_model_len": 512,
@@ -47,8 +48,8 @@ def plain_ids(prompt: Sequence[int], seed: int, count: int) -> list[int]:
 
 
 class Pretended:
-    """One server; `open` holds back its completions while it is not set, `answering` everything. One that is `broken`
-    answers all but requests for completions."""
+    """One server; `open` holds back its completions while it is not set, `answering` everything, and `held` the answers
+    at these paths. One that is `broken` answers all but requests for completions; `arrived` gets each path."""
 
     def __init__(self, max_num_seqs: int = 128):
         self.started: dict[str, Any] = {**STARTED, "max_num_seqs": max_num_seqs}
@@ -57,6 +58,8 @@ class Pretended:
         self.open, self.answering = threading.Event(), threading.Event()
         self.open.set()
         self.port, self.broken = 0, False
+        self.held = set[str]()
+        self.arrived: Callable[[str], object] = lambda path: None
         self.sampled, self.most = 0, 0  # completions concurrently: now, and the most that there were
         self.start()
 
@@ -151,10 +154,11 @@ def _handler(pretended: Pretended, life: threading.Event) -> type[BaseHTTPReques
         def do_GET(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
             path = self.path.partition("?")[0]
+            pretended.arrived(path)
             answer = pretended.answer(path, body)
             found = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-            while not pretended.answering.wait(0.01) and not life.is_set():
-                pass
+            while (path in pretended.held or not pretended.answering.is_set()) and not life.is_set():
+                life.wait(0.01)
             if not life.is_set() and not (pretended.broken and path == binary.PATH):
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(found)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -80,6 +82,9 @@ def sample(run: Path, other: Path) -> dict[str, list[Any]]:
     found = {"lent": lend(engine, model, requests, free), "unforgotten": hold_cache(engine, model, requests)}
     engine.close()
     others = {"second runner": second_runner(), "refusal": refusal(run, model), "on a GPU": start_on_a_gpu(run)}
+    others |= {"too little memory": too_little_memory(run, model)}
+    allocators = (None, "max_split_size_mb:512", "expandable_segments:True")
+    others["on several"] = [start_on_a_gpu(run, 2, allocator)[0] for allocator in allocators]
     return drawn | scores | found | others
 
 
@@ -165,20 +170,32 @@ def hold_cache(engine: Any, model: Any, requests: list[Request]) -> list[Any]:
     return [how, left, said, engine.sync_weights(model)]
 
 
-def start_on_a_gpu(run: Path) -> tuple[dict[str, Any], list[str]]:
-    """The options with which vLLM is started for a model on a GPU, and what it is told then."""
+def start_on_a_gpu(run: Path, together: int = 1, allocator: str | None = None) -> tuple[dict[str, Any], list[str]]:
+    """The options with which vLLM is started for a model on a GPU, and what it is told then. `together`: processes that
+    share the engine, in the environment that a stage gives them if the user has set up the allocator in this way."""
     import torch
 
     from grpo_core.config.files import load_config
     from grpo_core.rollout.vllm.colocated_engine import VLLMEngine
+    from tasks.processes.launch import process_environment
+
+    keys = [f"rollout.vllm_tensor_parallel_size={together}", f"train.num_processes={together}"]
+    config = load_config(run / "config.toml", keys)
+    user = {} if allocator is None else {"PYTORCH_CUDA_ALLOC_CONF": allocator}
 
     on_gpu: Any = mock.Mock(**{"parameters.side_effect": lambda: iter([mock.Mock(device=torch.device("cuda"))])})
-    with mock.patch("vllm.LLM") as llm:
+    with (
+        mock.patch("vllm.LLM") as llm,
+        mock.patch("torch.distributed.is_initialized", return_value=together > 1),
+        mock.patch.dict(os.environ, user),
+        mock.patch.dict(os.environ, process_environment(config)),
+    ):
         llm.return_value.collective_rpc.return_value = [""]
         llm.return_value.apply_model.return_value = [None]
-        VLLMEngine(load_config(run / "config.toml"), run, on_gpu, MAX_LENGTH)
+        VLLMEngine(config, run, on_gpu, MAX_LENGTH).close()
     calls = [str(call) for call in llm.return_value.mock_calls]
-    return llm.call_args.kwargs, [call for call in calls if "sleep" in call or "release" in call or "wake" in call]
+    told = ("sleep", "release", "wake", "shutdown")
+    return llm.call_args.kwargs, [call for call in calls if any(word in call for word in told)]
 
 
 def second_runner() -> list[Any]:
@@ -224,6 +241,29 @@ def refusal(run: Path, model: Any) -> list[str]:
                 said.append("")
             except EngineError as error:
                 said.append(str(error))
+    return said
+
+
+def too_little_memory(run: Path, model: Any) -> list[str]:
+    """What an engine says where vLLM finds too little memory, in vLLM's words, and where it finds something else."""
+    from vllm.v1.core.kv_cache_utils import _check_enough_kv_cache_memory as check
+
+    from grpo_core.config.files import load_config
+    from grpo_core.rollout.vllm.colocated_engine import VLLMEngine
+
+    said = []
+    for construct in (
+        lambda **_: check(-1, lambda: 10, MAX_LENGTH, lambda _: 1),
+        lambda **_: check(5, lambda: 10, MAX_LENGTH, lambda _: 1),
+        lambda **_: int("no model"),
+    ):
+        with mock.patch("vllm.LLM", construct):
+            try:
+                VLLMEngine(load_config(run / "config.toml"), run, model, MAX_LENGTH)
+            except ValueError as error:  # a GrpoError is none
+                said.append(f"ValueError: {error}")
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
     return said
 
 
@@ -332,6 +372,14 @@ def test_truncated_sampling_is_refused_with_a_sampler_that_is_not_known(drawn: D
     assert "its sampler is builtins.int, which is not known here; set top_p to 1, top_k and min_p to 0" in truncated
 
 
+def test_where_vllm_finds_too_little_memory_a_sentence_names_the_key(drawn: Drawn) -> None:
+    none, one_request, other = drawn.values["too little memory"]
+    for said, words in ((none, "No available memory for the cache"), (one_request, "To serve at least one request")):
+        assert said.startswith(f"EngineError: vLLM does not start with rollout.cpu_kv_cache_gib = 1: {words}")
+        assert "Raise it if vLLM lacks memory for its cache" in said
+    assert other.startswith("ValueError: invalid literal")
+
+
 def test_the_memory_of_the_kv_cache_is_lent_whenever_the_engine_rests(drawn: Drawn) -> None:
     """No step is made while it is lent; weights are never put to sleep."""
     notes, is_lent = drawn.values["lent"], False
@@ -349,7 +397,15 @@ def test_the_memory_of_the_kv_cache_is_lent_whenever_the_engine_rests(drawn: Dra
 def test_on_a_gpu_vllm_is_started_so_that_its_kv_cache_can_be_lent_and_it_is(drawn: Drawn) -> None:
     options, told = drawn.values["on a GPU"]
     assert options["enable_sleep_mode"] is True
-    assert told == ["call.sleep(level=0)", "call.release_kv_cache_memory()"]
+    lent, taken_back = ["call.sleep(level=0)", "call.release_kv_cache_memory()"], "call.wake_up(tags=['kv_cache'])"
+    assert told == [*lent, taken_back, "call.llm_engine.engine_core.shutdown()"]  # what is not there cannot be freed
+
+
+def test_processes_that_sample_together_use_no_kernel_that_fails_with_growing_segments(drawn: Drawn) -> None:
+    """vLLM's own all-reduce ends the process while graphs are captured; the stage lets segments grow by default."""
+    found = [options["disable_custom_all_reduce"] for options in drawn.values["on several"]]
+    assert found == [True, False, True]
+    assert {options["tensor_parallel_size"] for options in drawn.values["on several"]} == {2}
 
 
 def test_weights_are_handed_over_to_an_engine_at_rest_that_forgets_what_it_computed(drawn: Drawn) -> None:
@@ -374,4 +430,6 @@ def test_a_new_process_draws_the_same_bits_as_one_that_has_served_before(drawn: 
 
 
 def test_what_vllm_imports_is_imported_once_for_all_processes() -> None:
+    if find_spec("vllm") is None:  # looked for without importing it here
+        pytest.skip("needs vllm")
     assert forked.call(forked.imported).issuperset(forked.PRELOADED)

@@ -43,9 +43,9 @@ def follow(run: Path, port: int, in_4bit: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"drift": {}, "how": [], "bytes": []}
     parts = send_weights._send_adapter
 
-    def counted(server: Any, version: str, settings: Any, tensors: Any) -> None:
+    def counted(server: Any, version: int, settings: Any, tensors: Any, transfer: Any) -> None:
         found["bytes"].append(sum(tensor.nbytes for tensor in tensors.values()))
-        parts(server, version, settings, tensors)
+        parts(server, version, settings, tensors, transfer)
 
     send_weights._send_adapter = counted
 
@@ -197,8 +197,9 @@ def test_an_adapter_goes_to_a_server_alone_if_it_has_the_base_that_it_was_starte
     with mock.patch.object(server, "control", control), mock.patch.object(server, "_receive", mock.AsyncMock()):
         asyncio.run(server.bring_up_to_date())
     assert server.has_base == has_base
-    server.transfer = mock.Mock(**{"send_weights.side_effect": lambda: sent.append(server.transfer.source.snapshot)})
-    with mock.patch.object(transfer, "_send_adapter", lambda *arguments: sent.append(arguments[-1])):
+    server.transfer = transfer.Transfer(server)
+    engine = server.transfer.engine = mock.Mock(send_weights=lambda: sent.append(engine.source.snapshot))
+    with mock.patch.object(transfer, "_send_adapter", lambda *arguments: sent.append(arguments[3])):
         transfer.send(server, adapter)
     assert sent == [base, adapter.snapshot][has_base:]
     server.has_base = False

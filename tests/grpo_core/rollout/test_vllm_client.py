@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import httpx2
 import pytest
 import torch
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.rollout import RolloutConfig
+from grpo_core.errors import EngineError
 from grpo_core.rollout.types import Completion, Request, Sampling
 from grpo_core.rollout.vllm import client as vllm_client
 from grpo_core.rollout.vllm import serve as vllm_serve
@@ -74,11 +74,19 @@ def test_one_copy_of_the_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.M
 class _VLLMClient:
     """What vLLM 0.32 has for the routes by which weights come: each asks `_post`."""
 
-    def __init__(self, base_url: str, timeout: float):
-        self.base_url, self.timeout = base_url, timeout
+    _post: Any
+
+    def __init__(self, base_url: str):
+        self.base_url = base_url
 
     def start_weight_update(self) -> None:
-        self._post("start_weight_update")  # type: ignore[attr-defined]
+        self._post("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._post("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self) -> None:
+        self._post("finish_weight_update", {})
 
 
 def make_transfer() -> Any:
@@ -115,6 +123,14 @@ def make_server(url: str, **keys: Any) -> Server:
     return Server(url, RolloutConfig(**keys), "token", "holder", lambda started: "", mock.Mock())
 
 
+def connected_to(transfer: Any, **engine: Any) -> Server:
+    """A server with a trainer-side engine of vLLM's that does this."""
+    server = make_server("http://127.0.0.1:1")
+    server.transfer = transfer.Transfer(server)
+    server.transfer.engine = mock.Mock(**engine)
+    return server
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
 def test_servers_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -125,10 +141,15 @@ def test_servers_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch, nam
     connect = transfer.WeightTransferTrainerFactory.trainer_init = mock.Mock()
     with _answering(b'{"weight_version": "base"}') as url:
         server = make_server(url)
-        assert asyncio.run(server.control("GET", "/weight_info")) == {"weight_version": "base"}
-        with mock.patch.dict(sys.modules, {"grpo_core.rollout.vllm.shared_memory": mock.Mock()}):
-            transfer._connect(server)
-        connect.call_args.kwargs["client"].start_weight_update()
+
+        async def ask() -> Any:
+            server.loop = asyncio.get_running_loop()
+            with mock.patch.dict(sys.modules, {"grpo_core.rollout.vllm.shared_memory": mock.Mock()}):
+                await asyncio.to_thread(transfer._connect, server, transfer.Transfer(server))
+            await asyncio.to_thread(connect.call_args.kwargs["client"].start_weight_update)
+            return await server.control("GET", "/weight_info")
+
+        assert asyncio.run(ask()) == {"weight_version": "base"}
 
 
 @pytest.mark.slow
@@ -143,21 +164,19 @@ def test_an_answer_that_is_not_json_counts_as_a_server_that_is_away() -> None:
     [
         (ConnectionRefusedError("nobody there"), "ConnectionRefusedError: nobody there"),
         (RuntimeError("NCCL error: unhandled system error"), "RuntimeError: NCCL error"),
-        (
-            httpx2.HTTPStatusError("500 Server Error", request=mock.Mock(), response=mock.Mock(text="no such layer")),
-            "HTTPStatusError: 500 Server Error: no such layer",
-        ),
+        (EngineError("refuses: 400 no such layer"), "EngineError: refuses: 400 no such layer"),
     ],
 )
 def test_whatever_comes_between_when_weights_are_sent_the_connection_is_made_anew(
     monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
 ) -> None:
-    transfer = make_transfer()
-    server = mock.Mock(transfer=mock.Mock(**{"send_weights.side_effect": error}))
+    transfer, aborted = make_transfer(), threading.Event()
+    server = connected_to(transfer, send_weights=mock.Mock(side_effect=error), shutdown=aborted.set)
     with pytest.raises(Unavailable, match=rf"{message}.*see the server's log") as raised:
         transfer.send(server, Weights("v", {"weight": torch.zeros(1)}))
     assert raised.value.__cause__ is error
-    assert server.transfer is None
+    assert aborted.wait(60), "its communicator would be kept"
+    server.transfer = None
     monkeypatch.setattr(transfer, "_connect", mock.Mock(side_effect=error))
     with pytest.raises(Unavailable, match=message):
         transfer.send(server, Weights("v", {"weight": torch.zeros(1)}))
@@ -169,13 +188,13 @@ def test_several_servers_are_sent_their_weights_concurrently() -> None:
         threading.Barrier(2, timeout=60),
         Weights("v", {"weight": torch.zeros(1)}),
     )
-    made: list[Any] = [mock.Mock(transfer=mock.Mock(**{"send_weights.side_effect": both.wait})) for _ in range(2)]
+    made = [connected_to(transfer, send_weights=mock.Mock(side_effect=both.wait)) for _ in range(2)]
     other = threading.Thread(target=transfer.send, args=(made[0], weights), daemon=True)
     other.start()
     transfer.send(made[1], weights)
     other.join()
-    assert [server.transfer.send_weights.call_count for server in made] == [1, 1]
-    assert [server.transfer.source.snapshot for server in made] == [{}, {}]
+    assert [server.transfer.engine.send_weights.call_count for server in made] == [1, 1]
+    assert [server.transfer.engine.source.snapshot for server in made] == [{}, {}]
 
 
 @pytest.mark.slow
@@ -228,6 +247,31 @@ def test_a_server_that_would_let_the_training_wait_behind_what_is_sampled_ahead_
     assert vllm_server._objection({**STARTED, "scheduling_policy": "priority"}, config, 16, True, "there") == ""
     command = vllm_serve.server_command(config)
     assert command[command.index("--scheduling-policy") + 1] == "priority"
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize(("allocator", "fails"), [("", False), ("expandable_segments:True", True)])
+def test_a_server_uses_no_kernel_that_fails_with_the_allocator_that_its_user_has_set_up(
+    gpus: int, allocator: str, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
+    values = config_values(tmp_path, tmp_path, engine="vllm-server", vllm_tensor_parallel_size=gpus)
+    command = vllm_serve.server_command(parse_config(values))
+    assert ("--disable-custom-all-reduce" in command) == (fails and gpus > 1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "share"),
+    [({}, "0.9"), ({"vllm_weight_transfer": "ipc"}, "0.3"), ({"gpu_memory_utilization": 0.5}, "0.5")],
+)
+def test_a_server_takes_most_of_a_gpu_that_is_its_own(
+    keys: dict[str, Any], share: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    command = vllm_serve.server_command(parse_config(config_values(tmp_path, tmp_path, engine="vllm-server", **keys)))
+    assert command[command.index("--gpu-memory-utilization") + 1] == share
 
 
 def test_an_answer_is_whole_if_its_tokens_are_by_the_weights_that_it_began_with_or_later_ones() -> None:
@@ -285,6 +329,21 @@ def test_a_server_whose_log_probabilities_are_not_those_that_training_compares_i
         objection = vllm_server._objection(started, config, 16, True, "there")
         assert said in objection
         assert bool(objection) == bool(said)
+
+
+def test_a_server_that_rounds_its_logits_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pretended(128, 128) as servers:
+        servers[1].started["head_dtype"] = "bfloat16"
+        with connected(tmp_path, monkeypatch, servers, torch.nn.Linear(1, 1)) as engine:
+            engine.sync_weights(torch.nn.Linear(1, 1))
+            told = capfd.readouterr().out
+    (flag,) = [line for line in told.splitlines() if "rounds its logits to bfloat16" in line]
+    assert servers[1].url in flag
+    command = vllm_serve.server_command(parse_config(config_values(tmp_path, tmp_path, engine="vllm-server")))
+    assert command[command.index("--hf-overrides") + 1] == '{"head_dtype": "float32"}'
+    assert flag.endswith("""--hf-overrides '{"head_dtype": "float32"}'""")
 
 
 def test_a_lease_is_renewed_whatever_went_wrong_the_last_time(monkeypatch: pytest.MonkeyPatch) -> None:

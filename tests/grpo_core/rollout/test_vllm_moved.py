@@ -12,10 +12,11 @@ from unittest import mock
 import pytest
 
 from grpo_core.config.rollout import RolloutConfig
+from grpo_core.errors import EngineError
 from grpo_core.rollout.vllm import binary
 from grpo_core.rollout.vllm import serve as vllm_serve
 from grpo_core.rollout.vllm import server_engine as vllm_server
-from grpo_core.rollout.vllm.client import Server, Unavailable
+from grpo_core.rollout.vllm.client import Server, Unavailable, Weights
 from grpo_core.rollout.vllm.router import Router
 from tests.grpo_core.rollout.pretend_vllm import output
 from tests.grpo_core.rollout.test_vllm_client import _answering, make_server
@@ -52,6 +53,7 @@ def test_what_was_asked_of_a_server_is_asked_again_where_it_is_started_again(
 def test_weights_that_are_on_their_way_to_a_server_that_moves_are_not_waited_for() -> None:
     held = threading.Event()
     server = Server("http://127.0.0.1:1", RolloutConfig(), "token", "holder", str, lambda *_: held.wait(60))
+    server.transfer = transfer = mock.Mock()
 
     async def move() -> None:
         sending = asyncio.create_task(server._receive({}))
@@ -62,3 +64,15 @@ def test_weights_that_are_on_their_way_to_a_server_that_moves_are_not_waited_for
 
     asyncio.run(move())
     held.set()
+    transfer.end.assert_called_once()
+
+
+def test_weights_that_take_too_long_are_not_waited_for_and_their_way_is_ended() -> None:
+    held = threading.Event()
+    server = Server("http://127.0.0.1:1", RolloutConfig(), "token", "holder", str, lambda *_: held.wait(60))
+    server.transfer, server.seconds = mock.Mock(), 0.01
+    transfer = server.transfer
+    with pytest.raises(EngineError, match=r"have not arrived within 0\.01 s \(rollout\.vllm_request_timeout\)"):
+        asyncio.run(server._receive(Weights(1)))
+    held.set()
+    transfer.end.assert_called_once()

@@ -12,7 +12,8 @@ from starlette.testclient import TestClient
 
 from grpo_core.config.files import parse_config
 from grpo_core.rollout.vllm.binary import PATH
-from grpo_core.rollout.vllm.secret import SECRET, SecretRequired, with_secret
+from grpo_core.rollout.vllm.secret import SECRET, with_secret
+from grpo_core.rollout.vllm.secret_required import SecretRequired
 from grpo_core.rollout.vllm.serve import server_command
 from tests.conftest import config_values
 
@@ -34,7 +35,7 @@ def test_a_request_without_the_secret_is_refused(
 
 def test_a_server_without_a_secret_asks_for_none(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     config = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server"))
-    guard = "grpo_core.rollout.vllm.secret.SecretRequired"
+    guard = "grpo_core.rollout.vllm.secret_required.SecretRequired"
     monkeypatch.delenv(SECRET, raising=False)
     assert with_secret() == {}
     assert guard not in server_command(config)

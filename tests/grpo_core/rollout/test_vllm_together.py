@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.command import python_path
 from grpo_core.rollout.types import Request, Sampling
 from tests.conftest import config_values, make_model, make_run
 from tests.grpo_core.rollout.sampling import sampled
@@ -68,7 +69,7 @@ def test_processes_that_share_an_engine_get_their_own_completions_by_the_weights
     (tmp_path / "child.py").write_text(code + f"sample_together({str(run)!r}, {str(other)!r})")
     done = subprocess.run(
         [sys.executable, *TWO_PROCESSES, str(tmp_path / "child.py")],
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": python_path(ROOT)},
         capture_output=True,
         text=True,
         timeout=900,

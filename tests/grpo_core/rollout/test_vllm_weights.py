@@ -98,6 +98,30 @@ def test_a_packed_bf16_engine_is_reloaded(tmp_path: Path) -> None:
     assert all(after < before / 3 for before, after in zip(others[::2], others[1::2], strict=True))
 
 
+def apply_head(run: Path) -> list[float]:
+    """Relative distances of an engine's logits from the exact ones of the same states, before and after an update."""
+    import torch
+
+    engine, model, _ = start(run)
+    states, distances = torch.randn(5, PACKED["hidden_size"]).bfloat16(), []
+    for _ in range(2):
+        (logits,) = engine.llm.apply_model(lambda it: it.compute_logits(states))
+        exact = states.double() @ model.get_output_embeddings().weight.detach().bfloat16().double().T
+        distances.append(float((logits - exact).norm() / exact.norm()))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        engine.sync_weights(model)
+    return distances
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.e2e)])
+def test_the_logits_of_an_engine_in_bf16_are_float32_and_follow_an_update(tmp_path: Path, tied: bool) -> None:
+    folder = make_model(tmp_path / "model", tie_word_embeddings=tied, max_position_embeddings=512, **PACKED)
+    run = make_run(tmp_path / "run", config_values(folder, tmp_path, engine="vllm", mixed_precision="bf16"))
+    assert max(forked.call(apply_head, run)) < 1e-6
+
+
 def adapt(run: Path) -> list[dict[str, Any]]:
     """What an engine says of adapters that it was and was not handed, and what the model itself says."""
     import torch

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks import command
+
 
 def processes(count: int) -> list[str]:
     """The launcher of that many processes; of one, none."""
@@ -47,7 +49,7 @@ def kill_tree(pid: int) -> None:
 @contextmanager
 def started(run: Path, python_path: Path, stuck_at: int, *launcher: str) -> Iterator[subprocess.Popen[str]]:
     """A training of which nothing is left afterwards, its workers included."""
-    path = f"{python_path}{os.pathsep}{Path(__file__).parents[3]}"
+    path = command.python_path(python_path, command.ROOT)
     process = subprocess.Popen(
         [sys.executable, *launcher, "-m", "grpo_core.train", str(run)],
         env={**os.environ, "PYTHONPATH": path, "STUCK_AT": str(stuck_at), "ACCELERATE_USE_CPU": "true"},

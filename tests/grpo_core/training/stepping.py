@@ -56,6 +56,7 @@ class CountingEngine:
         self.begun: dict[int, tuple[int, int, float]] = {}  # when, until when, and when it would be finished, by seed
         self.started: list[int] = []  # seeds
         self.ages: list[int] = []  # of the groups that were taken
+        self.notes: list[str] = []
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
         self.rollouts.append(list(requests))

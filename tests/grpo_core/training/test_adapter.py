@@ -17,7 +17,6 @@ from torch import nn
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.errors import ConfigError
-from grpo_core.evaluation.run import evaluate
 from grpo_core.model.loading import load_model, load_starting_policy, trainable_state, with_adapter
 from grpo_core.model.saving import save_adapter
 from grpo_core.planning.adapter import check_adapter
@@ -76,6 +75,8 @@ def test_a_training_starts_from_what_peft_loads(model_folder: Path, adapter: Pat
 def test_it_is_compared_with_its_start_leaves_one_adapter_over_the_base_and_is_continued_bit_for_bit(
     model_folder: Path, adapter: Path, tmp_path: Path
 ) -> None:
+    from grpo_core.evaluation.run import evaluate  # needs polars, which a training does not
+
     values = config_values(model_folder, tmp_path, adapter=str(adapter), beta=0.1, save_steps=2, **KEYS)
     run = make_run(tmp_path / "run", values)
     train(run, run / "training")
@@ -183,6 +184,7 @@ def test_an_adapter_of_another_kind_is_refused(
 def test_a_training_over_4_bits_samples_what_it_trains_and_is_continued_bit_for_bit(
     tmp_path: Path, precision: str
 ) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
     folder = make_model(tmp_path / "model")
     keys = {"load_in_4bit": True, "beta": 0.1, "save_steps": 2, "mixed_precision": precision, **KEYS}
     run = make_run(tmp_path / "run", config_values(folder, tmp_path, **keys))

@@ -15,7 +15,6 @@ from grpo_core.training import checkpoint
 from grpo_core.training import log as records
 from grpo_core.training.checkpoint import CheckpointError
 from grpo_core.training.loop import train
-from tasks.train import check_result
 from tests.conftest import make_run, with_keys
 from tests.grpo_core.training.disk import Disk
 from tests.grpo_core.training.training import assert_same, figures_of, interrupted
@@ -85,6 +84,8 @@ def test_zeros_in_the_place_of_metrics_after_the_checkpoint_are_written_over(
 def test_metrics_lost_before_the_checkpoint_are_named_and_the_training_goes_on(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
+    from tasks.train import check_result  # needs prefect, which a training does not
+
     run, whole = interrupted(values, tmp_path)
     _zero_lines(run / "training" / "metrics.jsonl", [2, 3])
     with pytest.warns(UserWarning, match=r"has lost the lines of steps \[2, 3\]"):

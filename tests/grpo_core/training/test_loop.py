@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import math
+import socket
 import statistics
 from pathlib import Path
 from typing import Any
 
-import polars as pl
+import pyarrow.parquet as pq
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -25,7 +26,6 @@ from tests.conftest import config_values, make_run, with_keys
 from tests.grpo_core.rollout.vllm_engine import plain_logprobs
 from tests.grpo_core.training.several import in_processes
 from tests.grpo_core.training.training import are_close, metrics_of, trained_run, weights_of
-from tests.serving import free_ports
 
 # Some gradients are zero except for rounding (a key bias, under softmax); Adam with its usual epsilon would make a full
 # step of that noise.
@@ -82,7 +82,7 @@ def test_a_penalised_sample_is_weighted_by_the_ratio_of_the_two_policies(
         low, high = (step[f"sampling/importance_sampling_ratio/{which}"] for which in ("min", "max"))
         assert low < 0.9 < 1.1 < high
     model = AutoModelForCausalLM.from_pretrained(values["model"]["name_or_path"]).eval()
-    for row in pl.read_parquet(run / "training" / "completions" / "rollout-000000.parquet").to_dicts():
+    for row in pq.read_table(run / "training" / "completions" / "rollout-000000.parquet").to_pylist():
         ids = row["prompt_ids"] + row["completion_ids"]
         expected = plain_logprobs(model, ids, penalty=1.3)[len(row["prompt_ids"]) - 1 :]
         assert row["sampling_logprobs"] == pytest.approx(expected, abs=1e-4)
@@ -92,7 +92,7 @@ def test_a_penalised_sample_is_weighted_by_the_ratio_of_the_two_policies(
 def test_a_text_to_stop_at_is_trained_and_not_shown_to_rewards(values: dict[str, Any], tmp_path: Path) -> None:
     run = trained_run(tmp_path / "run", values, stop=["7", "12"], min_p=0.01)
     tokenizer = AutoTokenizer.from_pretrained(values["model"]["name_or_path"])
-    rows = pl.concat(map(pl.read_parquet, (run / "training" / "completions").iterdir())).to_dicts()
+    rows = pq.read_table(run / "training" / "completions").to_pylist()
     stopped = 0
     for row in rows:
         whole = tokenizer.decode(row["completion_ids"], skip_special_tokens=True)
@@ -276,7 +276,9 @@ def test_two_processes_train_to_the_result_of_one(
     values = with_keys(values, **CALM_ADAM)
     one = trained_run(tmp_path / "one", values, **alone)
     two = make_run(tmp_path / "two", with_keys(values, **both, num_processes=2))
-    in_processes(2, tmp_path / "both", lambda _: train(two, two / "training"), *free_ports(1))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    in_processes(2, tmp_path / "both", lambda _: train(two, two / "training"), port)
     assert are_close(one, two)
     for name in ("reward", "eval_reward", "eval_completions/mean_length"):
         figures = [[step[name] for step in metrics_of(run) if name in step] for run in (one, two)]

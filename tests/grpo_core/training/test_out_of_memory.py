@@ -49,19 +49,25 @@ def _largest_of_each_try(memory: OutOfMemoryRetry, fits: Callable[[int], bool]) 
     return tokens, layers
 
 
-def test_a_budget_beyond_what_there_is_costs_no_attempt(policy: Policy) -> None:
+def test_a_budget_beyond_what_there_is_costs_no_attempt(policy: Policy, capsys: pytest.CaptureFixture[str]) -> None:
     memory = OutOfMemoryRetry(1000, policy)
     tokens, _ = _largest_of_each_try(memory, lambda tokens: tokens <= 50)
     assert tokens == [100, 50]
     assert (memory.tokens, memory.reduced) == (50, 50)
+    [said] = capsys.readouterr().out.splitlines()
+    assert said.startswith("out of memory: going on with 50 tokens in a forward pass; with train.max_tokens_per_pass =")
+    assert said.endswith("= 50 from the start, this does not happen")
 
 
-def test_no_pass_is_cut_below_the_longest_sequence_and_then_layers_are_recomputed(policy: Policy) -> None:
+def test_no_pass_is_cut_below_the_longest_sequence_and_then_layers_are_recomputed(
+    policy: Policy, capsys: pytest.CaptureFixture[str]
+) -> None:
     memory = OutOfMemoryRetry(1000, policy)
     tokens, layers = _largest_of_each_try(memory, lambda _: policy.recomputed == 2)
     assert tokens == [100, 50, 40, 40, 40]
     assert layers == [0, 0, 0, 1, 2]
     assert memory.tokens == 40
+    assert "= 40 and train.gradient_checkpointing = true from the start" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_without_a_gradient_nothing_is_recomputed_and_the_longest_sequence_is_named(policy: Policy) -> None:

@@ -17,7 +17,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.errors import ConfigError, NotFiniteError
-from grpo_core.evaluation.run import evaluate
 from grpo_core.training import loop as trainer
 from grpo_core.training import session as sessions
 from grpo_core.training.loop import train
@@ -155,6 +154,8 @@ def test_a_training_on_a_recording_killed_at_any_micro_step_ends_with_the_same_w
 
 @pytest.mark.slow
 def test_the_evaluation_after_it_samples(values: dict[str, Any], recorded: Path, tmp_path: Path) -> None:
+    from grpo_core.evaluation.run import evaluate  # needs polars, which a training does not
+
     run = replayed(tmp_path / "run", recorded, values, max_steps=2)
     reports = [evaluate(each, each) for each in (run, recorded)]
     found, expected = (report["sets"]["held-out"]["policies"] for report in reports)

@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.command import python_path
 from grpo_core.config.files import dump_config, load_config
 from grpo_core.errors import EngineError, NotFiniteError
 from grpo_core.planning.plan import load_plan, make_plan, plan_inputs
@@ -377,7 +378,7 @@ def test_a_training_with_vllm_killed_and_resumed_ends_with_the_same_weights(
 
     def start(folder: Path, kill_at: int) -> int:
         command = [sys.executable, str(tmp_path / "start.py"), str(folder), str(kill_at)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
         return subprocess.run(command, cwd=ROOT, env=environment, timeout=600).returncode
 
     assert start(whole, 0) == 0

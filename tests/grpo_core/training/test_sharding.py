@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from grpo_core.evaluation.run import evaluate
+from benchmarks.command import python_path
 from grpo_core.training.loop import train
 from grpo_core.training.pass_limit import read_limit
 from tests.conftest import config_values, make_model, make_run, with_keys, write_sums
@@ -199,6 +198,10 @@ def test_memory_that_runs_out_in_one_process_is_spared_by_all_from_the_next_star
 
 @pytest.mark.e2e
 def test_a_sharded_evaluation_finds_what_one_process_finds(tmp_path: Path, reward: None) -> None:
+    import polars as pl
+
+    from grpo_core.evaluation.run import evaluate  # needs polars, which a training does not
+
     model = make_model(tmp_path / "model", "Qwen3Moe", **EXPERTS)
     values = config_values(model, tmp_path, engine="transformers", max_steps=2)
     values["evaluation"] = {"num_samples": 3, "temperature": 0.7}
@@ -207,7 +210,7 @@ def test_a_sharded_evaluation_finds_what_one_process_finds(tmp_path: Path, rewar
     shared = make_run(tmp_path / "shared", with_keys(values, num_processes=2, sharding="full"))
     shutil.copytree(run / "training", shared / "training")
     command = [*processes(2), "-m", "grpo_core.evaluate", str(shared), "--output", str(shared)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "ACCELERATE_USE_CPU": "true"}
+    environment = {**os.environ, "PYTHONPATH": python_path(Path(__file__).parents[3]), "ACCELERATE_USE_CPU": "true"}
     subprocess.run([sys.executable, *command], env=environment, check=True)
     found = json.loads((shared / "report.json").read_text())
     assert found["key"] == expected["key"]

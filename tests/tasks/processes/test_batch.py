@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.command import python_path
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from tasks.processes.launchers import batch
@@ -123,7 +124,7 @@ class Here:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
-    monkeypatch.setenv("PYTHONPATH", str(Path(batch.__file__).parents[3]))
+    monkeypatch.setenv("PYTHONPATH", python_path(Path(batch.__file__).parents[3]))
     monkeypatch.setattr(batch, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(batch, "POLL_SECONDS", 0.02)
     here = Here()
@@ -164,7 +165,7 @@ def _run(
             for number, it in enumerate(machines)
         }
         try:
-            run_together(commands, on_line, {"SECRET": "it's $HOME"})
+            run_together(commands, on_line, {name: {"SECRET": "it's $HOME"} for name in commands})
         finally:
             assert not [*shared.glob("*.request")]
             assert b"$HOME" not in b"".join(file.read_bytes() for file in shared.glob("*.[ams]*"))

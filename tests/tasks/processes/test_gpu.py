@@ -9,23 +9,29 @@ import pytest
 
 from flows.parameters.early_refusals import refuse_early
 from grpo_core.config.files import parse_config
+from grpo_core.planning import nvidia
+from grpo_core.planning.nvidia import DriverError
 from tasks.processes import gpu
 from tasks.processes.gpu import MachineError, check_gpu_machine
 from tasks.stages.table import GPU_DEPLOYMENT
 from tests.conftest import config_values
+from tests.nvidia_smi import put_nvidia_smi
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A PATH with a driver of version 580.65.06, a C compiler, and a PyTorch for CUDA 13."""
+    """A PATH with a driver of version 580.65.06, a C compiler, and a PyTorch for CUDA 13, which finds no GPU where the
+    driver is too old."""
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CC", "CUDA_VISIBLE_DEVICES", GPU_DEPLOYMENT):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(gpu, "_cuda_of_torch", lambda: 13)
+    monkeypatch.setattr(gpu, "_torch_finds_gpu", lambda: False)
+    monkeypatch.setattr(nvidia, "DEVICES", tmp_path / "dev")
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "Python.h").touch()
-    _command(tmp_path / "nvidia-smi", "echo 580.65.06; echo 580.65.06")
+    put_nvidia_smi(tmp_path, 2)
     _command(tmp_path / "gcc", "exit 0")
     return tmp_path
 
@@ -45,17 +51,33 @@ def test_a_machine_with_all_that_is_needed_passes(machine: Path) -> None:
 def test_a_driver_that_is_too_old_for_the_installed_pytorch_is_named(
     cuda: int, driver: str, oldest: int, machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _command(machine / "nvidia-smi", f"echo {driver}")
+    put_nvidia_smi(machine, [{"driver_version": driver}])
     monkeypatch.setattr(gpu, "_cuda_of_torch", lambda: cuda)
     with pytest.raises(MachineError, match=rf"driver is {driver}, .* CUDA {cuda}, needs {oldest} or newer"):
         check_gpu_machine()
+
+
+def test_a_driver_that_pytorch_finds_a_gpu_with_is_new_enough_whatever_its_number(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with CUDA's compatibility package."""
+    put_nvidia_smi(machine, [{"driver_version": "535.104.05"}])
+    monkeypatch.setattr(gpu, "_torch_finds_gpu", lambda: True)
+    check_gpu_machine()
+
+
+@pytest.mark.parametrize("finds", [True, False])
+def test_pytorch_is_asked_in_a_process_of_its_own(finds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text(f"class cuda:\n    is_available = lambda: {finds}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert gpu._torch_finds_gpu() is finds
 
 
 @pytest.mark.parametrize(("cuda", "driver"), [(12, "535.104.05"), (13, "580.65.06"), (13, "610.1"), (14, "500.1")])
 def test_a_driver_that_is_new_enough_or_for_a_cuda_that_is_not_known_passes(
     cuda: int, driver: str, machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _command(machine / "nvidia-smi", f"echo {driver}")
+    put_nvidia_smi(machine, [{"driver_version": driver}])
     monkeypatch.setattr(gpu, "_cuda_of_torch", lambda: cuda)
     check_gpu_machine()
 
@@ -81,12 +103,20 @@ def test_a_machine_that_uses_no_gpu_is_not_asked_for_more(
     if missing == "no GPU":
         (machine / "nvidia-smi").unlink()
     elif missing == "no driver":
-        _command(machine / "nvidia-smi", "echo NVIDIA-SMI has failed; exit 9")
+        put_nvidia_smi(machine, 0, first="NVIDIA-SMI has failed\n", status=9)
     elif missing == "hidden":
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     else:
         monkeypatch.setattr(gpu, "_cuda_of_torch", lambda: None)
     check_gpu_machine()
+
+
+def test_a_driver_that_does_not_answer_is_refused_before_anything_starts(machine: Path) -> None:
+    (machine / "dev").mkdir()
+    (machine / "dev" / "nvidia0").touch()
+    put_nvidia_smi(machine, 0, first="Failed to initialize NVML: Unknown Error\n", status=255)
+    with pytest.raises(DriverError, match="Failed to initialize NVML"):
+        check_gpu_machine()
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,15 @@ from pathlib import Path
 import pytest
 
 from grpo_core.config.files import dump_config, parse_config
+from grpo_core.planning import nvidia
+from grpo_core.planning.nvidia import DriverError
 from tasks.processes import gpu_locks
-from tasks.processes.gpu_locks import own_gpus, take_gpus, visible_gpus
+from tasks.processes.gpu_locks import one_free_gpu, own_gpus, take_gpus
 from tasks.processes.machine import gpus_needed
 from tasks.processes.run import run_process
 from tasks.stages.errors import StageError
 from tests.conftest import config_values, with_keys
+from tests.nvidia_smi import LOST, put_nvidia_smi
 
 COUNT = 8
 
@@ -28,14 +31,7 @@ COUNT = 8
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with eight GPUs; the folder of its locks."""
-    smi = tmp_path / "nvidia-smi"
-    listed = {"index": "{n}", "index,uuid": "{n}, GPU-{n}a6e"}
-    cases = [
-        f"--query-gpu={asked}) printf '%s\\n' {' '.join(repr(form.format(n=n)) for n in range(COUNT))};;"
-        for asked, form in listed.items()
-    ]
-    smi.write_text(f'#!/bin/sh\ncase "$1" in\n{chr(10).join(cases)}\nesac\n')
-    smi.chmod(0o755)
+    put_nvidia_smi(tmp_path, COUNT)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(gpu_locks, "LOCKS", tmp_path / "locks")
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
@@ -96,30 +92,85 @@ def test_whatever_begins_and_ends_no_gpu_is_used_twice_and_a_stage_waits_only_if
         assert len(used) == len(set(used))
 
 
-@pytest.mark.parametrize(
-    ("own", "expected"),
-    [
-        (None, list("01234567")),
-        ("6,4", ["6", "4"]),
-        ("6,9,4", ["6"]),
-        ("", []),
-        ("-1", []),
-        ("GPU-5a,MIG-1/2", ["GPU-5a", "MIG-1/2"]),
-    ],
-)
-def test_visible_are_the_gpus_that_cuda_would_show(
-    own: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if own is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", own)
-    assert visible_gpus() == expected
-
-
 def test_a_gpu_is_the_same_by_number_and_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     held = free(6)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5a,GPU-6a,3,7")
-    assert [*free(2)] == ["GPU-6a", "7"]
-    os.close(held["3"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5a,GPU-6a,GPU-7a6e")
+    assert [*free(2)] == ["GPU-6a6e", "GPU-7a6e"]
+    os.close(held["5"])
+    assert [*free(1)] == ["GPU-5a6e"]
+
+
+@pytest.mark.slow
+def test_a_slice_has_one_lock_and_slices_do_not_work_together(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    divided = {"mig.mode.current": "Enabled", "slices": [["1g.10gb", "MIG-a1"], ["1g.10gb", "MIG-b2"]]}
+    put_nvidia_smi(machine.parent, [divided, {}])
+    with monkeypatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        assert [*free(1)] == ["MIG-a1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    assert _seen_by_light_work() == ("", "MIG-b2")
+    assert [*free(1)] == ["MIG-b2"]
+    with pytest.raises(StageError, match=r"2 GPUs are needed .* 0 are visible, beside slices of GPUs \(MIG\)"):
+        free(2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(StageError, match=r"2 GPUs are needed .* 1 are visible"):
+        free(2)
+
+
+@pytest.mark.slow
+def test_gpus_that_others_use_are_left_out_while_there_are_idle_ones(machine: Path) -> None:
+    put_nvidia_smi(machine.parent, [{"memory.used": used} for used in ("81000", "900", "4", "30000", "4", "0")])
+    said: list[str] = []
+    first = take_gpus(2, said.append, refuse)
+    assert [*first] == ["1", "2"], "the windows of a desktop leave a GPU idle"
+    assert said == ["left out, since others use them: GPU 3 (29.3 GiB in use), GPU 0 (79.1 GiB in use)"]
+    assert [*free(3)] == ["3", "4", "5"], "in the order of CUDA_VISIBLE_DEVICES"
+    said.clear()
+    assert [*take_gpus(1, said.append, refuse)] == ["0"]
+    assert len(said) == 1 and said[0].startswith(
+        "taken although others use them, since no emptier GPU is free: GPU 0 (79.1 GiB in use)"
+    )
+
+
+def test_a_driver_that_does_not_answer_lets_nothing_train_without_a_lock(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (machine.parent / "nvidia0").touch()
+    monkeypatch.setattr(nvidia, "DEVICES", machine.parent)
+    put_nvidia_smi(machine.parent, 0, first="Failed to initialize NVML: Unknown Error\n", status=255)
+    with pytest.raises(DriverError, match="Failed to initialize NVML"), own_gpus(2, refused):
+        pass
+
+
+def test_gpus_that_are_missing_are_explained_by_what_the_driver_said(machine: Path) -> None:
+    put_nvidia_smi(machine.parent, 7, first=LOST, status=15)
+    with pytest.raises(
+        StageError, match=r"8 GPUs are needed .* 7 are visible \(nvidia-smi lists 7 GPUs, and then fails"
+    ):
+        free(8)
+
+
+def _seen_by_light_work() -> tuple[str, str | None]:
+    with one_free_gpu() as none_free:
+        return none_free, os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.slow
+def test_light_work_takes_a_gpu_that_is_free_or_sees_none(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_nvidia_smi(machine.parent, [{"memory.used": "70000"}, {}, {}])
+    assert _seen_by_light_work() == ("", "1")
+    held = free(2)
+    reason = f"2 of 3 GPUs are locked by stages (in {machine}); others use GPU 0 (68.4 GiB in use)"
+    assert _seen_by_light_work() == (reason, "")
+    held |= free(1)
+    assert _seen_by_light_work() == (f"3 of 3 GPUs are locked by stages (in {machine})", "")
+    os.close(held["2"])
+    assert _seen_by_light_work() == ("", "2")
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ and "CUDA_DEVICE_ORDER" not in os.environ
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert _seen_by_light_work()[1] == ""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert _seen_by_light_work() == ("", "")
 
 
 @pytest.mark.slow

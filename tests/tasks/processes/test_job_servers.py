@@ -34,6 +34,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(str(os.getpid()).encode())
 print("the server's own words", flush=True)
+print("its allocator", os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), flush=True)
 http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
 """
 # Asks both servers, kills the first, and asks until another process answers there.
@@ -51,6 +52,7 @@ def ask(url):
 first, second = read_addresses()
 pid, other = ask(first), ask(second)
 os.kill(pid, signal.SIGKILL)
+print("allocator", os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), flush=True)
 print("served again", ask(first) != pid, pid, other, flush=True)
 """
 
@@ -100,6 +102,8 @@ def test_servers_serve_a_training_are_restarted_where_they_are_and_end_with_it(
         assert config.num_machines == len(machines)
         yield machines
 
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(launch.LAUNCHERS, "slurm", slurm)
     monkeypatch.setattr(job_servers, "serve", lambda run, *told: ["-c", SERVER, *map(str, told)])
     (tmp_path / "training.py").write_text(TRAINING)
@@ -113,6 +117,8 @@ def test_servers_serve_a_training_are_restarted_where_they_are_and_end_with_it(
     assert not any(_runs(int(pid)) for pid in done.split()[-2:])
     assert not [line for line in lines if "own words" in line]
     assert (folder / "vllm-server-0-b.log").read_text().count("own words") == 2
+    assert [line for line in lines if line.startswith("allocator")] == ["allocator expandable_segments:True"]
+    assert "its allocator None" in (folder / "vllm-server-0-b.log").read_text(), "which suits a training alone"
     assert sorted(file.name for file in folder.iterdir()) == ["vllm-server-0-b.log", "vllm-server-1-c.log"]
 
 

@@ -14,10 +14,12 @@ from grpo_core.config.files import parse_config
 from grpo_core.planning.pace import Pace
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths
-from tasks.processes import pace
+from tasks.processes import gpu_locks, pace
+from tasks.processes.gpu_locks import own_gpus
 from tasks.processes.run import TimeLimitError
 from tasks.stages.errors import StageError
 from tests.conftest import config_values, write_sums
+from tests.nvidia_smi import put_nvidia_smi
 
 MEASURED = Pace(1.0, 2.0, 0.1, 9.0, 1e-9, 6.0, 16, "measured")
 
@@ -29,9 +31,11 @@ class Machine:
         self.asked: list[dict[str, Any]] = []
         self.printed = ["Loading weights: 100%", json.dumps(asdict(MEASURED))]
         self.error: Exception | None = None
+        self.seen: list[str | None] = []  # its GPUs
 
     def run_process(self, command: list[str], on_line: Any, env: dict[str, str], limit: float) -> None:
         self.asked.append(json.loads(command[2]))
+        self.seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
         for line in self.printed:
             on_line(line)
         if self.error:
@@ -110,6 +114,26 @@ def test_a_measurement_is_announced_and_a_kept_pace_is_not(machine: Machine, tmp
         assert _measured(tmp_path, said=said) == MEASURED
     assert len(said) == 1
     assert "measuring its pace on this machine, for 120 s at most" in said[0]
+
+
+@pytest.mark.slow
+def test_a_pace_is_measured_on_a_gpu_that_is_free_or_not_at_all(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_nvidia_smi(tmp_path, [{"memory.used": "30000"}, {}])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(gpu_locks, "LOCKS", tmp_path / "locks")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    said: list[str] = []
+    with own_gpus(1, said.append):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        found = _measured(tmp_path, said=said)
+    assert isinstance(found, str) and machine.asked == []
+    assert "the pace is not measured, since no GPU is free: 1 of 2 GPUs are locked by stages" in found
+    assert "others use GPU 0 (29.3 GiB in use)" in found
+    assert not [text for text in said if "measuring" in text]
+    assert _measured(tmp_path) == MEASURED
+    assert machine.seen == ["1"]
 
 
 @pytest.mark.slow

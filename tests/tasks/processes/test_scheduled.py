@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.command import python_path
 from tasks.processes import follow, scheduled
 from tasks.processes.launchers import batch
 from tasks.processes.run import LOST
@@ -21,7 +22,7 @@ from tests.tasks.processes.test_batch import _start_follow, _start_member
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PYTHONPATH", str(Path(batch.__file__).parents[3]))
+    monkeypatch.setenv("PYTHONPATH", python_path(Path(batch.__file__).parents[3]))
     return tmp_path
 
 

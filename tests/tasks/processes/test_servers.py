@@ -69,6 +69,16 @@ def test_too_few_gpus_are_refused_with_the_keys_that_ask_for_them(
     own_gpus(parse_config(with_keys(values, vllm_tensor_parallel_size=4)), 0)
 
 
+def test_a_gpu_behind_one_that_cuda_does_not_know_is_no_server_s(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,9,1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as torch counts where there is no GPU 9
+    with pytest.raises(SystemExit, match=r"has 1 GPUs; 1 are taken"):
+        own_gpus(parse_config(values), 1)
+    assert own_gpus(parse_config(values), 0) == {"CUDA_VISIBLE_DEVICES": "0"}
+
+
 def test_a_held_port_is_given_to_nothing_else_and_a_server_can_listen_on_it_twice() -> None:
     with hold_port() as held:
         address = held.getsockname()

@@ -16,6 +16,7 @@ import httpx2
 import psutil
 import pytest
 
+from benchmarks.command import python_path
 from grpo_core.config.files import parse_config
 from grpo_core.rollout.vllm.secret import with_secret
 from grpo_core.rollout.vllm.serve import ADDRESSES
@@ -48,7 +49,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "ssh").write_text(fake)
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(Path(machine.__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", python_path(Path(machine.__file__).parents[2]))
     monkeypatch.setattr(vllm_servers, "serve", lambda run, *told: ["-c", STUB, *(str(each) for each in told)])
     monkeypatch.setattr(vllm_servers, "PAUSE_SECONDS", 0.0)
     return tmp_path

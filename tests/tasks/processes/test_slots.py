@@ -19,36 +19,38 @@ from tasks.stages.errors import StageError
 from tests.conftest import config_values, with_keys
 
 SHARDED = {"num_processes": 4, "sharding": "full"}
+REPLICATED = {"num_processes": 4}
 SERVERS = {"engine": "vllm-server", "vllm_num_servers": 2, "vllm_tensor_parallel_size": 2}
 HOSTS = {"launcher": "ssh", "hosts": ["alpha", "beta"]}
 
 
 @pytest.mark.parametrize(
-    ("keys", "launched", "visible", "wanted", "here"),
+    ("keys", "evaluated", "visible", "wanted", "here"),
     [
-        ({}, True, 8, 1, 1),
-        ({}, True, 0, 1, 1),
+        ({}, False, 8, 1, 1),
+        ({}, False, 0, 1, 1),
+        (SHARDED, False, 8, 4, 4),
+        (SHARDED, False, 0, 1, 4),
         (SHARDED, True, 8, 4, 4),
-        (SHARDED, True, 0, 1, 4),
-        (SHARDED, False, 8, 1, 1),
-        (SERVERS, True, 8, 5, 5),
-        (SERVERS, False, 8, 5, 5),
+        (REPLICATED, True, 8, 1, 1),
+        (SERVERS | REPLICATED, False, 8, 8, 8),
+        (SERVERS | REPLICATED, True, 8, 5, 5),
         (
             SERVERS | {"vllm_weight_transfer": "ipc", "vllm_num_servers": 1, "vllm_tensor_parallel_size": 1},
-            True,
+            False,
             8,
             1,
             1,
         ),
-        (SERVERS | {"vllm_server_base_urls": ["http://127.0.0.1:1"]}, True, 8, 1, 1),
-        (SHARDED | {"num_machines": 2}, True, 8, 4, 0),
-        (SHARDED | {"num_machines": 2}, True, 0, 1, 0),
-        (SHARDED | {"num_machines": 2}, False, 8, 1, 0),
+        (SERVERS | {"vllm_server_base_urls": ["http://127.0.0.1:1"]}, False, 8, 1, 1),
+        (SHARDED | {"num_machines": 2}, False, 8, 4, 0),
+        (SHARDED | {"num_machines": 2}, False, 0, 1, 0),
+        (REPLICATED | {"num_machines": 2}, True, 8, 1, 0),
     ],
 )
 def test_a_stage_takes_a_slot_per_gpu_and_the_gpus_of_its_own_machine(
     keys: dict[str, Any],
-    launched: bool,
+    evaluated: bool,
     visible: int,
     wanted: int,
     here: int,
@@ -62,13 +64,14 @@ def test_a_stage_takes_a_slot_per_gpu_and_the_gpus_of_its_own_machine(
         taken.append(count)
         yield
 
-    monkeypatch.setattr(slots, "visible_gpus", lambda: ["0"] * visible)
+    monkeypatch.setattr(slots, "visible_devices", lambda: ["0"] * visible)
+    monkeypatch.setattr(slots, "problem_of_driver", str)
     monkeypatch.setattr(slots, "hold_slots", take)
     monkeypatch.setattr(slots, "own_gpus", take)
     monkeypatch.setattr(slots, "get_run_logger", logging.getLogger)
     values = with_keys(config_values(tmp_path, tmp_path), **keys)
     config = parse_config(values | ({"launch": HOSTS} if "num_machines" in keys else {}))
-    with slots.hold_gpus(config, launched):
+    with slots.hold_gpus(config.where_evaluated if evaluated else config):
         assert taken == [wanted, here]
 
 

@@ -20,7 +20,7 @@ from grpo_core.planning.rules import PlanInputs
 from tasks.rendering import drawing
 from tasks.reports.record import Record, read_record
 from tasks.reports.report import report_page
-from tasks.reports.training_sections import stage_times, time_of_updates
+from tasks.reports.training_sections import plan_and_outcome, stage_times, time_of_updates
 from tests.made_up import made_up_run, metrics_of, outcomes_of, samples_of, values_of, with_conversations
 from tests.pages import Page
 
@@ -293,6 +293,15 @@ def test_a_set_that_no_reward_scored_is_said_and_not_drawn(tmp_path: Path) -> No
     page = Page(_html(read_record(made_up_run(tmp_path, values_of("unscored"), samples, []))))
     assert "No comparison with the base: no prompt was scored for both" in page.text
     assert "with 95% intervals" not in page.text
+
+
+def test_tokens_of_a_pass_are_compared_where_the_plan_has_a_number(full: Record) -> None:
+    chosen = {**full.plan, "plan": {**full.plan["plan"], "max_tokens_per_pass": 20_480}}
+    result = {**full.result, "tokens_per_pass": 10_240, "ran_out_of_memory": True}
+    section = plan_and_outcome(replace(full, plan=chosen, result=result))
+    assert ["tokens of a forward pass", "at most 20,480", "at most 10,240", ""] in section.tables[0].rows
+    assert any("10,240 tokens per forward pass (train.max_tokens_per_pass = 10240)" in note for note in section.notes)
+    assert "tokens of a forward pass" not in [row[0] for row in plan_and_outcome(full).tables[0].rows]
 
 
 def test_the_time_of_a_generation_batch_is_counted_once() -> None:

@@ -1,20 +1,15 @@
-"""References for `benchmarks.gpu_checks`: transformers and torch alone, and the distance of our results from theirs."""
+"""References for the parts of `benchmarks.gpu_check`: transformers and torch alone."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.report import DEVICE
 from benchmarks.workload import Workload
 from grpo_core.model.sequences import Sequences, pad
-
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 
 def draw_sequences(workload: Workload) -> Sequences:
@@ -52,12 +47,6 @@ def plain(model: Any, sequences: Sequences, temperature: float) -> tuple[list[Te
     return [logprobs.detach()], gradient(model, logprobs)
 
 
-def distance(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Norm of the difference, relative to the norm of `expected`."""
-    ours, plainly = (torch.cat([part.flatten().double() for part in parts]) for parts in (found, expected))
-    return ((ours - plainly).norm() / plainly.norm()).item()
-
-
 def gradient(model: Any, logprobs: Tensor) -> list[Tensor]:
     """Gradient of a weighted sum of the log-probabilities; empty for a frozen model."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -80,15 +69,3 @@ def plain_head(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: flo
         found.append((chosen.detach(), entropy.detach()))
     assert states.grad is not None and matrix.grad is not None
     return [*(torch.cat(parts) for parts in zip(*found, strict=True)), states.grad, matrix.grad]
-
-
-def device_seconds(work: Callable[[], object]) -> float:
-    """Median time in seconds of a piece of work, until the device has finished it."""
-    found = []
-    for _ in range(6):
-        start = time.perf_counter()
-        work()
-        if ON_GPU:
-            torch.cuda.synchronize()
-        found.append(time.perf_counter() - start)
-    return median(found[1:])

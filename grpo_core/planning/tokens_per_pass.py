@@ -1,0 +1,60 @@
+"""How many tokens a forward pass may have on a GPU: chosen from its memory, or as configured. Imports no torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from contextlib import suppress
+from dataclasses import replace
+
+from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
+from grpo_core.planning.hardware import Gpu
+from grpo_core.planning.memory import beside_training, training_parts, usable_gib
+from grpo_core.planning.passes import longest_sequence, most_tokens, planned_pass
+from grpo_core.planning.plan import Plan
+from grpo_core.planning.shapes import ForecastError, ModelShape, PromptLengths, load_shape
+from grpo_core.system.memory import GIB
+
+STEP = 256  # tokens, of which the number chosen is a multiple where memory sets it
+
+
+def with_tokens_per_pass(config: RunConfig, plan: Plan, lengths: PromptLengths, gpu: Gpu | None) -> Plan:
+    """Return the plan with `max_tokens_per_pass` chosen from the GPU's memory, unless it is configured. None stays, as
+    on a CPU, if the memory or the model's sizes are not known.
+
+    Raises ConfigError if the configured number is below the longest sequence.
+    """
+    tokens, longest = plan.max_tokens_per_pass, longest_sequence(config, lengths)
+    if tokens is not None and tokens < longest:
+        raise ConfigError(
+            f"train.max_tokens_per_pass = {tokens}: a sequence may have {longest} tokens, {lengths.longest} of its "
+            f"prompt ({lengths.how}) and {config.rollout.max_completion_length} of its completion, and a pass holds at "
+            f"least one; set it to {longest} or more, or lower rollout.max_completion_length"
+        )
+    if tokens is None and gpu is not None:
+        with suppress(ForecastError):  # which the forecast of memory names
+            shape = load_shape(config.model.name_or_path, config.model.revision)
+            tokens = choose_tokens(config, plan, shape, lengths, gpu)
+    return replace(plan, max_tokens_per_pass=tokens)
+
+
+def choose_tokens(config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu) -> int | None:
+    """Return the most tokens of a pass that the GPU's memory holds by the forecast; at least those of the longest
+    sequence, and no more than `most_tokens`. None if the GPU's memory is not known."""
+    usable = usable_gib(gpu)
+    if usable is None:
+        return None
+    held, others, _ = beside_training(config, plan, shape, lengths, gpu)
+    # Where sampling alone takes more than that, smaller passes would not help.
+    room = max(usable * GIB - sum(held.values()), *others.values())
+
+    def needed(tokens: int) -> float:
+        size = planned_pass(config, replace(plan, max_tokens_per_pass=tokens), lengths)
+        return sum(training_parts(config, shape, size, gpu).values())
+
+    longest, most = longest_sequence(config, lengths), most_tokens(config, plan, lengths)
+    if needed(most) <= room:
+        return most
+    steps = range(-(-longest // STEP) * STEP, most, STEP)
+    fitting = bisect_right(steps, room, key=needed)
+    return steps[fitting - 1] if fitting else longest

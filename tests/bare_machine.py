@@ -1,0 +1,38 @@
+"""`pytest -p tests.bare_machine`, on a machine with the packages of requirements/gpu-machine.txt: a test that needs a
+package that is not there is skipped, and listed with the package. What trains needs none of these: there it fails."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LACKING = ("bitsandbytes", "fastapi", "httpx2", "mlflow", "polars", "prefect", "starlette", "vllm")
+MAY_NEED = ("tests", "tasks", "grpo_core/evaluation", "grpo_core/model/four_bit.py", "grpo_core/rollout/vllm")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    report = yield
+    call = getattr(report, "call", None)
+    return _skipped(report, call.excinfo.value.__cause__) if report.failed and call else report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
+    report = yield
+    return _skipped(report, call.excinfo.value) if report.failed and call.excinfo else report
+
+
+def _skipped(report: Any, error: BaseException | None) -> Any:
+    if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in LACKING:
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [Path(it.filename) for it in frames if Path(it.filename).is_relative_to(ROOT)]
+        importer = ours[-1].relative_to(ROOT)
+        if any(importer.is_relative_to(room) for room in MAY_NEED):
+            report.outcome, report.longrepr = "skipped", (str(importer), frames[-1].lineno, f"needs {error.name}")
+    return report

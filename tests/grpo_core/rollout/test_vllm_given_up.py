@@ -1,0 +1,220 @@
+"""A server that fails while weights go to it by NCCL, pretended after vLLM's engine: a broadcast lasts until the server
+has taken part, or its communicator is aborted; and those to other servers, on the same streams, wait behind it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from grpo_core.rollout.vllm import client as vllm_client
+from grpo_core.rollout.vllm import server_engine
+from grpo_core.rollout.vllm.server_engine import VLLMServerEngine
+from tests import forked
+from tests.grpo_core.rollout.asking import ask, model, requests, wait_until_back
+from tests.grpo_core.rollout.pretend_vllm import Pretended, connected, pretended
+from tests.grpo_core.rollout.test_vllm_client import make_transfer
+from tests.pretend_gpu import pretend_gpu
+
+AWAY = "/update_weights"
+
+
+class Broadcasting:
+    """What send_weights of vLLM's NCCL engine waits for, and in which order. `stream`: of all servers."""
+
+    stream: threading.Lock
+
+    def __init__(self, client: Any, server: Pretended):
+        self.client, self.server, self.source = client, server, SimpleNamespace(snapshot={})
+        self.over, self.aborted = threading.Event(), threading.Event()
+
+    def send_weights(self) -> None:
+        self.over = threading.Event()
+        self.client.start_weight_update()
+        threads = ThreadPoolExecutor(max_workers=1)
+        answer = threads.submit(self.client.update_weights, {"names": []})
+        answer.add_done_callback(self._answered)
+        with self.stream:
+            assert self.over.wait(60)
+        answer.result()
+        threads.shutdown(wait=False)
+        self.client.finish_weight_update()
+        self.server.weights = self.source.snapshot["weight"].flatten()[0].clone()
+
+    def _answered(self, answer: Future[None]) -> None:
+        if answer.exception() is None:
+            self.over.set()
+
+    def shutdown(self) -> None:
+        self.aborted.set()
+        self.over.set()
+
+
+@contextmanager
+def two_servers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Pretended, Pretended, list[Broadcasting], VLLMServerEngine]]:
+    """With the first weights; and the trainer-side engines that were made."""
+    transfer, made = make_transfer(), list[Broadcasting]()
+    monkeypatch.setattr(Broadcasting, "stream", threading.Lock(), raising=False)
+    monkeypatch.setattr(vllm_client, "CONTROL_SECONDS", 1.0)
+    with pretended(128, 128) as servers:
+
+        def connect(server: Any, way: Any) -> Broadcasting:
+            made.append(Broadcasting(way, next(each for each in servers if each.url == server.url)))
+            return made[-1]
+
+        monkeypatch.setattr(transfer, "_connect", connect)
+        with connected(folder, monkeypatch, servers, model(1.0), send=transfer.send) as engine:
+            assert engine.compute_logprobs([[3, 4]]) == [[-1.0], [-1.0]]
+            yield servers[0], servers[1], made, engine
+
+
+def when_asked(server: Pretended, path: str, then: Callable[[], None]) -> None:
+    """Do something once, when the server is first asked for this."""
+
+    def arrived(asked: str) -> None:
+        if asked == path:
+            server.arrived = lambda _: None
+            then()
+
+    server.arrived = arrived
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_while_weights_go_to_it_is_left_out_and_holds_no_other_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with two_servers(tmp_path, monkeypatch) as (dying, _, made, engine):
+        when_asked(dying, AWAY, lambda: threading.Thread(target=dying.kill, daemon=True).start())
+        engine.sync_weights(model(2.0))
+        assert engine.compute_logprobs([[3, 4]]) == [[-2.0]]
+        [broken] = [each for each in made if each.server is dying]
+        assert broken.aborted.wait(60)
+        ask(engine, requests(4))
+        dying.start()
+        wait_until_back(engine)
+        assert engine.compute_logprobs([[3, 4]]) == [[-2.0], [-2.0]]
+        assert len(made) == 3, "a new communicator for the server that was started again, and no other"
+    assert f"{dying.url} is left out: weights cannot be sent: Unavailable: {AWAY}: " in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_server_that_falls_silent_while_weights_go_to_it_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with two_servers(tmp_path, monkeypatch) as (silent, _, made, engine):
+        when_asked(silent, AWAY, silent.answering.clear)
+        engine.sync_weights(model(2.0))
+        assert engine.compute_logprobs([[3, 4]]) == [[-2.0]]
+        [broken] = [each for each in made if each.server is silent]
+        assert broken.aborted.wait(60)
+        silent.answering.set()  # what it was sent before must not come between
+        wait_until_back(engine)
+        assert engine.compute_logprobs([[3, 4]]) == [[-2.0], [-2.0]]
+    assert f"{silent.url} is left out: it does not answer while it gets weights" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_server_that_is_only_busy_with_its_weights_keeps_getting_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its workers answer nothing else meanwhile, not even about the lease."""
+    healthy = threading.Event()
+    with two_servers(tmp_path, monkeypatch) as (busy, _, made, engine):
+
+        def work() -> None:
+            busy.held |= {AWAY, "/collective_rpc"}
+            when_asked(busy, "/health", healthy.set)
+
+        when_asked(busy, AWAY, work)
+        syncing = threading.Thread(target=engine.sync_weights, args=(model(2.0),), daemon=True)
+        syncing.start()
+        assert healthy.wait(60), "it was not asked whether it is well"
+        busy.held.clear()
+        syncing.join(60)
+        assert engine.compute_logprobs([[3, 4]]) == [[-2.0], [-2.0]]
+        assert len(made) == 2
+    assert "left out" not in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_server_that_was_started_again_leaves_no_communicator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with two_servers(tmp_path, monkeypatch) as (first, second, made, engine):
+        first.kill()
+        first.start()
+        engine.sync_weights(model(2.0))
+        wait_until_back(engine)
+        old = next(each for each in made if each.server is first)
+        assert old.aborted.wait(60)
+        assert not any(each.aborted.is_set() for each in made if each.server is second)
+
+
+def test_the_copies_alone_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole device would wait for a broadcast to another server too."""
+    waited = list[Any]()
+    with pretend_gpu(), monkeypatch.context() as patch:
+        stream = type("Stream", (), {"synchronize": lambda _: waited.append("stream")})
+        patch.setattr(torch.cuda, "current_stream", lambda device: waited.append(device) or stream())
+        server_engine._made({"a": torch.zeros(1, device="cuda"), "b": torch.ones(2, device="cuda")})
+    assert waited == [torch.device("cuda", 0), "stream"]
+
+
+@pytest.mark.slow
+def test_vllms_own_engine_ends_its_broadcast_when_the_server_fails() -> None:
+    assert forked.call(broadcast_to_a_server_that_dies) == ["ConnectionError: it died", 1, 1]
+
+
+def broadcast_to_a_server_that_dies() -> list[Any]:
+    """What vLLM's engine raises, how often its communicator is aborted, and the broadcasts that it began. NCCL's
+    library and the streams are pretended: what is queued on them ends when the communicator is aborted."""
+    from vllm.distributed.device_communicators import pynccl
+    from vllm.distributed.weight_transfer import packed_tensor
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+
+    from grpo_core.rollout.vllm.send_weights import Source, Transfer
+
+    idle, queued = threading.Event(), threading.Event()
+    idle.set()
+
+    def broadcast(*_: Any) -> None:
+        idle.clear()
+        queued.set()
+
+    class Dying(Transfer):
+        def _post(self, path: str, json: Any = None) -> None:
+            if f"/{path}" == AWAY:
+                assert queued.wait(60)
+                raise ConnectionError("it died")
+
+    stream = SimpleNamespace(synchronize=lambda: idle.wait(60), cuda_stream=0)
+    nccl = mock.Mock()
+    nccl.ncclBroadcast.side_effect, nccl.ncclCommAbort.side_effect = broadcast, lambda _: idle.set()
+    communicator: Any = pynccl.PyNcclCommunicator.__new__(pynccl.PyNcclCommunicator)
+    communicator.available, communicator.disabled, communicator.rank = True, False, 0
+    communicator.device, communicator.nccl, communicator.comm = torch.device("cpu"), nccl, object()
+    transfer, found = Dying(SimpleNamespace(url="http://127.0.0.1:1")), list[Any]()  # type: ignore[arg-type]
+    engine = NCCLTrainerWeightTransferEngine(client=transfer, source=Source(), packed_buffer_size_bytes=8)
+    engine.model_update_group, transfer.engine = communicator, engine
+    engine.source.snapshot = {str(number): torch.ones(2) for number in range(9)}
+    with (
+        mock.patch.object(packed_tensor, "_get_streams", lambda *_: (stream, stream)),
+        mock.patch.object(pynccl, "current_stream", lambda: stream),
+        mock.patch.multiple(torch.accelerator, device_index=lambda _: nullcontext(), current_device_index=lambda: 0),
+        mock.patch.object(torch.cuda, "stream", lambda _: nullcontext()),
+    ):
+        try:
+            engine.send_weights()
+        except ConnectionError as error:
+            found = [f"{type(error).__name__}: {error}", nccl.ncclCommAbort.call_count, nccl.ncclBroadcast.call_count]
+    return found
