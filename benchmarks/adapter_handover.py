@@ -12,6 +12,7 @@ from typing import Any
 
 from accelerate import PartialState
 
+from benchmarks.command import parse
 from tests.conftest import config_values, make_model, make_run
 from tests.serving import free_ports, policy_server
 
@@ -28,9 +29,11 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16, help="of the adapter; default 16")
     parser.add_argument("--rounds", type=int, default=10, help="hand-overs of each kind; default 10")
     parser.add_argument("--transfer", choices=["shared_memory", "http"], default="shared_memory")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        for way, (size, seconds) in measure(Path(folder), arguments.rank, arguments.rounds, arguments.transfer).items():
+    arguments = parse(parser)
+    sizes = MODEL | ({"num_hidden_layers": 1} if arguments.tiny else {})
+    with tempfile.TemporaryDirectory() as scratch:
+        found = measure(Path(scratch), sizes, arguments.rank, arguments.rounds, arguments.transfer)
+        for way, (size, seconds) in found.items():
             milliseconds = [1000 * second for second in seconds]
             print(
                 f"{way}: {size / 1e6:.2f} MB, {statistics.median(milliseconds):.0f} ms "
@@ -38,7 +41,9 @@ def main() -> None:
             )
 
 
-def measure(folder: Path, rank: int, rounds: int, transfer: str) -> dict[str, tuple[int, list[float]]]:
+def measure(
+    folder: Path, sizes: dict[str, Any], rank: int, rounds: int, transfer: str
+) -> dict[str, tuple[int, list[float]]]:
     """Measure bytes of the tensors and seconds of each hand-over, both ways in turn, to the same server."""
     import torch
 
@@ -48,7 +53,7 @@ def measure(folder: Path, rank: int, rounds: int, transfer: str) -> dict[str, tu
     from grpo_core.rollout.vllm.server_engine import VLLMServerEngine
 
     PartialState()
-    path = make_model(folder / "model", vocab_size=8192, **MODEL)
+    path = make_model(folder / "model", vocab_size=8192, **sizes)
     (port,) = free_ports(1)
     keys: dict[str, Any] = {"vllm_server_timeout": 600.0, "vllm_weight_transfer": transfer}
     keys |= {"use_peft": True, "lora_r": rank, "vllm_server_base_urls": [f"http://127.0.0.1:{port}"]}

@@ -42,7 +42,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_prompts(folder / f"train.{arguments.form}", arguments.rows, 0, arguments.conversations)
-        write_prompts(folder / f"eval.{arguments.form}", HELD_OUT, arguments.rows, arguments.conversations)
+        held_out = min(HELD_OUT, arguments.rows)
+        write_prompts(folder / f"eval.{arguments.form}", held_out, arguments.rows, arguments.conversations)
         write_model(folder / "model")
         config = write_config(folder, arguments.form)
         commands = {"grpo data check": ["data", "check", config], "grpo run": ["run", config]}

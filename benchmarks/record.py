@@ -49,10 +49,10 @@ def judge(now: Result, then: Result | None) -> Verdict:
     ratio = ours["value"] / before["value"]
     said = f"{ours['value']:.3f} {now['unit']}, {before['value']:.3f} on {then['date']}: {ratio:.2f}×"
     if now["unit"] != "MiB":
-        if abs(rate / rate_then - 1) > SAME_MACHINE:
-            return Verdict(f"not compared with {then['date']}: another machine of this name, {rates}")
         if not now["steady"]:
             return Verdict(f"not compared with {then['date']}: the machine is not steady", replaces=not then["steady"])
+        if abs(rate / rate_then - 1) > SAME_MACHINE:
+            return Verdict(f"not compared with {then['date']}: another machine of this name, {rates}")
         if not then["steady"]:
             return Verdict(f"not compared with {then['date']}: the machine was not steady then")
         ratio *= rate / rate_then

@@ -53,7 +53,7 @@ KEPT = Verdict("", replaces=False)
         ),
         (measured(value=1, rate=1200), RECORDED, Verdict("", True, False), "1.00×, and 1.20× at the same rate"),
         (measured(value=9, rate=1300), RECORDED, Verdict(""), "another machine of this name"),
-        (measured(value=9, steady=False), RECORDED, KEPT, "the machine is not steady"),
+        (measured(value=9, rate=500, steady=False), RECORDED, KEPT, "the machine is not steady"),
         (measured(value=9), {**RECORDED, "steady": False}, Verdict(""), "was not steady then"),
         (measured(value=9, workload={"mode": "generate"}), RECORDED, Verdict(""), "another workload"),
         (measured(value=9, sides=OTHER_PRECISION), RECORDED, Verdict(""), "{'precision': 'no'} then"),
