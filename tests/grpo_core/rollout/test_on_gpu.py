@@ -99,7 +99,8 @@ def test_a_capture_that_fails_all_the_same_leaves_the_shared_cache(
     """torch's debug mode does not see every wait."""
     with pretend_gpu() as gpu:
         monkeypatch.setattr(gpu.graphs, "begun", lambda: gpu.graphs.wait("in a kernel of its own"))
-        engine = TransformersEngine(load_model(model_folder, device="cuda"), AutoTokenizer.from_pretrained(model_folder))
+        tokenizer = AutoTokenizer.from_pretrained(model_folder)
+        engine = TransformersEngine(load_model(model_folder, device="cuda"), tokenizer)
         assert (engine.shares_cache, engine.captures, gpu.graphs.captures) == (True, False, 1)
         assert engine.notes == [
             "sampling runs without CUDA graphs: RuntimeError: CUDA error: operation not permitted when stream is "

@@ -60,7 +60,7 @@ def test_the_processes_of_a_training_wait_that_long(
     class Asked(Exception):
         pass
 
-    def start(limit: timedelta) -> None:
+    def start(limit: timedelta, **_: bool) -> None:
         raise Asked(limit)
 
     run = make_run(tmp_path / "run", values)
@@ -74,7 +74,7 @@ def test_the_processes_of_a_training_wait_that_long(
 def test_an_accelerate_that_would_shard_is_refused(
     kind: DistributedType, values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "start_processes", lambda _: SimpleNamespace(distributed_type=kind))
+    monkeypatch.setattr(sessions, "start_processes", lambda *_, **__: SimpleNamespace(distributed_type=kind))
     with pytest.raises(TrainingError, match=rf"configured for {kind.value}, .* `torchrun`"):
         load_session(make_run(tmp_path / "run", values))
 
