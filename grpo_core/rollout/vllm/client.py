@@ -169,6 +169,13 @@ class Server:
         if done is None:
             raise Unavailable("the next weights for it are being made")
 
+    async def check_weights(self) -> None:
+        """Raises Unavailable unless the server has the wanted weights, or those that it was given last."""
+        known = {self.given, self._name(self.wanted)}
+        found = (await self.control("GET", "/weight_info"))["weight_version"]
+        if found not in known | {self.given, self._name(self.wanted)}:
+            raise Unavailable(f"it has weights {found!r}, wanted are {self._name(self.wanted)!r}")
+
     async def _bring(self, wanted: Weights) -> None:
         found = (await self.control("GET", "/weight_info"))["weight_version"]
         self.has_base = found.endswith(wanted.over) or (found == LOADED and wanted.over == OVER_BASE)
@@ -280,9 +287,11 @@ class Server:
                 done.set_exception(error)
 
         threading.Thread(target=work, daemon=True).start()
+        arriving = asyncio.wrap_future(done)
+        arriving.add_done_callback(lambda it: it.exception())  # else asyncio prints it, if nobody waits any more
         try:
             async with asyncio.timeout(self.seconds):
-                await self._unless_abandoned(asyncio.shield(asyncio.wrap_future(done)))
+                await self._unless_abandoned(asyncio.shield(arriving))
         except TimeoutError:
             raise EngineError(
                 f"{self.url}: the weights have not arrived within {self.seconds:g} s (rollout.vllm_request_timeout)"

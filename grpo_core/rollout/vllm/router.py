@@ -122,14 +122,14 @@ class Router:
             await asyncio.sleep(POLL_SECONDS)
 
     async def keep_lease(self, server: Server) -> None:
-        """Renew the lease until cancelled; leave out a server that is away, or was started again, and bring it back."""
+        """Renew the lease until cancelled; leave out a server that is away, or was started again, and bring it back.
+        Weights are sent by others, since the lease has to be renewed meanwhile, and silence to be noticed."""
         while True:
             await asyncio.sleep(client.LEASE_SECONDS / client.RENEWALS)
             try:
                 await server.take_lease()
                 if not server.problem and server.wanted.version and not server.restoring.locked():
-                    async with server.restoring:
-                        await server.bring_up_to_date()
+                    await server.check_weights()
             except Exception as error:  # whatever it is, the lease must not lapse
                 if not server.problem and server.wanted.version and not server.restoring.locked():
                     self._leave_out(server, error)
