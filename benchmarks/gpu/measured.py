@@ -162,8 +162,9 @@ def measure(
         rate = median(work.completions * row["completions/mean_length"] / row["time/generate"] for row in made)
         report(Row("sampling", f"{each:.2f} ms per token step of {work.completions} rows, {rate:.0f} tokens/s"))
     if keys and keys.get("train.torch_compile"):
-        after = compilations[-1] - compilations[0]
-        report(Row("compilations after the first update", str(after), "0", after == 0))
+        after, most = compilations[-1] - compilations[0], 0 if ON_GPU else 1
+        # Padded blocks, which a GPU does not use, are compiled once more for a pass of a single prompt.
+        report(Row("compilations after the first update", str(after), f"at most {most}", after <= most))
     reduced = session.memory.reduced
     if too_large:
         report(Row("tokens per pass after memory ran out", str(reduced), "fewer", reduced is not None or not ON_GPU))
