@@ -3,6 +3,7 @@ same memory. As on a GPU, what the host would wait for ends a capture, and raise
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,7 +24,9 @@ class Graphs:
         self.begun: Callable[[], None] = lambda: None
 
     def wait(self, name: str) -> None:
-        """Raises RuntimeError where the host may not wait."""
+        """Warn of it, if that is asked for. Raises RuntimeError where the host may not wait."""
+        if self.mode in (1, "warn"):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=4)
         if self.mode in (2, "error"):
             raise RuntimeError("called a synchronizing CUDA operation")
         if self.capturing:

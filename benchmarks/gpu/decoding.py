@@ -20,7 +20,8 @@ from grpo_core.rollout.types import Request, Sampling
 STEPS = 200
 JOINS, LEAVES = {5: 3, 90: 4}, (40, 70, 150)  # steps; a prompt's number joins, a quarter of the rows leaves
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 4e-2}
-MOST_WAITS = 3  # per token step with stop texts
+STOPPED = (16, 8, 256) if not TINY else (2, 2, 8)  # prompts, completions of each, their tokens
+MOST_WAITS = 4  # per token step with stop texts: three, and some where rows begin and end
 SIZES: dict[str, Any] = (
     {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     if TINY
@@ -44,11 +45,11 @@ def _worst_of_steps(model: Any) -> tuple[float, int]:
     prompts = [torch.randint(997, (n,), generator=generator).tolist() for n in (3, 40, 17, 25, 9)]
     copies = [4, 4, 2, 4, 3]
     rows = [[*ids] for ids, count in zip(prompts[:3], copies[:3], strict=True) for _ in range(count)]
-    cache = GroupCache(model, prompts[:3], copies[:3], STEPS)
+    cache = GroupCache(model, prompts[:3], copies[:3], STEPS, captures=ON_GPU)
     logits, worst, captured = cache.prefill(), 0.0, 0
     for step in range(STEPS):
         if (number := JOINS.get(step)) is not None:
-            new = GroupCache(model, [prompts[number]], [copies[number]], STEPS)
+            new = GroupCache(model, [prompts[number]], [copies[number]], STEPS, captures=ON_GPU)
             first = new.prefill()
             cache.join(new)
             logits = torch.cat([logits, first])
@@ -117,8 +118,8 @@ def stop_texts(scratch: Path, report: Report) -> None:
     """Count the host's waits per token step with `rollout.stop`, and what the texts cost."""
     model, tokenizer = _model("Qwen2", torch.bfloat16), _tokenizer(small(vocabulary=997))
     engine = TransformersEngine(model, tokenizer, 512)
-    length, group = (256, 8) if not TINY else (8, 2)
-    requests = [Request([5 + number, 7, 9], group, seed=number) for number in range(16 if not TINY else 2)]
+    prompts, group, length = STOPPED
+    requests = [Request([5 + number, 7, 9], group, seed=number) for number in range(prompts)]
     took: dict[tuple[str, ...], float] = {}
     for stop in ((), ("never written",), (), ("never written",)):  # the first two warm up
         start = time.perf_counter()
@@ -145,7 +146,7 @@ def token_steps(scratch: Path, report: Report) -> None:
         ids = [torch.randint(work.vocabulary, (length,)).tolist() for _ in range(prompts)]
         with torch.no_grad():
             start = time.perf_counter()
-            cache = GroupCache(model, ids, [8] * prompts, steps)
+            cache = GroupCache(model, ids, [8] * prompts, steps, captures=ON_GPU)
             logits = cache.prefill()
             _wait()
             filled = time.perf_counter() - start

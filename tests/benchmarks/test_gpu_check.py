@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from benchmarks.gpu import decoding, kernels, measured, trainings
 from benchmarks.gpu.report import Row
 from benchmarks.gpu_check import GROUPS, Part
 from grpo_core.model import logprobs, packed_attention
+from grpo_core.rollout import transformers_engine
 from grpo_core.rollout.group_cache import GroupCache
 from tests.plain_kernels import plain_varlen
+from tests.pretend_gpu import pretend_gpu
 
 Work = Callable[[Path, Callable[[Row], None]], None]
 
@@ -203,6 +205,43 @@ def test_decoding_passes_and_fails_with_a_stale_cache(
         keep = GroupCache.keep
         monkeypatch.setattr(GroupCache, "keep", lambda cache, rows: keep(cache, rows.flip(0)))
     assert failed(decoding.decoding, tmp_path) == ["torch.float32: logits of 20 steps from plain passes"]
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in (decoding, kernels):
+        monkeypatch.setattr(module, "ON_GPU", True)
+        monkeypatch.setattr(module, "DEVICE", "cuda")
+    with pretend_gpu():
+        yield
+
+
+@pytest.mark.slow
+def test_decoding_fails_where_no_step_is_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: None
+) -> None:
+    monkeypatch.setattr(decoding, "STEPS", 20)
+    monkeypatch.setattr(decoding, "BOUNDS", {torch.float32: 1e-3})
+    assert failed(decoding.decoding, tmp_path) == []
+    monkeypatch.setattr(decoding, "GroupCache", lambda *given, captures: GroupCache(*given))
+    assert failed(decoding.decoding, tmp_path) == ["torch.float32: steps by a captured graph"]
+
+
+@pytest.mark.slow
+def test_stop_texts_fail_where_the_host_waits_for_each_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: None
+) -> None:
+    monkeypatch.setattr(decoding, "STOPPED", (4, 2, 64))
+    assert failed(decoding.stop_texts, tmp_path) == []
+    own = transformers_engine.advance
+
+    def waiting(rows: Any, *given: Any) -> Any:
+        for row in rows.going:
+            bool(row)
+        return own(rows, *given)
+
+    monkeypatch.setattr(transformers_engine, "advance", waiting)
+    assert failed(decoding.stop_texts, tmp_path) == ["waits per token step with stop texts"]
 
 
 # ------------------------------------------------------------------------------------------ trainings, and their faults
