@@ -37,7 +37,7 @@ def test_the_pieces_are_the_text_and_their_surprise_is_that_of_all_its_tokens(to
     ids = tokenizer(text)["input_ids"]
     logprobs = [-0.01 * (place + 1) for place in range(len(ids))]
     pieces = coloured_pieces(_row(ids, sampling_logprobs=logprobs, advantage=1.0), tokenizer, {"advantage": 1.0})
-    assert "".join(piece.text for piece in pieces) == visible(text)
+    assert "".join(piece.text for piece in pieces) == "".join(map(visible, text))
     assert len(pieces) == len(text)  # one per character
     together = math.prod(float(piece.title.removeprefix("p = ")) for piece in pieces)
     assert together == pytest.approx(math.exp(sum(logprobs)), rel=0.2)  # titles are rounded to three digits
