@@ -150,7 +150,7 @@ def _locking_free(devices: Sequence[Device]) -> Iterator[tuple[dict[Device, int]
     try:
         fcntl.flock(choosing, fcntl.LOCK_EX)
         for device in devices:
-            descriptor = _open(device.uuid.replace("/", "-"))  # which containers number differently
+            descriptor = _open(device.uuid.replace("/", "-") if device.is_slice else device.index)
             if lock(descriptor):
                 free[device] = descriptor
             else:

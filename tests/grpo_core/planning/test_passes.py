@@ -313,7 +313,7 @@ def test_what_sampling_takes_does_not_enlarge_passes_and_is_named_where_it_is_to
     if told["peak_memory_gib"] > gpu.memory_gib:
         named = f"one H100, with the keys and values of {rows} completions sampled together by transformers"
         assert named in told["warning"]
-    served = _on_gpu(**sizes, max_completion_length=completion, engine="recorded")  # nothing is sampled
+    served = _on_gpu(**sizes, max_completion_length=completion, engine="recorded", recording="it")
     assert choose_tokens(served, plan_of(served), shape, LENGTHS, gpu) == tokens
 
 
