@@ -38,6 +38,8 @@ LARGE = 2**20  # elements from which a gradient is sent by itself; smaller ones 
 # GPU, or different versions of NCCL. Its remote, system and internal errors follow from a process that is gone.
 OWN_FAULTS = ("unhandled cuda error", "invalid usage", "invalid argument", "Error while creating shared memory segment")
 
+WORKSPACE, REPEATING = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # cuBLAS's workspaces, by its documentation
+
 T = TypeVar("T")
 
 _control: dist.ProcessGroup | None = None  # for control messages; None: the group of all processes
@@ -49,12 +51,17 @@ def start_processes(limit: timedelta, *, deterministic: bool = False) -> Acceler
     """Join the processes that the launcher has started. `limit`: a longer wait for another process is an error.
 
     `deterministic`: from now on, this process computes on a GPU with kernels that give the same bits each time. Raises
-    TrainingError if PyTorch's allocator, as it is set up, cannot use the GPU.
+    TrainingError if PyTorch's allocator, as it is set up, cannot use the GPU, or cuBLAS not give the same bits.
     """
     global _control, _limit
     _limit = limit
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read before the first product on a GPU
+        given = os.environ.setdefault(WORKSPACE, REPEATING[0])  # read before the first product on a GPU
+        if given not in REPEATING:
+            raise TrainingError(
+                f"{WORKSPACE}={given!r} with train.deterministic: products on a GPU give the same bits only with "
+                f"{' or '.join(REPEATING)}; set it so, or unset it"
+            )
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=limit)])
     try_allocator(accelerator.device)
     if deterministic and accelerator.device.type == "cuda":
@@ -72,8 +79,9 @@ def try_allocator(device: torch.device) -> None:
     settings = {name: os.environ[name] for name in sorted(ALLOCATOR) if os.environ.get(name)}
     if device.type != "cuda" or not settings:
         return
+    torch.cuda.synchronize(device)  # what is wrong with the GPU itself is raised here
     try:
-        torch.zeros(1, device=device)
+        torch.empty(1, device=device)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError) as error:

@@ -25,7 +25,8 @@ for gpu in given["gpus"]:
             print(f"  MIG {{profile:11}} Device  {{number}}: (UUID: {{uuid}})")
         continue
     if unknown := [field for field in fields if field not in gpu]:
-        sys.exit(f'Field "{{unknown[0]}}" is not a valid field to query.')
+        print(f'Field "{{unknown[0]}}" is not a valid field to query.')
+        sys.exit(2)
     print(", ".join(gpu[field] for field in fields))
 sys.exit(given["status"])
 """
@@ -46,9 +47,11 @@ def put_nvidia_smi(
     folder: Path, gpus: Sequence[Gpu] | int, *, first: str = "", status: int = 0, seconds: float = 0.0
 ) -> Path:
     """Put nvidia-smi into the folder, which belongs on PATH; returns the file with the questions it is asked. `gpus`:
-    what differs from an idle H100, or how many of these; `first`: what it prints before; `seconds`: what it takes."""
+    what differs from an idle H100 (None: a field that its driver does not know), or how many of these; `first`: what it
+    prints before; `seconds`: what it takes."""
     listed = [{}] * gpus if isinstance(gpus, int) else gpus
-    known = [H100 | {"index": str(number), "uuid": f"GPU-{number}a6e"} | gpu for number, gpu in enumerate(listed)]
+    every = [H100 | {"index": str(number), "uuid": f"GPU-{number}a6e"} | gpu for number, gpu in enumerate(listed)]
+    known = [{name: value for name, value in gpu.items() if value is not None} for gpu in every]
     given = {"gpus": known, "first": first, "status": status, "seconds": seconds, "asked": str(folder / "asked")}
     (folder / "gpus.json").write_text(json.dumps(given))
     (folder / "nvidia-smi").write_text(PROGRAM.format(python=sys.executable))

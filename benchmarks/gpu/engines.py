@@ -31,6 +31,7 @@ TRAIN = ("-m", "benchmarks.gpu.with_vllm_options")
 SHARE = {"rollout.gpu_memory_utilization": 0.08} if "kv_cache_memory_bytes" in OPTIONS else {}
 DRIFT = 0.1 if ON_GPU else 1e-3  # mean distance of log-probabilities between engine and trainer
 SECRET = "of-this-check"
+NOTHING = 0.001  # share of a GPU in which no engine starts
 LONGEST = 240.0  # seconds that a server may take to start
 # A trainer that tells a server of new weights and does not send them.
 STALE = """
@@ -156,11 +157,12 @@ def adapter(scratch: Path, report: Report) -> None:
 
 def too_little_memory(scratch: Path, report: Report) -> None:
     """Give vLLM more of the GPU than there is, and less than it needs: a sentence names the key."""
-    for share in (0.99, 0.001) if ON_GPU else (0.3,):
+    for share in (0.99, NOTHING) if ON_GPU else (0.3,):
         run = _run(scratch, f"{share}", _work(steps=2), **{"rollout.gpu_memory_utilization": share})
         found = train(run, TRAIN)
         last = found.said.strip().splitlines()[-1] if found.said.strip() else ""
-        named = found.status == 0 or ("gpu_memory_utilization" in last and "Traceback" not in found.said)
+        named = "gpu_memory_utilization" in last and "Traceback" not in found.said
+        named = named or (found.status == 0 and share > NOTHING)
         report(Row(f"share {share}: status {found.status}", last[:160], "a sentence that names the key", named))
 
 

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -32,7 +33,9 @@ def hardware(scratch: Path, report: Report) -> None:
         report(Row("GPU", "none", MISSING))
         return
     command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
+    began = time.perf_counter()
     said = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    report(Row("seconds that nvidia-smi takes", f"{time.perf_counter() - began:.1f}"))
     for line in said.splitlines():
         report(Row("nvidia-smi", line))
     for number in range(torch.cuda.device_count()):

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.report import MISSING, ON_GPU, PEAK_FLOPS, PRECISION, Report, Row, product_flops, real
+from benchmarks.gpu.report import MISSING, ON_GPU, PEAK_FLOPS, PRECISION, Report, Row, equals, product_flops, real
 from benchmarks.side_ours import prompt_lengths, replayed, run_directory
 from benchmarks.workload import Workload, training_flops, write
 from grpo_core import run_files
@@ -76,8 +76,8 @@ def offloaded(scratch: Path, report: Report) -> None:
 
 
 def compiled(scratch: Path, report: Report) -> None:
-    """Measure updates with torch.compile, and count what is compiled after the first."""
-    measure(report, scratch, real("0.5B", steps=6), {"train.torch_compile": True})
+    """Sample, and measure updates with torch.compile; count what is compiled in the first update, and after it."""
+    measure(report, scratch, real("0.5B", steps=6, mode="generate"), {"train.torch_compile": True})
 
 
 def out_of_memory(scratch: Path, report: Report) -> None:
@@ -163,8 +163,10 @@ def measure(
         report(Row("sampling", f"{each:.2f} ms per token step of {work.completions} rows, {rate:.0f} tokens/s"))
     if keys and keys.get("train.torch_compile"):
         after, most = compilations[-1] - compilations[0], 0 if ON_GPU else 1
+        report(Row("compilations in the first update", str(compilations[0]), "some", compilations[0] > 0))
         # Padded blocks, which a GPU does not use, are compiled once more for a pass of a single prompt.
         report(Row("compilations after the first update", str(after), f"at most {most}", after <= most))
+        equals(report, "layers that run uncompiled", session.policy.uncompiled, [])
     reduced = session.memory.reduced
     if too_large:
         report(Row("tokens per pass after memory ran out", str(reduced), "fewer", reduced is not None or not ON_GPU))

@@ -197,6 +197,9 @@ def deterministic(scratch: Path, report: Report) -> None:
         equals(report, f"{run.name}: tensors that equal the undisturbed training's", f"{same} of {len(theirs)}",
                f"{len(theirs)} of {len(theirs)}")  # fmt: skip
     same_next_update(report, cut, whole, STOP_AFTER, exact=True)
+    theirs = weights_of(plain)
+    same = sum(torch.equal(theirs[name], tensor) for name, tensor in weights_of(whole).items())
+    report(Row("without the key: tensors that equal the others'", f"{same} of {len(theirs)}"))
     seconds = [sum(row["step_time"] for row in metrics_of(run)[1:]) for run in (plain, whole)]
     report(Row("seconds of its updates, without and with the key", f"{seconds[0]:.2f}, {seconds[1]:.2f}"))
 

@@ -94,8 +94,9 @@ class TrainConfig(Section):
     has at most the tokens of that many sequences of the greatest length, unless max_tokens_per_pass is set."""
     max_tokens_per_pass: int | None = Field(None, ge=1)
     """Most tokens, prompts and completions together, of one forward pass of a process; not less than the longest
-    sequence has. Default: as many as a GPU's memory holds by the plan's forecast, a number that stands in plan.json. A
-    CPU's passes have no more than 2,048 in any case. Results differ by rounding alone."""
+    sequence has. Default: those of per_device_train_batch_size sequences of the greatest length, or as many of them as
+    a GPU's memory holds by the plan's forecast; plan.json has the number. A CPU's passes have no more than 2,048 in any
+    case. Results differ by rounding alone."""
     gradient_accumulation_steps: int = Field(1, ge=1)
     """Micro-steps per optimizer update."""
     steps_per_generation: int | None = Field(None, ge=1)

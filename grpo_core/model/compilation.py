@@ -19,15 +19,18 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 _scoring = ContextVar("_scoring", default=False)
 
 
-def compile_layers(layers: Iterable[nn.Module]) -> None:
+def compile_layers(layers: Iterable[nn.Module]) -> list[str]:
     """Compile layers of one class when a pass of the policy first calls them; they share the compiled code.
 
     All sizes are dynamic, so that passes of other lengths are not compiled again. If torch's limit of compilations is
-    reached all the same, layers run uncompiled from then on, which is printed.
+    reached all the same, the layers that need one more run uncompiled from then on, which is printed, and is in the
+    list that is returned; others stay as they are, since what a backward pass computes again must be the same.
     """
     given_up: list[str] = []
     for layer in layers:
-        layer.forward = partial(_forward, layer.forward, torch.compile(layer.forward, dynamic=True), given_up)
+        compiled = torch.compile(layer.forward, dynamic=True)
+        layer.forward = partial(_forward, layer.forward, compiled, {"compiled": True}, given_up)
+    return given_up
 
 
 @contextmanager
@@ -41,15 +44,22 @@ def compiled() -> Iterator[None]:
 
 
 def _forward(
-    plain: Callable[..., Any], compiled: Callable[..., Any], given_up: list[str], *arguments: Any, **keys: Any
+    plain: Callable[..., Any],
+    compiled: Callable[..., Any],
+    state: dict[str, bool],
+    given_up: list[str],
+    *arguments: Any,
+    **keys: Any,
 ) -> Any:
     # With gradients: sampling has none, and what is computed again in a backward pass is outside of `compiled`.
-    if given_up or not (torch.is_grad_enabled() or _scoring.get()):
+    if not state["compiled"] or not (torch.is_grad_enabled() or _scoring.get()):
         return plain(*arguments, **keys)
     try:
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             return compiled(*arguments, **keys)
     except FailOnRecompileLimitHit as error:
-        given_up.append(str(error.__cause__ or error).split("\n\n")[0])
-        print(f"train.torch_compile: layers run uncompiled from now on: {given_up[0]}", flush=True)
+        state["compiled"] = False
+        if not given_up:
+            given_up.append(f"layers run uncompiled: {str(error.__cause__ or error).split(chr(10) * 2)[0]}")
+            print(f"train.torch_compile: from now on {given_up[0]}", flush=True)
         return plain(*arguments, **keys)

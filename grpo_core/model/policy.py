@@ -98,8 +98,7 @@ class Policy(nn.Module):
                     "recompute; turn it off"
                 )
             self.recompute(len(self.recomputable))
-        if torch_compile:
-            compile_layers(self.recomputable)
+        self.uncompiled = compile_layers(self.recomputable) if torch_compile else []
 
     @property
     def notes(self) -> list[str]:
@@ -114,7 +113,7 @@ class Policy(nn.Module):
             found.append(f"a pass holds the logits of all its tokens together: {OWN_LOGITS}")
         if self.rounds_logits:
             found.append("logits are rounded to bfloat16: the model's output layer is not a linear one")
-        return found
+        return found + self.uncompiled
 
     def prepare(self, sequences: Sequences) -> PassInputs:
         """Return the inputs of a forward pass. The CPU makes them and does not wait until the device has them.

@@ -75,7 +75,9 @@ def peak_memory(
         if total > gpu.memory_gib * GIB:
             alone = size.tokens <= longest_sequence(config, lengths)
             found["warning"] = f"more than the {gib_text(gpu.memory_gib)} of one {gpu.name}" + (
-                ", with the longest sequence alone in a pass" * alone
+                f", with the keys and values of {sampled}"
+                if others["kv_cache"] > sum(training.values())
+                else ", with the longest sequence alone in a pass" * alone
             )
     return found
 

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,8 @@ LIMIT_SECONDS = 60.0  # a machine with eight GPUs takes more than ten to answer,
 DEVICES = Path("/dev")
 # The name, which may have commas, is last.
 FIELDS = ("index", "uuid", "memory.total", "compute_cap", "driver_version", "mig.mode.current", "name")
+OLD_FIELDS = ("index", "uuid", "memory.total", "driver_version", "name")  # of drivers before 510
+NO_FIELD = "is not a valid field"
 NO_GPU = "No devices were found"
 SLICE = "MIG-"  # begins the UUID of a slice
 KIND = re.compile(rf"GPU-|{SLICE}|(?=\d)")  # how an entry of CUDA_VISIBLE_DEVICES begins
@@ -88,9 +91,15 @@ def problem_of_driver() -> str:
 @functools.cache  # a process asks once: the answer takes seconds, and two that differ would contradict each other
 def list_devices() -> Listing:
     """All GPUs of this machine; none without a driver. Raises DriverError if there is one that does not answer."""
-    output, status = _ask(f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits")
-    lines = [[part.strip() for part in line.split(",", len(FIELDS) - 1)] for line in output.splitlines()]
-    rows = [dict(zip(FIELDS, line, strict=True)) for line in lines if len(line) == len(FIELDS) and line[0].isdecimal()]
+    fields, (output, status) = FIELDS, _query(FIELDS)
+    if NO_FIELD in output:
+        fields, (output, status) = OLD_FIELDS, _query(OLD_FIELDS)
+    lines = [[part.strip() for part in line.split(",", len(fields) - 1)] for line in output.splitlines()]
+    rows = [
+        dict.fromkeys(FIELDS, "") | dict(zip(fields, line, strict=True))
+        for line in lines
+        if len(line) == len(fields) and line[0].isdecimal()
+    ]
     if not rows:
         if NO_GPU not in output and _may_use_a_gpu():
             raise DriverError(
@@ -122,9 +131,13 @@ def list_devices() -> Listing:
 
 def used_memory() -> dict[str, int]:
     """MiB of each GPU that are in use at present, by UUID; not known of slices. Raises DriverError."""
-    output, _ = _ask("--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
+    output, _ = _query(("uuid", "memory.used"))
     rows = (line.rpartition(",") for line in output.splitlines())
     return {uuid.strip(): int(used) for uuid, _, used in rows if used.strip().isdecimal()}
+
+
+def _query(fields: Sequence[str]) -> tuple[str, int]:
+    return _ask(f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
 
 
 def _named(entry: str) -> Device | None:

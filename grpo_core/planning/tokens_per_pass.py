@@ -44,9 +44,8 @@ def choose_tokens(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Pro
     usable = usable_gib(gpu)
     if usable is None:
         return None
-    held, others, _ = beside_training(config, plan, shape, lengths, gpu)
-    # Where sampling alone takes more than that, smaller passes would not help.
-    room = max(usable * GIB - sum(held.values()), *others.values())
+    held, _, _ = beside_training(config, plan, shape, lengths, gpu)
+    room = usable * GIB - sum(held.values())
 
     def needed(tokens: int) -> float:
         size = planned_pass(config, replace(plan, max_tokens_per_pass=tokens), lengths)

@@ -23,11 +23,11 @@ class SharedModelError(TrainingError):
     """Memory has run out with a sharded model: the other processes wait in the middle of a layer, so that all have to
     be started again. `tokens`: per pass, to go on with."""
 
-    def __init__(self, used: int, tokens: int, error: torch.OutOfMemoryError):
+    def __init__(self, used: int, tokens: int, advice: str, error: torch.OutOfMemoryError):
         super().__init__(
             f"memory runs out with {used} tokens in a forward pass, and processes that share a model cannot go back "
-            f"alone. Started again, the training goes on from its last checkpoint with {tokens} tokens in a pass; with "
-            f"train.max_tokens_per_pass = {tokens} from the start, this does not happen ({error})"
+            f"alone. Started again, the training goes on from its last checkpoint with {tokens} tokens in a pass; "
+            f"{advice} ({error})"
         )
         self.tokens = tokens
 
@@ -38,6 +38,7 @@ class OutOfMemoryRetry:
 
     planned: int  # see `pass_limit.first_limit`
     policy: Policy
+    longest: int = 0  # tokens that a sequence of this training may have
     tokens: int = field(init=False)  # that fit, as far as is known
 
     def __post_init__(self) -> None:
@@ -77,7 +78,8 @@ class OutOfMemoryRetry:
                         f"take a smaller model ({error})"
                     ) from error
                 if is_sharded(self.policy.master) and largest > longest:
-                    raise SharedModelError(largest, max(largest // 2, longest), error) from error
+                    fewer = max(largest // 2, longest)
+                    raise SharedModelError(largest, fewer, self._advice(fewer), error) from error
             # After the exception is gone: it holds the activations of the attempt that failed.
             if largest > longest:
                 self.tokens = max(largest // 2, longest)
@@ -86,9 +88,15 @@ class OutOfMemoryRetry:
                 self.policy.recompute(min(self.policy.recomputed + (layers + 1) // 2, layers))
             torch.cuda.empty_cache()
             recomputed = f", {self.policy.recomputed} layers computed again" if self.policy.recomputed else ""
-            checkpointing = " and train.gradient_checkpointing = true" if self.policy.recomputed else ""
             print(
-                f"out of memory: going on with {self.tokens} tokens in a forward pass{recomputed}; with "
-                f"train.max_tokens_per_pass = {self.tokens}{checkpointing} from the start, this does not happen",
+                f"out of memory: going on with {self.tokens} tokens in a forward pass{recomputed}; "
+                f"{self._advice(self.tokens)}",
                 flush=True,
             )
+
+    def _advice(self, tokens: int) -> str:
+        """What would have avoided that memory runs out; the key is refused below the longest sequence."""
+        keys = [f"train.max_tokens_per_pass = {tokens}"] * (tokens >= self.longest)
+        keys += ["train.gradient_checkpointing = true"] * (self.policy.recomputed > 0 or not keys)
+        also = "" if tokens >= self.longest else ", or a shorter rollout.max_completion_length,"
+        return f"with {' and '.join(keys)}{also} from the start, this does not happen"

@@ -24,42 +24,42 @@ FILE = "tokens_per_pass"  # of a training's output
 
 
 def first_limit(config: RunConfig, plan: Plan, longest_prompt: int, accelerator: Accelerator) -> int:
-    """Return the plan's tokens per pass; fewer, and say so, if they cannot fit a GPU of this training, which may not be
-    the one that the plan was made for. Called by every process, and the same on each.
+    """Return the plan's tokens per pass, or those of b sequences of the greatest length if it has chosen none; fewer,
+    and say so, if they cannot fit a GPU of this training, which may not be one that the plan was made for. Called by
+    every process, and the same on each.
 
     What the plan only left no margin for is kept: results follow from the number by rounding.
     """
     planned = plan.max_tokens_per_pass
-    if planned is None:
-        return plan.per_device_train_batch_size * (longest_prompt + config.rollout.max_completion_length)
-    tokens = planned
+    most = planned or plan.per_device_train_batch_size * (longest_prompt + config.rollout.max_completion_length)
+    tokens = most
     if accelerator.device.type == "cuda":
         properties = torch.cuda.get_device_properties(accelerator.device)
         gpu = Gpu(properties.name, properties.total_memory / GIB)
-        tokens = -max_over_processes(-_fitting(config, plan, longest_prompt, gpu))
-        if tokens < planned and accelerator.is_main_process:
-            memory = gib_text(properties.total_memory / GIB)
+        tokens = -max_over_processes(-_fitting(config, plan, most, longest_prompt, gpu))
+        if tokens < most and accelerator.is_main_process:
             print(
-                f"training: the plan's {planned} tokens per pass do not fit a {gpu.name} of {memory}: going on with "
-                f"{tokens}, with the same results up to rounding",
+                f"training: {most} tokens per pass, {'of the plan' if planned else 'which the plan did not limit'}, do "
+                f"not fit a {gpu.name} of {gib_text(properties.total_memory / GIB)}: going on with {tokens}, with the "
+                "same results up to rounding",
                 flush=True,
             )
     return tokens
 
 
-def _fitting(config: RunConfig, plan: Plan, longest_prompt: int, gpu: Gpu) -> int:
-    """Return the plan's tokens per pass, or the number that is chosen for this GPU if they are more than it holds."""
-    assert plan.max_tokens_per_pass is not None
+def _fitting(config: RunConfig, plan: Plan, most: int, longest_prompt: int, gpu: Gpu) -> int:
+    """Return these tokens per pass, or the number that is chosen for this GPU if they are more than it holds; with its
+    margin, if the plan has chosen none."""
     lengths = PromptLengths(longest_prompt, longest_prompt, "")
     try:
         shape = load_shape(config.model.name_or_path, config.model.revision)
     except ForecastError:  # nothing is known of its memory
-        return plan.max_tokens_per_pass
-    if "warning" not in peak_memory(config, plan, shape, lengths, gpu):
-        return plan.max_tokens_per_pass
+        return most
+    if plan.max_tokens_per_pass and "warning" not in peak_memory(config, plan, shape, lengths, gpu):
+        return most
     chosen = choose_tokens(config, plan, shape, lengths, gpu)
     assert chosen is not None
-    return min(chosen, plan.max_tokens_per_pass)
+    return min(chosen, most)
 
 
 def write_limit(output: Path, tokens: int) -> None:

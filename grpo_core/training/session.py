@@ -184,7 +184,11 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         learning_rate=partial(learning_rate, config.train, plan),
         engine=engine,
         lookahead=_lookahead(engine, config, setting, prompts),
-        memory=OutOfMemoryRetry(first_limit(config, plan, prompts.max_length, accelerator), policy),
+        memory=OutOfMemoryRetry(
+            first_limit(config, plan, prompts.max_length, accelerator),
+            policy,
+            prompts.max_length + config.rollout.max_completion_length,
+        ),
         probe=_probe(engine, config, prompts, max(lengths)) if engine is not None else None,
         start=start,
         rates=_first_rates(run, config, len(prompts.rows)),

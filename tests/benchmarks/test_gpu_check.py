@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +303,17 @@ def test_a_training_that_is_not_continued_rightly_fails_the_check(
     monkeypatch.setattr(trainings, "TRAIN", ["-c", PLANTED.format(fault=fault)])
     found = failed(trainings.resume, tmp_path)
     assert [row for row in rows if not any(name.startswith(row) for name in found)] == []
+
+
+@pytest.mark.slow
+def test_compiled_passes_and_fails_where_layers_run_uncompiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    torch._dynamo.reset()
+    assert failed(measured.compiled, tmp_path / "right") == []
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    torch._dynamo.reset()
+    assert failed(measured.compiled, tmp_path / "given up") == ["layers that run uncompiled"]
 
 
 def test_a_peak_beside_the_forecast_fails_outside_of_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

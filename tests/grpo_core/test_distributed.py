@@ -224,15 +224,20 @@ def test_a_first_allocation_that_fails_names_the_allocator_s_settings_if_there_a
 ) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
-    monkeypatch.setattr(torch, "zeros", mock.Mock(side_effect=WSL))
+    monkeypatch.setattr(torch.cuda, "synchronize", mock.Mock())
+    monkeypatch.setattr(torch, "empty", mock.Mock(side_effect=WSL))
     distributed.try_allocator(torch.device("cpu"))
     if not allocator:
         distributed.try_allocator(torch.device("cuda"))  # torch's own error, wherever it comes first
         return
     with pytest.raises(TrainingError, match=r"unknown error.*CONF='expandable_segments:True'; WSL2 .* to nothing"):
         distributed.try_allocator(torch.device("cuda"))
-    monkeypatch.setattr(torch, "zeros", mock.Mock(side_effect=torch.OutOfMemoryError("others use it")))
+    monkeypatch.setattr(torch, "empty", mock.Mock(side_effect=torch.OutOfMemoryError("others use it")))
     with pytest.raises(torch.OutOfMemoryError):
+        distributed.try_allocator(torch.device("cuda"))
+    busy = RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+    monkeypatch.setattr(torch.cuda, "synchronize", mock.Mock(side_effect=busy))
+    with pytest.raises(RuntimeError, match=r"^CUDA error"):  # not the allocator's fault
         distributed.try_allocator(torch.device("cuda"))
 
 

@@ -91,7 +91,7 @@ class VLLMServerEngine:
         rounding: set[str] = set()  # servers whose logits are not float32
 
         def objection(url: str, started: Mapping[str, Any]) -> str:
-            if started["head_dtype"] != "float32" and url not in rounding:
+            if _head_dtype(started) != "float32" and url not in rounding:
                 rounding.add(url)
                 if self.sends:
                     print(f"the vLLM server at {url} {_rounds(started)}", flush=True)
@@ -328,9 +328,13 @@ def _key(request: Request, sampling: Sampling) -> tuple[Any, ...]:
     return (tuple(request.prompt_ids), request.num_completions, request.seed, request.max_tokens, sampling)
 
 
+def _head_dtype(started: Mapping[str, Any]) -> str:
+    return started.get("head_dtype", started["dtype"])  # a release before this one does not say
+
+
 def _rounds(started: Mapping[str, Any]) -> str:
     return (
-        f"rounds its logits to {started['head_dtype']}, by which its log-probabilities are further from the trainer's: "
+        f"rounds its logits to {_head_dtype(started)}, by which its log-probabilities are further from the trainer's: "
         f"start it with --hf-overrides '{json.dumps(HEAD)}'"
     )
 

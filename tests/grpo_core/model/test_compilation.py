@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from grpo_core.config.files import parse_config
@@ -144,10 +144,39 @@ def test_layers_that_would_be_compiled_too_often_run_uncompiled_and_it_is_said(
         with torch.no_grad():
             compiled(compiled.prepare(sequences))  # without a gradient: once more
     told = capfd.readouterr().out
-    assert told.startswith("train.torch_compile: layers run uncompiled from now on: Dynamo recompile limit exceeded")
+    assert told.startswith("train.torch_compile: from now on layers run uncompiled: Dynamo recompile limit exceeded")
+    assert told.removeprefix("train.torch_compile: from now on ").strip() == compiled.notes[-1]
     found, expected = _computed(compiled, sequences), _computed(plain, sequences)
     assert torch.equal(found[0], expected[0])
     assert not capfd.readouterr().out
+
+
+class _NamedSilu(nn.Module):
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.name == "the identity" else nn.functional.silu(x)
+
+
+@pytest.mark.slow
+def test_a_limit_reached_in_the_middle_of_a_pass_leaves_what_is_computed_again_the_same(
+    smooth_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """Layers whose code differs, of which the first alone is compiled."""
+    monkeypatch.setattr(compilation.torch, "compile", partial(torch.compile, backend="aot_eager"))
+    plain, compiled = (
+        _policy(smooth_model_folder, torch_compile=it, gradient_checkpointing=True) for it in (False, True)
+    )
+    for number, layer in enumerate(compiled.recomputable):
+        layer.mlp.act_fn = _NamedSilu(f"layer {number}")  # what is compiled holds for one name
+    sequences = _sequences(3, 2)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        found = _computed(compiled, sequences)
+    assert compiled.uncompiled and len(compiled.recomputable) > 1
+    for ours, theirs in zip(found, _computed(plain, sequences), strict=True):
+        assert distance([*ours], [*theirs]) < 1e-5
 
 
 @pytest.mark.slow

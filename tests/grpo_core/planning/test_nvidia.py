@@ -55,6 +55,15 @@ def test_a_job_that_was_given_no_gpu_of_its_machine_has_none(machine: Path) -> N
     assert visible_devices() == []
 
 
+def test_a_driver_that_does_not_know_all_that_is_asked_is_asked_for_less(machine: Path) -> None:
+    _driver(machine)
+    put_nvidia_smi(
+        machine, [{"name": "Tesla K80", "driver_version": "470.1", "compute_cap": None, "mig.mode.current": None}]
+    )
+    [device] = visible_devices()
+    assert (device.name, device.driver, device.capability, device.memory_mib) == ("Tesla K80", "470.1", None, 81559)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "status", "seconds", "said"),

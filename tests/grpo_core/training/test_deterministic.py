@@ -15,6 +15,7 @@ from torch import Tensor
 
 from grpo_core import train as entry
 from grpo_core.config.files import parse_config
+from grpo_core.errors import TrainingError
 from grpo_core.fingerprint import determining
 from grpo_core.model import fused_logprobs
 from grpo_core.training import loop
@@ -65,6 +66,15 @@ def test_a_training_may_be_continued_with_and_without_it() -> None:
     plain = config_values(Path("model"), Path("data"))
     repeated = config_values(Path("model"), Path("data"), deterministic=True)
     assert determining(parse_config(repeated)) == determining(parse_config(plain))
+
+
+def test_a_workspace_of_cublas_that_repeats_nothing_is_refused(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CUBLAS, ":0:0")
+    values["train"]["deterministic"] = True
+    with pytest.raises(TrainingError, match=r"CUBLAS_WORKSPACE_CONFIG=':0:0' .* only with :4096:8 or :16:8; set it so"):
+        load_session(make_run(tmp_path / "run", values))
 
 
 def test_on_a_cpu_it_changes_nothing(values: dict[str, Any], tmp_path: Path) -> None:

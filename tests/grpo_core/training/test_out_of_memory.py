@@ -70,6 +70,17 @@ def test_no_pass_is_cut_below_the_longest_sequence_and_then_layers_are_recompute
     assert "= 40 and train.gradient_checkpointing = true from the start" in capsys.readouterr().out.splitlines()[-1]
 
 
+def test_no_number_is_advised_that_a_plan_refuses(policy: Policy, capsys: pytest.CaptureFixture[str]) -> None:
+    """This batch's longest sequence has 40 tokens, and another's might have 60."""
+    memory = OutOfMemoryRetry(1000, policy, 60)
+    _largest_of_each_try(memory, lambda tokens: tokens <= 50)
+    [said] = capsys.readouterr().out.splitlines()
+    assert said == (
+        "out of memory: going on with 50 tokens in a forward pass; with train.gradient_checkpointing = true, or a "
+        "shorter rollout.max_completion_length, from the start, this does not happen"
+    )
+
+
 def test_without_a_gradient_nothing_is_recomputed_and_the_longest_sequence_is_named(policy: Policy) -> None:
     memory = OutOfMemoryRetry(100, policy)
     with torch.no_grad(), pytest.raises(TrainingError, match=r"single completion \(40 tokens with its prompt\)"):

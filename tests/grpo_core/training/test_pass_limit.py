@@ -61,17 +61,24 @@ def test_the_plan_s_number_is_kept_on_another_gpu_unless_it_cannot_fit_there(
     fitting = peak_memory(config, replace(plan, max_tokens_per_pass=fewer), qwen("0.5B"), LENGTHS, Gpu("GPU", 79.2))
     usable = usable_gib(Gpu("GPU", 79.2))
     assert usable is not None and 0.98 * usable < fitting["peak_memory_gib"] <= usable
-    said = f"the plan's {planned} tokens per pass do not fit a GPU of 79.2 GiB: going on with {fewer}"
+    said = f"{planned} tokens per pass, of the plan, do not fit a GPU of 79.2 GiB: going on with {fewer}"
     assert said in capsys.readouterr().out
     assert _first_limit(config, plan, 79.2, monkeypatch, is_main=False) == fewer
     assert capsys.readouterr().out == ""
 
 
-def test_a_plan_without_a_number_has_b_sequences_of_the_greatest_length_in_a_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_plan_without_a_number_has_b_sequences_of_the_greatest_length_in_a_pass_or_what_a_gpu_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Where it was made without the GPU, such as on another machine."""
+    PartialState(cpu=True)
     config, plan = _planned(tmp_path, None)
-    assert _first_limit(config, plan, 10.0, monkeypatch) == _first_limit(config, plan, None, monkeypatch) == 1024 * 732
+    for gib in (None, 10_000.0):
+        assert _first_limit(config, plan, gib, monkeypatch) == 1024 * 732
+    assert capsys.readouterr().out == ""
+    _, made_there = _planned(tmp_path, Gpu("GPU", 79.2))
+    assert _first_limit(config, plan, 79.2, monkeypatch) == made_there.max_tokens_per_pass
+    assert f"{1024 * 732} tokens per pass, which the plan did not limit, do not fit a GPU" in capsys.readouterr().out
 
 
 def test_a_model_whose_memory_is_not_forecast_keeps_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
