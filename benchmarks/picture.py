@@ -36,7 +36,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
     versions = ", ".join(sorted({case["packages"]["trl"] for case in cases}))
     axes.set_title(f"grpo-flows beside TRL {versions} on {device}", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="upper right", bbox_to_anchor=(1.0, -0.08), ncols=2, frameon=False)  # below the bars
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
