@@ -308,12 +308,10 @@ def test_a_training_that_is_not_continued_rightly_fails_the_check(
 @pytest.mark.slow
 def test_compiled_passes_and_fails_where_layers_run_uncompiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
-    torch._dynamo.reset()
-    assert failed(measured.compiled, tmp_path / "right") == []
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    torch._dynamo.reset()
-    assert failed(measured.compiled, tmp_path / "given up") == ["layers that run uncompiled"]
+    for limit, found in ((8, []), (1, ["layers that run uncompiled"])):
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(recompile_limit=limit):
+            assert failed(measured.compiled, tmp_path / f"limit-{limit}") == found
 
 
 def test_a_peak_beside_the_forecast_fails_outside_of_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
