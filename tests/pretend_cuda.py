@@ -103,6 +103,7 @@ class Driver:
                 torch.cuda,
                 {
                     "_initialized": True,
+                    "_is_in_bad_fork": lambda: False,  # a build for CUDA counts GPUs before processes are forked
                     "_cached_device_count": None,
                     "_cudart": SimpleNamespace(cudaMemGetInfo=lambda index: (H100.total_memory, H100.total_memory)),
                     "_exchange_device": self._exchange,

@@ -176,6 +176,8 @@ class Gpu(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("to", "cpu", "cuda") and args and isinstance(args[0], Tensor):
             moved = self._move(func, name, own_part(args[0]), *args[1:], **kwargs)
+            if moved is own_part(args[0]):
+                return args[0]
             if not isinstance(args[0], DTensor) or is_on_gpu(moved) != is_on_gpu(own_part(args[0])):
                 return with_part(args[0], moved)
         if name == "pin_memory":

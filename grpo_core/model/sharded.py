@@ -29,9 +29,9 @@ def call_as_forward(model: Any, work: Callable[..., T], *arguments: Any) -> T:
     if not isinstance(root, FSDPModule):
         return work(*arguments)
     called: Any = root
-    called.forward = work
+    called.forward = lambda _, *given: work(*given)
     try:
-        return _call_and_reshard(root, called, *arguments)
+        return _call_and_reshard(root, called, None, *arguments)  # on a GPU, torch 2.11 refuses a call without any
     finally:
         del called.forward
 
