@@ -51,20 +51,21 @@ def start_processes(limit: timedelta, *, deterministic: bool = False) -> Acceler
     """Join the processes that the launcher has started. `limit`: a longer wait for another process is an error.
 
     `deterministic`: from now on, this process computes on a GPU with kernels that give the same bits each time. Raises
-    TrainingError if PyTorch's allocator, as it is set up, cannot use the GPU, or cuBLAS not give the same bits.
+    TrainingError if the GPU cannot be used with the settings of PyTorch's allocator, or if those of cuBLAS do not give
+    the same bits.
     """
     global _control, _limit
     _limit = limit
     if deterministic:
-        given = os.environ.setdefault(WORKSPACE, REPEATING[0])  # read before the first product on a GPU
-        if given not in REPEATING:
+        os.environ.setdefault(WORKSPACE, REPEATING[0])  # read before the first product on a GPU
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=limit)])
+    try_allocator(accelerator.device)
+    if deterministic and accelerator.device.type == "cuda":
+        if (given := os.environ[WORKSPACE]) not in REPEATING:
             raise TrainingError(
                 f"{WORKSPACE}={given!r} with train.deterministic: products on a GPU give the same bits only with "
                 f"{' or '.join(REPEATING)}; set it so, or unset it"
             )
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=limit)])
-    try_allocator(accelerator.device)
-    if deterministic and accelerator.device.type == "cuda":
         torch.use_deterministic_algorithms(True)
         # Nothing reads memory that it has not written; filling it would be one more pass over each result.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

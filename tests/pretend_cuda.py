@@ -1,6 +1,6 @@
-"""Driver of the pretended GPU, under torch's own functions in Python: so it is torch that says which device a function
-takes, whose random numbers are meant, and what is refused. And what operations mind, and copies that nobody waits for.
-"""
+"""Driver of the pretended GPU, under torch's own functions in Python: torch itself chooses the device of a function and
+the generator of random numbers, and refuses what it refuses. Also: which operations make the host wait, or refuse
+tensors of the CPU, and copies between the host and the device that are made later."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def compile_layers(layers: Iterable[nn.Module]) -> list[str]:
     given_up: list[str] = []
     for layer in layers:
         compiled = torch.compile(layer.forward, dynamic=True)
-        layer.forward = partial(_forward, layer.forward, compiled, {"compiled": True}, given_up)
+        layer.forward = partial(_forward, layer, layer.forward, compiled, given_up)
     return given_up
 
 
@@ -44,22 +44,23 @@ def compiled() -> Iterator[None]:
 
 
 def _forward(
+    layer: nn.Module,
     plain: Callable[..., Any],
     compiled: Callable[..., Any],
-    state: dict[str, bool],
     given_up: list[str],
     *arguments: Any,
     **keys: Any,
 ) -> Any:
     # With gradients: sampling has none, and what is computed again in a backward pass is outside of `compiled`.
-    if not state["compiled"] or not (torch.is_grad_enabled() or _scoring.get()):
+    if not (torch.is_grad_enabled() or _scoring.get()):
         return plain(*arguments, **keys)
     try:
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             return compiled(*arguments, **keys)
     except FailOnRecompileLimitHit as error:
-        state["compiled"] = False
+        layer.forward = plain
         if not given_up:
-            given_up.append(f"layers run uncompiled: {str(error.__cause__ or error).split(chr(10) * 2)[0]}")
+            why, *_ = str(error.__cause__ or error).split("\n\n")
+            given_up.append(f"layers run uncompiled: {why}")
             print(f"train.torch_compile: from now on {given_up[0]}", flush=True)
         return plain(*arguments, **keys)

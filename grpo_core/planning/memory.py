@@ -169,7 +169,7 @@ def training_parts(config: RunConfig, shape: ModelShape, size: Pass, gpu: Gpu) -
 
 
 def usable_gib(gpu: Gpu) -> float | None:
-    """Of a GPU's memory, what a forecast may fill; None if it is not known."""
+    """GiB of a GPU's memory that a forecast may fill; None if the memory is not known."""
     return None if gpu.memory_gib is None else (1 - SPARE) * (gpu.memory_gib - CUDA_GIB)
 
 

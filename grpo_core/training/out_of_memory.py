@@ -95,8 +95,11 @@ class OutOfMemoryRetry:
             )
 
     def _advice(self, tokens: int) -> str:
-        """What would have avoided that memory runs out; the key is refused below the longest sequence."""
-        keys = [f"train.max_tokens_per_pass = {tokens}"] * (tokens >= self.longest)
-        keys += ["train.gradient_checkpointing = true"] * (self.policy.recomputed > 0 or not keys)
-        also = "" if tokens >= self.longest else ", or a shorter rollout.max_completion_length,"
-        return f"with {' and '.join(keys)}{also} from the start, this does not happen"
+        """What would have avoided that memory runs out. A plan refuses fewer tokens than the longest sequence has."""
+        if tokens < self.longest:
+            return (
+                f"a sequence may have {self.longest}, so no train.max_tokens_per_pass saves this memory; "
+                "train.gradient_checkpointing, model.use_peft or a shorter rollout.max_completion_length do"
+            )
+        checkpointing = " and train.gradient_checkpointing = true" if self.policy.recomputed else ""
+        return f"with train.max_tokens_per_pass = {tokens}{checkpointing} from the start, this does not happen"

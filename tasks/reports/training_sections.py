@@ -156,7 +156,7 @@ def _events(result: Mapping[str, Any], max_staleness: int) -> Iterator[str]:
         yield f"Sampled less far ahead in the end: rollout.max_staleness was lowered from {max_staleness} to {lowered}."
     if result["ran_out_of_memory"]:
         tokens = result["tokens_per_pass"]
-        yield f"Memory ran out; went on with {tokens:,} tokens per forward pass (train.max_tokens_per_pass = {tokens})."
+        yield f"Memory ran out; went on with {tokens:,} tokens per forward pass. Its output says what avoids this."
 
 
 def _first_findings(findings: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:

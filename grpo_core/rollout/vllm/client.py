@@ -288,7 +288,9 @@ class Server:
 
         threading.Thread(target=work, daemon=True).start()
         arriving = asyncio.wrap_future(done)
-        arriving.add_done_callback(lambda it: it.exception())  # else asyncio prints it, if nobody waits any more
+        arriving.add_done_callback(
+            lambda it: it.cancelled() or it.exception()
+        )  # asyncio prints an error that is not read
         try:
             async with asyncio.timeout(self.seconds):
                 await self._unless_abandoned(asyncio.shield(arriving))

@@ -73,7 +73,12 @@ def test_a_workspace_of_cublas_that_repeats_nothing_is_refused(
 ) -> None:
     monkeypatch.setenv(CUBLAS, ":0:0")
     values["train"]["deterministic"] = True
-    with pytest.raises(TrainingError, match=r"CUBLAS_WORKSPACE_CONFIG=':0:0' .* only with :4096:8 or :16:8; set it so"):
+    load_session(make_run(tmp_path / "on a CPU", values))  # which has no cuBLAS
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with (
+        pretend_gpu(),
+        pytest.raises(TrainingError, match=r"CUBLAS_WORKSPACE_CONFIG=':0:0' .* only with :4096:8 or :16:8; set it so"),
+    ):
         load_session(make_run(tmp_path / "run", values))
 
 

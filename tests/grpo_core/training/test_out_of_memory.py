@@ -76,8 +76,9 @@ def test_no_number_is_advised_that_a_plan_refuses(policy: Policy, capsys: pytest
     _largest_of_each_try(memory, lambda tokens: tokens <= 50)
     [said] = capsys.readouterr().out.splitlines()
     assert said == (
-        "out of memory: going on with 50 tokens in a forward pass; with train.gradient_checkpointing = true, or a "
-        "shorter rollout.max_completion_length, from the start, this does not happen"
+        "out of memory: going on with 50 tokens in a forward pass; a sequence may have 60, so no "
+        "train.max_tokens_per_pass saves this memory; train.gradient_checkpointing, model.use_peft or a shorter "
+        "rollout.max_completion_length do"
     )
 
 
