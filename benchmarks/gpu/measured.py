@@ -167,6 +167,10 @@ def measure(
         # Padded blocks, which a GPU does not use, are compiled once more for a pass of a single prompt.
         report(Row("compilations after the first update", str(after), f"at most {most}", after <= most))
         equals(report, "layers that run uncompiled", session.policy.uncompiled, [])
+    if keys and keys.get("train.offload") == "optimizer":
+        states = session.optimizer.state.values()
+        moments = {moment.device.type for state in states for moment in state.values() if moment.ndim}
+        equals(report, "where the moments rest", ", ".join(sorted(moments)), "cpu")
     reduced = session.memory.reduced
     if too_large:
         report(Row("tokens per pass after memory ran out", str(reduced), "fewer", reduced is not None or not ON_GPU))

@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu import decoding, kernels, measured, trainings
+from benchmarks.gpu import decoding, engines, kernels, measured, trainings
 from benchmarks.gpu.report import Row
 from benchmarks.gpu_check import GROUPS, Part
 from grpo_core.model import logprobs, packed_attention
+from grpo_core.model.policy import Policy
 from grpo_core.rollout import transformers_engine
 from grpo_core.rollout.group_cache import GroupCache
+from grpo_core.training import optimizer
 from tests.plain_kernels import plain_varlen
 from tests.pretend_gpu import pretend_gpu
 
@@ -229,6 +231,24 @@ def test_decoding_fails_where_no_step_is_captured(
 
 
 @pytest.mark.slow
+def test_fall_backs_fail_where_a_family_is_not_captured_or_keeps_prompts_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: None
+) -> None:
+    stream = torch.cuda.current_stream()
+    for name in ("default_stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    unpretended = ["Qwen3Moe: engine"]  # a CPU has no histogram of integers
+    assert failed(decoding.fall_backs, tmp_path) == unpretended
+    with monkeypatch.context() as planted:
+        planted.setattr(transformers_engine, "why_not_captured", lambda _: "planted")
+        missed = [f"{name}: captured" for name in ("Qwen2", "Llama", "Qwen3")]
+        assert failed(decoding.fall_backs, tmp_path) == missed + unpretended
+    monkeypatch.setattr(transformers_engine, "why_not_shared", lambda *_, **__: "planted")
+    assert "Qwen2: prompts' cache is shared" in failed(decoding.fall_backs, tmp_path)
+
+
+@pytest.mark.slow
 def test_stop_texts_fail_where_the_host_waits_for_each_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: None
 ) -> None:
@@ -245,64 +265,7 @@ def test_stop_texts_fail_where_the_host_waits_for_each_row(
     assert failed(decoding.stop_texts, tmp_path) == ["waits per token step with stop texts"]
 
 
-# ------------------------------------------------------------------------------------------ trainings, and their faults
-
-# What `python -c` runs in place of `python -m grpo_core.train`, with the fault planted first.
-PLANTED = """
-import sys
-from pathlib import Path
-{fault}
-sys.argv = ["grpo_core.train", sys.argv[1]]
-from grpo_core.train import main
-main()
-"""
-ANEW = """
-from grpo_core.training.checkpoint import Checkpoints
-Checkpoints.restore = lambda *_, **__: None
-"""
-EARLIER = """
-import shutil
-for folder in sorted(Path(sys.argv[1], "training", "checkpoints").glob("step-*"))[-1:]:
-    shutil.rmtree(folder)
-"""
-OTHER_SEED = """
-from grpo_core.rollout import requests
-import grpo_core.training.roll_out as roll_out
-import torch
-from grpo_core.training import checkpoint
-restore = checkpoint.Checkpoints.restore
-def changed(self, **keys):
-    state = restore(self, **keys)
-    if state is not None:
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.mul_(1.5)
-    return state
-checkpoint.Checkpoints.restore = changed
-"""
-
-
-@pytest.mark.e2e
-def test_a_training_is_continued(tmp_path: Path) -> None:
-    assert failed(trainings.resume, tmp_path) == []
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize(
-    ("fault", "rows"),
-    [
-        (ANEW, ["continued: its first line", "updates that were not made again", "first resumed update"]),
-        (EARLIER, ["continued: its first line", "updates that were not made again"]),
-        (OTHER_SEED, ["first resumed update: equal completions"]),
-    ],
-    ids=["starts anew", "from an earlier step", "with other weights"],
-)
-def test_a_training_that_is_not_continued_rightly_fails_the_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, rows: list[str]
-) -> None:
-    monkeypatch.setattr(trainings, "TRAIN", ["-c", PLANTED.format(fault=fault)])
-    found = failed(trainings.resume, tmp_path)
-    assert [row for row in rows if not any(name.startswith(row) for name in found)] == []
+# ------------------------------------------------------------------------------------- what is measured, and its faults
 
 
 @pytest.mark.slow
@@ -314,6 +277,53 @@ def test_compiled_passes_and_fails_where_layers_run_uncompiled(tmp_path: Path, m
             assert failed(measured.compiled, tmp_path / f"limit-{limit}") == found
 
 
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch, pretended: None) -> None:
+    """Whose memory and speed are what they should be."""
+    monkeypatch.setattr(measured, "ON_GPU", True)
+    monkeypatch.setattr(measured, "PRECISION", "bf16")
+    monkeypatch.setattr(measured, "product_flops", lambda: 1e12)
+    monkeypatch.setattr(measured, "forecast_gib", lambda *_: 1.0)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: measured.GIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: measured.GIB)
+
+
+def runs_out(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """The memory runs out in the first passes of a training."""
+    own, left = Policy.__call__, [None] * times
+
+    def full(policy: Policy, *arguments: Any, **options: Any) -> Any:
+        if left and torch.is_grad_enabled():
+            left.pop()
+            raise torch.OutOfMemoryError("planted")
+        return own(policy, *arguments, **options)
+
+    monkeypatch.setattr(Policy, "__call__", full)
+
+
+@pytest.mark.slow
+def test_memory_that_should_run_out_and_does_not_fails_and_so_does_what_should_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measuring: None
+) -> None:
+    row = ["tokens per pass after memory ran out"]
+    assert failed(measured.long_context, tmp_path / "fits") == []
+    assert failed(measured.out_of_memory, tmp_path / "fits, wrongly") == row
+    with monkeypatch.context() as once:
+        runs_out(once, 1)
+        assert failed(measured.out_of_memory, tmp_path / "runs out") == []
+    runs_out(monkeypatch, 1)
+    assert failed(measured.long_context, tmp_path / "runs out, wrongly") == row
+
+
+@pytest.mark.slow
+def test_offloaded_fails_where_the_moments_stay_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measuring: None
+) -> None:
+    assert failed(measured.offloaded, tmp_path / "right") == []
+    monkeypatch.setattr(optimizer, "_to_host", lambda value, _: value)
+    assert failed(measured.offloaded, tmp_path / "wrong") == ["where the moments rest"]
+
+
 def test_a_peak_beside_the_forecast_fails_outside_of_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 46 * measured.GIB)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 47 * measured.GIB)
@@ -321,3 +331,52 @@ def test_a_peak_beside_the_forecast_fails_outside_of_its_bounds(monkeypatch: pyt
         rows: list[Row] = []
         measured.beside_forecast(rows.append, told)
         assert rows[-1].passed is passed
+
+
+# ------------------------------------------------------------------------------------- vLLM: what is made of its output
+
+
+def trained(said: str, drift: float, status: int = 0) -> Callable[..., trainings.Done]:
+    """A training with vLLM that says this."""
+
+    def train(run: Path, *_: Any) -> trainings.Done:
+        (run / "said").write_text(said)
+        (run / "training").mkdir(exist_ok=True)
+        (run / "training" / "metrics.jsonl").write_text(json.dumps({"sampling/sync_drift": drift}) + "\n")
+        return trainings.Done(status, said, 1.0)
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("said", "drift", "status", "rows"),
+    [
+        ("weights reach the engine: adapter", 1e-6, 0, []),
+        ("weights reach the engine: adapter", 1e-6, 1, ["status"]),
+        ("weights reach the engine: shared", 1e-6, 0, ["hand-over"]),
+        ("", 1e-6, 0, ["hand-over"]),
+        ("weights reach the engine: adapter", 0.5, 0, ["probe, the largest of the updates"]),
+        ("weights reach the engine: adapter", float("nan"), 0, ["probe, the largest of the updates"]),
+    ],
+)
+def test_an_adapter_fails_that_is_handed_over_otherwise_or_wrongly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, drift: float, status: int, rows: list[str]
+) -> None:
+    monkeypatch.setattr(engines, "train", trained(said, drift, status))
+    assert failed(engines.adapter, tmp_path) == rows
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "passes"),
+    [
+        ("training failed: vLLM needs more memory; raise rollout.gpu_memory_utilization", 1, True),
+        ("Traceback (most recent call last):\nValueError: raise gpu_memory_utilization", 1, False),
+        ("ValueError: no available memory for the cache blocks", 1, False),
+        ("", -9, False),
+    ],
+)
+def test_too_little_memory_fails_without_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, status: int, passes: bool
+) -> None:
+    monkeypatch.setattr(engines, "train", trained(said, 0.0, status))
+    assert (failed(engines.too_little_memory, tmp_path) == []) is passes
