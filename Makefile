@@ -77,7 +77,7 @@ test: setup ## everything that CI checks
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going check tests
 
 tests: setup $(PEER)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15 --ignore tests/e2e
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 
 e2e: setup $(PEER) ## the long tests: servers, browser, faults
 	$(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --durations 15

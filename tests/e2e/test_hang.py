@@ -14,7 +14,7 @@ import pytest
 from benchmarks.command import python_path
 from grpo_core.config.files import load_config
 from grpo_core.system.progress import RANKS
-from tasks.evaluate import _run_where_trained
+from tasks.processes.launch import launch_with_restarts
 from tasks.processes.watchdog import HangError
 from tasks.stages.run import Context
 from tasks.train import run_training
@@ -91,7 +91,8 @@ class Trainings:
         shutil.copytree(self.model, run / "training" / "model")
         (folder := run / "evaluation").mkdir()
         command = ["-m", "grpo_core.evaluate", str(run), "--output", str(folder)]
-        _run_where_trained(load_config(run / "config.toml"), command, logging.getLogger("stage"), folder, {})
+        config = load_config(run / "config.toml").where_evaluated
+        launch_with_restarts(config, command, logging.getLogger("stage"), folder, {})
         report = json.loads((folder / "report.json").read_text())
         return {name: value for name, value in report.items() if name != "start_seconds"}
 
