@@ -17,8 +17,8 @@ from grpo_core.config.files import read_values, search_beside
 from grpo_core.config.inputs import DataConfig, RewardConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data import own_code
+from grpo_core.environments.registry import ADAPTERS, named
 from grpo_core.environments.registry import BUILTIN as ENVIRONMENTS
-from grpo_core.environments.registry import named
 from grpo_core.environments.worker import UnusableError
 from grpo_core.environments.worker import found as imported
 from grpo_core.errors import ConfigError, RewardError
@@ -106,9 +106,14 @@ def _environments(config: RunConfig, own: Mapping[str, Any]) -> Iterator[str]:
     """Yield why tools and environments are refused: they are code, as rewards are. A class's arguments may hold an
     address or a path."""
     preset, given = EnvironmentConfig.model_validate(own.get("environment", {})), config.environment
-    known, listed = {*named(preset), *ENVIRONMENTS}, _listed()
+    known, listed = {*named(preset)} | ENVIRONMENTS.keys() - ADAPTERS.keys(), _listed()
     for name in named(given):
-        if name not in known and (reason := _code_refusal(name, "environments and tools", listed, imported)):
+        if name in ADAPTERS.keys() - known:
+            yield (
+                f"environment: {name!r}: it hands what a policy writes to other people's code; here only a preset may "
+                "name it"
+            )
+        elif name not in known and (reason := _code_refusal(name, "environments and tools", listed, imported)):
             yield f"environment: {name!r}: {reason}"
     if given.environment_args not in ({}, preset.environment_args) and not all(
         name.partition(":")[0] in listed for name in given.factories.values()

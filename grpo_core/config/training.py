@@ -62,6 +62,11 @@ class HealthConfig(Section):
     """Limit: highest share of conversations in which a tool hangs or ends its process, or the environment fails."""
     failed_conversations_action: HealthAction = "stop"
     """What to do when this limit is broken: warn, stop the training, or roll back."""
+    max_verifier_errors: float = Field(0.5, gt=0, le=1)
+    """Limit: highest share of conversations about whose answer a verifier of reasoning-gym raises or takes too long;
+    their reward is 0."""
+    verifier_errors_action: HealthAction = "warn"
+    """What to do when this limit is broken: warn, stop the training, or roll back."""
     not_finite_action: Literal["stop", "roll_back"] = "stop"
     """What to do, without patience, when a loss, gradient or log-probability is NaN or infinite: stop the training, or
     roll back."""

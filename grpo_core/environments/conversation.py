@@ -59,6 +59,7 @@ class Said:
     tokens: int = 0  # after the prompt
     environment_tokens: int = 0
     reward: float | None = None  # the environment's own
+    verifier_error: str = ""  # why a verifier of others gave no verdict about the answer; the reward is then 0
     failure: str = ""  # why the environment could not continue
 
 
@@ -199,6 +200,7 @@ def _ask(talk: Conversation, environments: Environments, request: Mapping[str, A
     if "raised" in answer:
         kind, text = answer["raised"]
         raise CallError(f"{kind}: {text}", is_lost=request["do"] != "call")
+    said.verifier_error = answer.get("verifier_error", "")
     return answer["value"]
 
 
@@ -216,6 +218,7 @@ def conversation_metrics(held: Sequence[Said]) -> dict[str, float]:
         "conversations/failed_tool_calls": failed.total(),
         "conversations/environment_seconds": sum(said.seconds for said in held),
         "conversations/failed": sum(bool(said.failure or said.lost_calls) for said in held),
+        "environment/verifier_errors": sum(bool(said.verifier_error) for said in held),
     }
     found = {name: value / len(held) for name, value in figures.items()}
     for name, count in made.items():

@@ -9,12 +9,15 @@ from pathlib import Path
 from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.errors import GrpoError
 
-BUILTIN = {
-    "calculator": "grpo_core.environments.builtin.calculator:calculator",
-    "python": "grpo_core.environments.builtin.python:python",
+ADAPTERS = {  # they hand what the policy writes to other people's code
     "openenv": "grpo_core.environments.adapters.open_env:OpenEnv",
     "reasoning-gym": "grpo_core.environments.adapters.reasoning_gym:ReasoningGym",
     "textarena": "grpo_core.environments.adapters.textarena:TextArena",
+}
+BUILTIN = {
+    "calculator": "grpo_core.environments.builtin.calculator:calculator",
+    "python": "grpo_core.environments.builtin.python:python",
+    **ADAPTERS,
 }
 
 

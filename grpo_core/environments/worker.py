@@ -31,6 +31,7 @@ from typing import Any
 
 from grpo_core.system.descendants import adopt_orphans, kill_descendants
 from grpo_core.system.guard import die_with_parent, guarded
+from grpo_core.system.sandbox.verifier import NoVerdictError
 
 LONGEST_ANSWER = 1 << 16  # characters of a tool's answer: far more than fits into any context
 MAX_BYTES = 1 << 26  # of an attribute that a reward reads
@@ -118,7 +119,7 @@ def serve(
     _send_json(connection, {"pid": me})
     with asyncio.Runner() as runner:
         instances = _Instances(tools, factories, args, runner)
-        while (body := receive(connection)) is not None:
+        while (body := runner.run(_next(connection))) is not None:
             request = pickle.loads(body)
             if request["do"] == "rest":  # nothing waits for an answer: an error ends this process
                 _reset_tools(tools)
@@ -128,6 +129,18 @@ def serve(
                 os._exit(0)
             _flush()
             _send_json(connection, {"to": request["number"], **answer})
+
+
+async def _next(connection: socket.socket) -> bytes | None:
+    """Return the next request. Until it arrives, the loop runs: connections that the environment keeps and tasks that
+    it has started live on. While it answers by a plain method the loop rests, so that the method may use its own."""
+    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection, arrived.set)
+    try:
+        await arrived.wait()
+    finally:
+        loop.remove_reader(connection)
+    return receive(connection)
 
 
 class _Instances:
@@ -148,6 +161,8 @@ class _Instances:
         """The value that the request asks for, or the error that it causes."""
         try:
             value = self._value(request)
+        except NoVerdictError as error:
+            return {"value": 0.0, "verifier_error": _message(error)}
         except AttributeError as error:
             return {"missing" if request["do"] == "get" else "raised": [type(error).__name__, _message(error)]}
         except BaseException as error:  # exit() and interrupts of the user's code too

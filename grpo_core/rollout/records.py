@@ -42,8 +42,8 @@ def _lists(rows: Sequence[Sequence[float]], kind: type[np.number]) -> pa.Array:
 
 def conversation_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     """Columns of records for conversations; empty without tools and environment. `opening`: what the environment's
-    `reset` added to the prompt; `conversation`: the messages after that, as JSON; `environment_failure`: "" if there
-    was none."""
+    `reset` added to the prompt; `conversation`: the messages after that, as JSON; `environment_failure` and
+    `verifier_error`: "" if there was none."""
     held = [sample.said for sample in samples if sample.said]
     if not held:
         return {}
@@ -55,6 +55,7 @@ def conversation_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
         "failed_tool_calls": [said.failed_calls.total() for said in held],
         "environment_seconds": [round(said.seconds, 4) for said in held],
         "environment_failure": [said.failure for said in held],
+        "verifier_error": [said.verifier_error for said in held],
     }
 
 

@@ -139,6 +139,13 @@ def _rules(config: HealthConfig) -> list[_Rule]:
             "learns to avoid the tool. Their messages and `environment_failure` stand in completions/; raise "
             "environment.tool_timeout if a tool is only slow",
         ),
+        _Rule(
+            "verifier_errors", "environment/verifier_errors", 1, c.max_verifier_errors, c.patience,
+            c.verifier_errors_action,
+            "most answers are such that the verifier raises or takes too long, which is a reward of 0. What it raised "
+            "stands in completions/ as `verifier_error`: let the prompts say in which form the answer is handed in, or "
+            "leave this kind of task out",
+        ),
     ]  # fmt: skip
 
 

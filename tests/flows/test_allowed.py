@@ -17,6 +17,7 @@ from flows.parameters.allowed import resolve_allowed
 from flows.parameters.form import resolve
 from grpo_core.config.files import describe_keys
 from grpo_core.config.inputs import ModelConfig
+from grpo_core.environments.registry import ADAPTERS
 from grpo_core.errors import ConfigError
 from grpo_core.model.loading import load_model
 from grpo_core.rewards.registry import BUILTIN
@@ -125,15 +126,24 @@ def test_no_environment_or_tool_of_a_module_that_the_worker_does_not_list(
     assert "may name built-in environments and tools, those of its preset" in refused(tools=["acting:look"])
     assert refused(tools=["os:system"]).startswith("environment: 'os:system': a deployment's parameters may")
     assert "environment_args: here only a preset may set them" in refused(environment_args={"size": 9})
-    assert "environment_args: here only a preset may set them" in refused(
-        environment_factory="openenv", environment_args={"url": "http://evil"}
-    )
+    for adapter in ADAPTERS:
+        assert f"{adapter!r}: it hands what a policy writes to other" in refused(environment_factory=adapter)
+    args = {"url": "http://evil"}
+    assert "environment_args: here only" in refused(environment_factory="openenv", environment_args=args)
     monkeypatch.setenv(allowed.MODULES, "acting")
     assert "it is defined in the module 'posix', which the worker's" in refused(tools=["acting:system"])
     assert "it is defined in the module 'pathlib', which the worker's" in refused(environment_factory="acting:PurePath")
     assert "'acting:gone' cannot be imported" in refused(tools=["acting:gone"])
     config = resolve_allowed("team", {"environment": {"tools": ["acting:look"], "environment_args": {"size": 9}}})
     assert (config.environment.tools, config.environment.args_of("")) == (["acting:look"], {"size": 9})
+
+
+def test_other_people_s_environments_only_if_the_preset_names_them(folder: Path) -> None:
+    with (folder / "team.toml").open("a") as preset:
+        preset.write('\n[environment]\nenvironment_factory = "reasoning-gym"\n')
+    assert resolve_allowed("team", {"seed": 1}).environment.environment_factory == "reasoning-gym"
+    with pytest.raises(ConfigError, match="'textarena': it hands what a policy writes to other people's code"):
+        resolve_allowed("team", {"environment": {"environment_factory": "textarena"}})
 
 
 def test_a_preset_s_own_reward_as_it_stands_there_and_not_with_other_arguments(folder: Path) -> None:

@@ -1,14 +1,30 @@
-"""Tasks of reasoning-gym: made from a seed, checked by the task's own verifier."""
+"""Tasks of reasoning-gym: made from a seed, checked by the task's own verifier in the sandbox, since many verifiers
+evaluate the answer as Python."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
 
+from grpo_core.system.sandbox.verifier import NoVerdictError, Verifier
+
 try:
     import reasoning_gym
 except ImportError as error:
     raise ImportError("install it: pip install 'grpo-flows[reasoning-gym]'") from error
+
+# One of its packages imports matplotlib, to draw, which takes a second and wants to write.
+SOURCE = """
+import sys, unittest.mock
+for name in ("", ".animation", ".collections", ".pyplot"):
+    sys.modules["matplotlib" + name] = unittest.mock.MagicMock()
+sys.modules |= {"mpl_toolkits.mplot3d": unittest.mock.MagicMock()}
+import reasoning_gym
+
+def judge(dataset, seed, options, answer, task):
+    return reasoning_gym.create_dataset(dataset, seed=seed, size=1, **options).score_answer(answer, task)
+"""
+VERIFIER = Verifier(SOURCE)
 
 
 class ReasoningGym:
@@ -21,8 +37,8 @@ class ReasoningGym:
     def reset(self, dataset: str | None = None, seed: int | None = None, **row: Any) -> str:
         """The task's question."""
         seed = random.randrange(2**31) if seed is None else seed
-        self.tasks = reasoning_gym.create_dataset(dataset or self.dataset, seed=seed, size=1, **self.options)
-        self.task = self.tasks[0]
+        self.made = {"dataset": dataset or self.dataset, "seed": seed, "options": self.options}
+        self.task = reasoning_gym.create_dataset(self.made["dataset"], seed=seed, size=1, **self.options)[0]
         self.answered: str | None = None
         return f"\n{self.task['question']}"
 
@@ -38,5 +54,11 @@ class ReasoningGym:
         return "Handed in."
 
     def get_reward(self) -> float:
-        """The verdict of the task's verifier: 1 for a right answer, 0 without one."""
-        return 0.0 if self.answered is None else float(self.tasks.score_answer(self.answered, self.task))
+        """The verdict of the task's verifier: 1 for a right answer, 0 without one. Raises NoVerdictError if there is no
+        verdict, or one outside of 0 to 1."""
+        if self.answered is None:
+            return 0.0
+        score = VERIFIER.score(**self.made, answer=self.answered, task=self.task)
+        if not 0 <= score <= 1:
+            raise NoVerdictError(f"the verifier gave {score}, and verdicts are from 0 to 1")
+        return score

@@ -10,6 +10,7 @@ import json
 import marshal
 import os
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -197,28 +198,30 @@ def _kernel_limits(limits: Limits, sandbox: Sandbox) -> list[tuple[str, int]]:
 
 
 @contextmanager
-def enclosed(scratch_mib: int) -> Iterator[tuple[list[str], int]]:
+def enclosed(scratch_mib: int, packages: Sequence[str] = ()) -> Iterator[tuple[list[str], int]]:
     """The beginning of a command that runs in the sandbox, and the descriptor to pass to it (the filter of system
-    calls)."""
+    calls). `scratch_mib`: 0 for nothing that can be written; `packages`: folders of Python packages that it sees."""
     reading, writing = os.pipe()
     try:
         with os.fdopen(writing, "wb") as file:
             file.write(build_filter())
-        yield _sandbox_command(reading, scratch_mib), reading
+        yield _sandbox_command(reading, scratch_mib, packages), reading
     finally:
         os.close(reading)
 
 
-def _sandbox_command(filter_descriptor: int, scratch_mib: int) -> list[str]:
-    """Beginning of a command that sees only the interpreter, read-only, and a scratch /tmp."""
+def _sandbox_command(filter_descriptor: int, scratch_mib: int, packages: Sequence[str]) -> list[str]:
+    """Beginning of a command that sees only the interpreter and packages, read-only, and a scratch /tmp."""
     tool = {name: shutil.which(name) or name for name in NEEDED}
     first = [tool["choom"], "-n", "1000", "--"]  # if memory runs out, this is killed, not the training
-    shown = PREFIX
+    places = {folder: folder for folder in (PREFIX, *map(Path, packages))}
     if os.geteuid() == 0:
-        # The limit of processes does not bind root; the user `nobody` reaches the interpreter by /mnt.
-        shown = Path("/mnt")
-        mount = f'{tool["mount"]} --bind "$0" {shown} && exec "$@"'
-        first += [tool["unshare"], "--mount", "/bin/sh", "-c", mount, str(PREFIX), tool["setpriv"]]
+        # The limit of processes does not bind root; the user `nobody` reaches the interpreter and packages by /mnt.
+        places = {folder: Path(f"/mnt/{number}") for number, folder in enumerate(places)}
+        mount = f"{tool['mount']} -t tmpfs -o mode=755 tmpfs /mnt"
+        for folder, place in places.items():
+            mount += f" && mkdir {place} && {tool['mount']} --bind {shlex.quote(str(folder))} {place}"
+        first += [tool["unshare"], "--mount", "/bin/sh", "-c", f'{mount} && exec "$0" "$@"', tool["setpriv"]]
         first += ["--pdeathsig", "KILL", "--clear-groups", "--reuid", str(NOBODY), "--regid", str(NOBODY)]
     first += [tool["bwrap"], "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
     first += ["--die-with-parent", "--new-session", "--seccomp", str(filter_descriptor)]
@@ -229,10 +232,12 @@ def _sandbox_command(filter_descriptor: int, scratch_mib: int) -> list[str]:
             first += ["--ro-bind-try", folder, folder]
     first += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     for part in (PYTHON.relative_to(PREFIX), Path("lib")):
-        first += ["--ro-bind", str(shown / part), str(PREFIX / part)]
-    packages = Path(sysconfig.get_path("purelib", vars={"base": str(PREFIX)}))
-    if packages.is_relative_to(PREFIX / "lib") and packages.is_dir():
-        first += ["--tmpfs", str(packages), "--remount-ro", str(packages)]
+        first += ["--ro-bind", str(places[PREFIX] / part), str(PREFIX / part)]
+    own = Path(sysconfig.get_path("purelib", vars={"base": str(PREFIX)}))
+    if own.is_relative_to(PREFIX / "lib") and own.is_dir():
+        first += ["--tmpfs", str(own), "--remount-ro", str(own)]
     first += ["--dev", "/dev", "--remount-ro", "/dev"]
-    first += ["--size", str(scratch_mib << 20), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/", "--"]
-    return first
+    first += ["--size", str(scratch_mib << 20), "--tmpfs", "/tmp"] if scratch_mib else ["--dir", "/tmp"]
+    for folder in map(Path, packages):
+        first += ["--ro-bind", str(places[folder]), str(folder)]
+    return [*first, "--chdir", "/tmp", "--remount-ro", "/", "--"]

@@ -71,6 +71,16 @@ class Endless:
         time.sleep(1000)
 
 
+class CannotJudge:
+    """An environment without tools whose reward raises."""
+
+    def reset(self, **row: Any) -> None:
+        pass
+
+    def get_reward(self) -> float:
+        return float(int("zzz"))
+
+
 class Dice:
     """An environment with randomness, from its beginning and in each call."""
 
