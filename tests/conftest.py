@@ -137,6 +137,15 @@ def forgotten_gpus() -> None:
     list_devices.cache_clear()
 
 
+@pytest.fixture(autouse=True)
+def nothing_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test finds the modules that its own configuration names, as a process of its own would."""
+    from grpo_core.system.beside import BESIDE, FINDER
+
+    FINDER.forget()
+    monkeypatch.setenv(BESIDE, "")
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))

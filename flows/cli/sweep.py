@@ -17,7 +17,7 @@ from flows.cli.terminal import Terminal, refusals, say
 from flows.serving.environment import TAG, configure
 from flows.serving.find_server import server_for_command
 from grpo_core.config.evaluation import HELD_OUT
-from grpo_core.config.files import parse_config, read_values, search_beside, with_keys
+from grpo_core.config.files import named_modules, parse_config, read_values, search_beside, with_keys
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.pace import Pace, pace_request
 from grpo_core.planning.plan import Plan
@@ -76,11 +76,12 @@ def sweep(
     from flows.parameters.arms import read_grid  # imports polars
     from flows.parameters.search import make_requested_sweep, read_ranges
 
-    search_beside(config)
     values = read_values(config, overrides)
 
     def load(keys: Values) -> RunConfig:
-        return parse_config(with_keys(values, keys))
+        arm = parse_config(with_keys(values, keys))
+        search_beside(config, named_modules(arm))
+        return arm
 
     asked = make_requested_sweep(
         load, read_grid(grid or []), seeds, name, stop_early, optuna, read_ranges(ranges or [])

@@ -13,7 +13,7 @@ from typing import Any
 
 from flows.parameters.form import CONFIGS, PRESETS, resolve
 from grpo_core.config.environment import EnvironmentConfig
-from grpo_core.config.files import read_values, search_beside
+from grpo_core.config.files import named_modules, read_values, search_beside
 from grpo_core.config.inputs import DataConfig, RewardConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data import own_code
@@ -43,8 +43,8 @@ def resolve_allowed(preset: str, changes: dict[str, Any]) -> RunConfig:
     if preset not in PRESETS:
         raise ConfigError(f"preset = {preset!r}: a deployment takes a preset of its worker: {', '.join(PRESETS)}")
     path = CONFIGS / f"{preset}.toml"
-    search_beside(path)
     config, own = resolve(preset, changes), read_values(path)
+    search_beside(path, named_modules(resolve(preset, {})) | _listed())
     if problems := [
         *_rewards(config, own),
         *_columns(config, own),

@@ -8,17 +8,18 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
+from grpo_core.config.columns import is_function
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
+from grpo_core.system import beside
 
 SHOWN = 200  # characters of a wrong value
 
@@ -35,9 +36,10 @@ def parse_config(values: dict[str, Any]) -> RunConfig:
 
 def load_config(path: Path | str, overrides: list[str] | None = None) -> RunConfig:
     """Read a TOML file and apply `section.key=value` overrides (values in TOML syntax, bare strings allowed). Makes the
-    modules beside the file importable, for its rewards."""
-    search_beside(Path(path))
-    return parse_config(read_values(path, overrides))
+    modules beside the file that it names importable."""
+    config = parse_config(read_values(path, overrides))
+    search_beside(Path(path), named_modules(config))
+    return config
 
 
 def read_values(path: Path | str, overrides: list[str] | None = None) -> dict[str, Any]:
@@ -161,11 +163,15 @@ def _model_at(location: tuple[int | str, ...]) -> type[BaseModel]:
 KEPT = "rewards"  # folder beside a run's configuration, with copies of the modules that it names
 
 
-def search_beside(config: Path) -> None:
-    """Make the modules of the working folder, those beside a configuration, and those that a run keeps importable.
+def named_modules(config: RunConfig) -> set[str]:
+    """The modules that a configuration names, for rewards, environments, tools, columns and a schema."""
+    named = [reward.function for reward in config.rewards]
+    named += [*config.environment.factories.values(), *config.environment.tools, config.data.schema or ""]
+    named += [how for origin in config.data.origins.values() for how in origin.columns.values() if is_function(how)]
+    return {name.partition(":")[0] for name in named if ":" in name}
 
-    These folders come last, so that a file in them hides no installed module.
-    """
-    for folder in (Path.cwd(), config.parent.resolve(), config.parent.resolve() / KEPT):
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
+
+def search_beside(config: Path, modules: Iterable[str]) -> None:
+    """Make these modules importable from the working folder, from beside a configuration, and from what a run keeps."""
+    folder = config.parent.resolve()
+    beside.search(map(str, (Path.cwd(), folder, folder / KEPT)), modules)

@@ -21,13 +21,15 @@ from importlib.abc import InspectLoader
 from pathlib import Path
 from typing import Any
 
+from grpo_core.system.beside import FINDER
+
 Fault = Callable[[str], Exception]
 
 
 def _searched() -> str:
     """The searched folders other than those of Python and its packages, as part of a sentence."""
     pythons = (Path(sys.prefix), Path(sysconfig.get_path("stdlib")))
-    folders = (Path(entry or ".").resolve() for entry in sys.path)
+    folders = (Path(entry or ".").resolve() for entry in (*sys.path, *FINDER.folders))
     own = [it for it in folders if it.is_dir() and not any(it.is_relative_to(folder) for folder in pythons)]
     return ", ".join(str(folder) for folder in dict.fromkeys(own))
 
@@ -38,7 +40,8 @@ def place_of(file: Path, function: str) -> str:
     for place in (f"{module}{file.suffix}", f"{module}/{file.name}"):
         if file.as_posix().endswith(f"/{place}"):
             return place
-    folders = [folder for folder in sys.path if folder and file.is_relative_to(folder)]  # of another module
+    searched = (folder for folder in (*sys.path, *FINDER.folders) if folder)
+    folders = [folder for folder in searched if file.is_relative_to(folder)]  # of another module
     return file.relative_to(max(folders, key=len)).as_posix() if folders else file.name
 
 

@@ -121,6 +121,22 @@ def test_a_file_of_the_working_folder_hides_no_module_from_the_processes_of_rewa
     assert done.returncode == 0 and "it was imported" not in done.stdout + done.stderr, done.stdout + done.stderr
 
 
+@pytest.mark.slow
+def test_files_that_a_configuration_does_not_name_are_not_run_by_libraries(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    """They have the names of packages that libraries of this project look for and that are not installed."""
+    config = _project(tmp_path / "configs", "judged", SHORTER)
+    for folder in (config.parent, tmp_path):
+        for name in ("trio", "zstandard", "snappy", "lz4", "brotli", "brotlicffi", "numexpr", "bottleneck", "pyspark"):
+            (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write(__file__ + '\\n')\n")
+    for command, *given in (("data", "check"), ("rewards", "try", "--completion", "4")):
+        given += [str(config), "--set", f"model.name_or_path={model_folder}"]
+        done = _grpo(command, *given, folder=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
+
+
 def test_a_module_that_a_reward_imports_in_vain_is_named(tmp_path: Path) -> None:
     config = load_config(_project(tmp_path, "needs_helper", f"import helper_of_mine\n{SHORTER}"))
     with pytest.raises(RewardError, match="it imports 'helper_of_mine', which is not there"):
