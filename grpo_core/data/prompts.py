@@ -102,10 +102,10 @@ def load_tokenizer(config: ModelConfig) -> Any:
     with importing():
         import transformers
 
-        import grpo_core.model  # noqa: F401  (keeps transformers from importing scikit-learn)
+        from grpo_core.model.pretrained import from_pretrained  # keeps transformers from importing scikit-learn
 
         loader = transformers.AutoTokenizer  # the import of which takes seconds
-    return loader.from_pretrained(config.name_or_path, revision=config.revision)
+    return from_pretrained(loader, config.name_or_path, config.revision)
 
 
 def load_prompts(

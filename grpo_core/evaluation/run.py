@@ -159,11 +159,13 @@ def _incompatible_part(base: Any, folder: Path, tokenizer: Any) -> str:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    from grpo_core.model.pretrained import from_config, from_pretrained
+
     with torch.device("meta"):  # the weights of another architecture are not even read
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        model = from_config(AutoModelForCausalLM, from_pretrained(AutoConfig, folder))
     shapes = [{name: weights.shape for name, weights in each.named_parameters()} for each in (base, model)]
     if shapes[0] != shapes[1]:
         return "architecture"
-    own: Any = AutoTokenizer.from_pretrained(folder)
+    own = from_pretrained(AutoTokenizer, folder)
     same = (own.get_vocab(), own.chat_template) == (tokenizer.get_vocab(), tokenizer.chat_template)
     return "" if same else "tokenizer"

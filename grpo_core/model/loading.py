@@ -23,6 +23,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.model.float32_logits import make_logits_float32
 from grpo_core.model.four_bit import dequantised, keep_gradients, nf4_config
 from grpo_core.model.precision import make_bfloat16
+from grpo_core.model.pretrained import from_pretrained
 
 # Parts of the names of tensors that bitsandbytes saves beside 4-bit weights.
 OF_4BIT = (".weight.absmax", ".weight.quant_", ".weight.nested_")
@@ -53,8 +54,9 @@ def load_model(
     if in_4bit:
         options["quantization_config"] = nf4_config(dtype)
     with nullcontext() if shard is None else _sharding_by(shard):
-        model = AutoModelForCausalLM.from_pretrained(
-            path, revision=revision, dtype=dtype, attn_implementation=attention_of(path, revision), **options
+        attention = attention_of(path, revision)
+        model = from_pretrained(
+            AutoModelForCausalLM, path, revision, dtype=dtype, attn_implementation=attention, **options
         ).eval()
     if shard is not None:
         del model.config.distributed_config  # it would be saved with the model
@@ -89,7 +91,7 @@ def _sharding_by(shard: Callable[[Any], None]) -> Iterator[None]:
 def attention_of(path: Path | str, revision: str | None = None) -> str | None:
     """Return transformers' name of the attention that a model needs: "eager" if it caps its attention scores (Gemma 2,
     VaultGemma), since the fused one ignores the cap; None if transformers may choose."""
-    config = AutoConfig.from_pretrained(path, revision=revision).get_text_config()
+    config = from_pretrained(AutoConfig, path, revision).get_text_config()
     return "eager" if getattr(config, "attn_logit_softcapping", None) else None
 
 

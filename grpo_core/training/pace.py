@@ -56,9 +56,10 @@ def measure(request: PaceRequest, started: float) -> Pace:
 
     from grpo_core.config.inputs import ModelConfig
     from grpo_core.data.prompts import load_tokenizer
+    from grpo_core.model.pretrained import from_pretrained
 
     keys = ModelConfig(**request.model)
-    shape = AutoConfig.from_pretrained(keys.name_or_path, revision=keys.revision)
+    shape = from_pretrained(AutoConfig, keys.name_or_path, keys.revision)
     parameters, layers = _parameters(shape), shape.get_text_config().num_hidden_layers
     tokenizer = load_tokenizer(keys)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -103,8 +104,10 @@ def _parameters(shape: Any) -> int:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from grpo_core.model.pretrained import from_config
+
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(shape).parameters())
+        return sum(parameter.numel() for parameter in from_config(AutoModelForCausalLM, shape).parameters())
 
 
 def _load_whole(keys: Any, shape: Any) -> tuple[Any, bool]:
@@ -113,11 +116,12 @@ def _load_whole(keys: Any, shape: Any) -> tuple[Any, bool]:
     from transformers import AutoModelForCausalLM
 
     from grpo_core.model.loading import load_model
+    from grpo_core.model.pretrained import from_config
 
     try:
         return load_model(keys.name_or_path, keys.revision), True
     except OSError:
-        return AutoModelForCausalLM.from_config(shape, dtype=torch.float32).eval(), False
+        return from_config(AutoModelForCausalLM, shape, dtype=torch.float32).eval(), False
 
 
 def _sliced(shape: Any, layers: int) -> Any:
@@ -125,12 +129,14 @@ def _sliced(shape: Any, layers: int) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from grpo_core.model.pretrained import from_config
+
     shape = copy.deepcopy(shape)
     text = shape.get_text_config()
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]
-    return AutoModelForCausalLM.from_config(shape, dtype=torch.float32).eval()
+    return from_config(AutoModelForCausalLM, shape, dtype=torch.float32).eval()
 
 
 def _prompts(request: PaceRequest, tokenizer: Any) -> list[list[int]]:

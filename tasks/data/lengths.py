@@ -43,11 +43,12 @@ def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
         from transformers import AutoConfig, logging
 
         from grpo_core.model.positions import usable_positions
+        from grpo_core.model.pretrained import from_pretrained
 
     logging.set_verbosity_error()  # else it warns of each text that is longer than the model's context
     try:
         tokenizer = load_tokenizer(config)
-        model = AutoConfig.from_pretrained(config.name_or_path, revision=config.revision)
+        model = from_pretrained(AutoConfig, config.name_or_path, config.revision)
     except Exception as error:
         raise ModelError(
             f"model.name_or_path = {config.name_or_path!r}: its tokenizer and config cannot be loaded: {error}"

@@ -122,9 +122,7 @@ def test_a_file_of_the_working_folder_hides_no_module_from_the_processes_of_rewa
 
 
 @pytest.mark.slow
-def test_files_that_a_configuration_does_not_name_are_not_run_by_libraries(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_files_that_a_configuration_does_not_name_are_not_run_by_libraries(tmp_path: Path, model_folder: Path) -> None:
     """They have the names of packages that libraries of this project look for and that are not installed."""
     config = _project(tmp_path / "configs", "judged", SHORTER)
     for folder in (config.parent, tmp_path):

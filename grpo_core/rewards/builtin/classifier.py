@@ -71,19 +71,20 @@ def _load(model: str, revision: str | None, dtype: str, device: str) -> tuple[An
     import transformers
 
     from grpo_core.model.loading import attention_of
+    from grpo_core.model.pretrained import from_pretrained
 
     try:
         # The training's random state must not depend on when this is called first.
         with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
-            loaded, found = transformers.AutoModelForSequenceClassification.from_pretrained(
+            loaded, found = from_pretrained(
+                transformers.AutoModelForSequenceClassification,
                 model,
-                revision=revision,
+                revision,
                 dtype=dtype,
                 attn_implementation=attention_of(model, revision),
-                trust_remote_code=False,
                 output_loading_info=True,
             )
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
+        tokenizer = from_pretrained(transformers.AutoTokenizer, model, revision)
     except (OSError, ValueError) as error:
         raise RewardError(f"model {model!r} cannot be loaded: {error}") from error
     if found["missing_keys"]:

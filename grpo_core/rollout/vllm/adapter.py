@@ -27,7 +27,9 @@ def sends_adapter_alone(config: ModelConfig) -> bool:
         return False
     from transformers import AutoConfig
 
-    text = AutoConfig.from_pretrained(config.name_or_path, revision=config.revision).get_text_config()
+    from grpo_core.model.pretrained import from_pretrained
+
+    text = from_pretrained(AutoConfig, config.name_or_path, config.revision).get_text_config()
     return not any(getattr(text, name, None) for name in EXPERTS)
 
 
