@@ -103,6 +103,15 @@ def test_every_row_of_the_comparison_with_trl_is_shown_by_tests_that_exist() -> 
     assert list(_comparison()) == list(shown_by)
 
 
+def test_every_row_of_whose_code_is_reached_names_a_test_that_exists() -> None:
+    table = (EXPLANATION / "security.md").read_text().partition("## What reaches whose code")[2].partition("\n## ")[0]
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 10
+    for *_, named, _ in rows:
+        file, _, test = named.strip(" `").partition("::")
+        assert f"def {test}(" in (ROOT / file).read_text()
+
+
 def test_the_comparison_with_trl_counts_its_verdicts() -> None:
     verdicts = Counter(_comparison().values())
     same, stricter, other, not_there = (verdicts[it] for it in ("same", "stricter", "other", "not in TRL"))

@@ -254,7 +254,7 @@ def _open(source: Source) -> Rows:
         at_once = slice_rows(len(loaded), loaded.data.nbytes)
         rows = loaded.with_format("polars")
         return Rows(rows[:0], len(rows), lambda: rows.iter(at_once)).map(_plain)
-    except Exception as error:
+    except (Exception, pl.exceptions.PanicException) as error:
         raise SourceError(f"{source}, split {source.split!r}: {error}; {FORMS}") from error
 
 
@@ -270,7 +270,7 @@ def _parquet(source: Source) -> Rows:
             with pq.ParquetFile(path, buffer_size=BUFFER) as file:
                 for batch in file.iter_batches(batch_size=at_once):
                     yield _plain(pl.DataFrame(pl.from_arrow(pa.Table.from_batches([batch]))))
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, pa.ArrowException, pl.exceptions.PanicException) as error:
             raise _unreadable(source, error) from error
 
     try:
@@ -281,8 +281,11 @@ def _parquet(source: Source) -> Rows:
     if wide := [field.name for field in columns if "decimal256" in str(field.type)]:
         raise _unreadable(source, Fault(f"column {wide[0]!r} holds numbers beyond 38 digits; write them as text"))
     at_once = slice_rows(facts.num_rows, sum(facts.row_group(it).total_byte_size for it in range(facts.num_row_groups)))
-    empty = pa.Table.from_batches([], columns)  # `columns.empty_table()` would import pandas
-    return Rows(_plain(pl.DataFrame(pl.from_arrow(empty))), facts.num_rows, read)
+    try:
+        empty = pl.DataFrame(pl.from_arrow(pa.Table.from_batches([], columns)))  # `empty_table()` would import pandas
+    except pl.exceptions.PanicException as error:  # metadata that is no text
+        raise _unreadable(source, error) from error
+    return Rows(_plain(empty), facts.num_rows, read)
 
 
 def _kind(path: Path) -> str:
@@ -299,7 +302,7 @@ def _plain(frame: pl.DataFrame) -> pl.DataFrame:
     return frame.with_columns(casts)
 
 
-def _unreadable(source: Source, error: Exception) -> SourceError:
+def _unreadable(source: Source, error: BaseException) -> SourceError:
     path, said = Path(source.data), str(error)
     if not isinstance(error, Fault) and is_file(path) and _kind(path) in (".jsonl", ".json"):
         said = find_fault(path, _kind(path)) or said

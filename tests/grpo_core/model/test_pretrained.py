@@ -53,6 +53,7 @@ def _calls() -> Iterator[tuple[str, ast.Call, ast.Attribute]]:
                     yield file.relative_to(ROOT).as_posix(), node, node.func
 
 
+@pytest.mark.slow
 def test_every_model_and_tokenizer_is_loaded_by_the_one_helper() -> None:
     loading = [
         (file, ast.unparse(called.value), {keyword.arg for keyword in call.keywords})
