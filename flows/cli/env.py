@@ -232,6 +232,8 @@ def _summarize(terminal: Terminal, run: RunConfig, sample: Sample) -> None:
         f"tokens: prompt {len(sample.prompt_ids):,}; policy {completion.sampled_tokens:,}, trained; environment "
         f"{said.environment_tokens:,}, not trained. Waited for the environment: {said.seconds:.2f} s",
     )
+    if said.verifier_error:
+        terminal.print(f"the verifier gave no verdict, which is a reward of 0: {said.verifier_error}", style="yellow")
     given = np.array([sample.rewards])
     (values,), (counts,), (total,) = given, counted(given, run.rewards), weighted_sum(given, run.rewards)
     terminal.print(rewards_table(run.rewards, values, counts, total))

@@ -44,7 +44,7 @@ def resolve_allowed(preset: str, changes: dict[str, Any]) -> RunConfig:
         raise ConfigError(f"preset = {preset!r}: a deployment takes a preset of its worker: {', '.join(PRESETS)}")
     path = CONFIGS / f"{preset}.toml"
     config, own = resolve(preset, changes), read_values(path)
-    search_beside(path, named_modules(resolve(preset, {})) | _listed())
+    search_beside(path, _listed())
     if problems := [
         *_rewards(config, own),
         *_columns(config, own),
@@ -52,6 +52,7 @@ def resolve_allowed(preset: str, changes: dict[str, Any]) -> RunConfig:
         *_addresses(changes, own),
     ]:
         raise ConfigError("\n".join(problems))
+    search_beside(path, named_modules(config))
     return config
 
 

@@ -15,8 +15,6 @@ import socket
 import sys
 import time
 
-TICK = 0.05  # seconds between looks at the clock while something is judged
-
 
 def main():
     setup = json.loads(sys.argv[1])
@@ -25,23 +23,26 @@ def main():
     control, names = socket.socket(fileno=0), {}
     exec(compile(setup["source"], "verifier.py", "exec"), names)
     control.send(b".")
-    running = {}  # process → when its time is up
+    running = {}  # descriptor of a judgement's process → the process, and when its time is up
     while True:
         free = len(running) < setup["together"]
-        if select.select([control] if free else [], [], [], TICK if running else None)[0]:
+        wait = max(0.0, min(end for _, end in running.values()) - time.monotonic()) if running else None
+        ready = select.select([*running, *([control] if free else [])], [], [], wait)[0]
+        for ended in set(ready) & running.keys():
+            os.waitpid(running.pop(ended)[0], 0)
+            os.close(ended)
+        for process, end in running.values():
+            if time.monotonic() > end:
+                os.kill(process, signal.SIGKILL)
+        if control in ready:
             something, descriptors, _, _ = socket.recv_fds(control, 1, 1)
             if not something:
                 return
             with socket.socket(fileno=descriptors[0]) as connection:
-                child = os.fork()
-                if child == 0:
+                process = os.fork()
+                if process == 0:
                     judge(control, connection, names["judge"], setup["limits"])
-                running[child] = time.monotonic() + setup["wall_seconds"]
-        while running and (child := os.waitpid(-1, os.WNOHANG)[0]):
-            del running[child]
-        for child, end in running.items():
-            if time.monotonic() > end:
-                os.kill(child, signal.SIGKILL)
+                running[os.pidfd_open(process)] = process, time.monotonic() + setup["wall_seconds"]
 
 
 def judge(control, connection, function, limits):

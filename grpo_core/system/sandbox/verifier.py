@@ -63,7 +63,7 @@ class Verifier:
         with theirs, enclosed(0, packages) as (command, filters):
             self.process = subprocess.Popen(
                 [*command[:-1], "--as-pid-1", "--", *python],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 env=THREADS,
