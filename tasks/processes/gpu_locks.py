@@ -23,6 +23,7 @@ from tasks.stages.locks import holding, lock
 LOCKS = Path("/tmp/grpo-gpus")
 POLL_SECONDS = 1.0
 ORDER = "CUDA_DEVICE_ORDER"
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 IN_USE_MIB = 2048  # more than the windows of a desktop take: then the GPU is in use
 Taken = dict[str, int]  # GPUs as CUDA_VISIBLE_DEVICES names them, each with the file descriptor of its lock
 
@@ -142,15 +143,13 @@ def _environment(own: Mapping[str, str]) -> Iterator[None]:
 def _locking_free(devices: Sequence[Device]) -> Iterator[tuple[dict[Device, int], list[Device]]]:
     """Lock those of the devices that are free. In the block, no other process locks any; after it, those that are not
     in the list are freed. Gives the file descriptor of each one's lock, and the list."""
-    LOCKS.mkdir(exist_ok=True)
-    with suppress(PermissionError):  # another user made it
-        LOCKS.chmod(0o1777)
     free, kept = dict[Device, int](), list[Device]()
-    choosing = _open("choosing")
+    folder = _open(LOCKS, 0o1777)
+    choosing = _open("choosing", within=folder)
     try:
         fcntl.flock(choosing, fcntl.LOCK_EX)
         for device in devices:
-            descriptor = _open(device.uuid.replace("/", "-") if device.is_slice else device.index)
+            descriptor = _open(device.uuid.replace("/", "-") if device.is_slice else device.index, within=folder)
             if lock(descriptor):
                 free[device] = descriptor
             else:
@@ -161,14 +160,26 @@ def _locking_free(devices: Sequence[Device]) -> Iterator[tuple[dict[Device, int]
             if device not in kept:
                 os.close(descriptor)
         os.close(choosing)
+        os.close(folder)
 
 
-def _open(name: str) -> int:
-    """Open a GPU's folder, which any user of the machine may lock, and return the descriptor. Files would not do:
-    systemd removes old files from /tmp even if they are locked, and Linux refuses to open another user's file there
-    with O_CREAT."""
-    path = LOCKS / name
-    path.mkdir(exist_ok=True)
-    with suppress(PermissionError):  # another user made it
-        path.chmod(0o755)
-    return os.open(path, os.O_RDONLY)
+def _open(name: str | Path, mode: int = 0o755, within: int | None = None) -> int:
+    """Open a folder of the locks, which any user of the machine may lock, and return the descriptor. Makes it, with
+    this mode, if it does not exist. Files would not do: systemd removes old files from /tmp even if they are locked,
+    and Linux refuses to open another user's file there with O_CREAT.
+
+    Another user may have put anything under the name: links are not followed, and only a folder made here gets the
+    mode. Raises StageError if it cannot be opened.
+    """
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(name, dir_fd=within)
+            descriptor = os.open(name, FOLDER, dir_fd=within)
+            os.fchmod(descriptor, mode)
+            return descriptor
+        return os.open(name, FOLDER, dir_fd=within)
+    except OSError as error:
+        raise StageError(
+            f"{LOCKS / name} cannot be locked ({error.strerror}): GPUs are shared by locks on folders that every user "
+            "of the machine may open; have its owner, or the administrator, remove it"
+        ) from error

@@ -73,6 +73,26 @@ def test_two_stages_of_four_share_a_machine_of_eight_and_the_third_waits(at_end:
     assert [*free(1)] == ["2"]
 
 
+@pytest.mark.parametrize("name", ["", "0", "choosing"])
+def test_a_link_that_another_user_put_in_place_of_a_lock_is_refused_and_not_followed(machine: Path, name: str) -> None:
+    private = machine.parent / "private"
+    private.mkdir(0o700)
+    if name:
+        machine.mkdir()
+    (machine / name).symlink_to(private)
+    with pytest.raises(StageError, match=rf"{machine / name} cannot be locked \(Not a directory\).* remove it"):
+        free(1)
+    assert private.stat().st_mode & 0o7777 == 0o700 and not any(private.iterdir())
+
+
+def test_locks_that_another_user_made_are_shared_as_they_are(machine: Path) -> None:
+    (machine / "0").mkdir(parents=True, mode=0o750)
+    machine.chmod(0o777)
+    assert [*free(2)] == ["0", "1"]
+    modes = {path: path.stat().st_mode & 0o7777 for path in (machine, machine / "0", machine / "1")}
+    assert modes == {machine: 0o777, machine / "0": 0o750, machine / "1": 0o755}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_begins_and_ends_no_gpu_is_used_twice_and_a_stage_waits_only_if_too_few_are_free(seed: int) -> None:
