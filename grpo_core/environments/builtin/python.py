@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_core.system.sandbox.bubblewrap import ESCAPE, SandboxError, require
+from grpo_core.system.sandbox.bubblewrap import ESCAPE, SCRATCH_FILES, SandboxError, require
 from grpo_core.system.sandbox.session import LONGEST_CODE, Session, SessionLimits
 
 LIMITS = SessionLimits()
@@ -34,8 +34,9 @@ class Interpreter:
         if text is None:
             self.session = None
             raise RuntimeError(
-                f"the interpreter was ended: the code took more than {LIMITS.wall_seconds:g} s or more memory than it "
-                "has, or ended it. Its variables are gone; the next call starts with none"
+                f"the interpreter was ended: the code took more than {LIMITS.wall_seconds:g} s, more memory than it "
+                f"has or more than {SCRATCH_FILES:,} files, or ended it. Its variables are gone; the next call starts "
+                "with none"
             )
         return text or "(no output)"
 

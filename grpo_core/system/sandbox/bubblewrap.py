@@ -30,7 +30,9 @@ from grpo_core.system.sandbox.seccomp import MACHINES, build_filter
 
 Sandbox = Literal["bubblewrap", "none"]
 NOBODY = 65534
-NEEDED = {"bwrap": "bubblewrap", "mount": "mount"} | dict.fromkeys(("choom", "setpriv", "unshare"), "util-linux")
+NEEDED = {"bwrap": "bubblewrap", "mkdir": "coreutils", "mount": "mount"} | dict.fromkeys(("choom", "setpriv", "unshare"), "util-linux")
+SCRATCH_FILES = 4096  # most files of the scratch folder: each costs the kernel about 1 KiB that no other limit counts
+WATCH_SECONDS = 0.05
 LINE = 32  # bytes of an answer's line other than the answer
 STARTED = b"started \n"
 ESCAPE = (
@@ -125,6 +127,8 @@ def require(sandbox: Sandbox) -> None:
         raise SandboxError(f"no sandbox: {', '.join(missing)} not found; install it{ESCAPE}")
     if os.uname().machine not in MACHINES:
         raise SandboxError(f"no sandbox: no filter of system calls for {os.uname().machine}{ESCAPE}")
+    if os.geteuid() != 0 and not _children_file(os.getpid()).exists():
+        raise SandboxError(f"no sandbox: the kernel shows no children of processes (CONFIG_PROC_CHILDREN){ESCAPE}")
     if ask("", [Call("1")], Limits(), sandbox) != [1]:
         raise SandboxError(f"no sandbox: a program that should answer 1 did not{ESCAPE}")
 
@@ -152,6 +156,8 @@ def _run(job: bytes, limits: Limits, sandbox: Sandbox, max_bytes: int) -> tuple[
             )
         )
         stack.callback(kill, process)
+        if sandbox == "bubblewrap":
+            bound_files(process)
         timer = threading.Timer(limits.wall_seconds, kill, [process])
         stack.callback(timer.cancel)
         timer.start()
@@ -181,6 +187,29 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     """End bubblewrap, and with it everything in its process namespace."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def bound_files(process: subprocess.Popen[bytes]) -> None:
+    """End the sandbox, from now to its end, as soon as its scratch folder holds more than SCRATCH_FILES. As root, the
+    folder itself refuses more."""
+    if os.geteuid() != 0:
+        threading.Thread(target=_watch_files, args=(process,), daemon=True).start()
+
+
+def _watch_files(process: subprocess.Popen[bytes]) -> None:
+    ours = os.stat("/tmp").st_dev
+    while process.returncode is None:
+        with suppress(OSError):  # bubblewrap has not started its child yet, or has ended
+            for child in _children_file(process.pid).read_text().split():
+                scratch = f"/proc/{child}/root/tmp"
+                found = os.statvfs(scratch)
+                if found.f_files - found.f_ffree > SCRATCH_FILES and os.stat(scratch).st_dev != ours:
+                    kill(process)
+        time.sleep(WATCH_SECONDS)
+
+
+def _children_file(process: int) -> Path:
+    return Path(f"/proc/{process}/task/{process}/children")
 
 
 def _kernel_limits(limits: Limits, sandbox: Sandbox) -> list[tuple[str, int]]:
@@ -215,13 +244,16 @@ def _sandbox_command(filter_descriptor: int, scratch_mib: int, packages: Sequenc
     tool = {name: shutil.which(name) or name for name in NEEDED}
     first = [tool["choom"], "-n", "1000", "--"]  # if memory runs out, this is killed, not the training
     places = {folder: folder for folder in (PREFIX, *map(Path, packages))}
+    scratch = ["--size", str(scratch_mib << 20), "--tmpfs", "/tmp"]
     if os.geteuid() == 0:
         # The limit of processes does not bind root; the user `nobody` reaches the interpreter and packages by /mnt.
         places = {folder: Path(f"/mnt/{number}") for number, folder in enumerate(places)}
-        mount = f"{tool['mount']} -t tmpfs -o mode=755 tmpfs /mnt"
+        scratch = ["--bind", "/mnt/scratch", "/tmp"]
+        script = f"{tool['mount']} -t tmpfs -o size={scratch_mib or 1}m,nr_inodes={SCRATCH_FILES} scratch /mnt"
+        script += f" && {tool['mkdir']} -m 1777 /mnt/scratch"
         for folder, place in places.items():
-            mount += f" && mkdir {place} && {tool['mount']} --bind {shlex.quote(str(folder))} {place}"
-        first += [tool["unshare"], "--mount", "/bin/sh", "-c", f'{mount} && exec "$0" "$@"', tool["setpriv"]]
+            script += f" && {tool['mkdir']} {place} && {tool['mount']} --bind {shlex.quote(str(folder))} {place}"
+        first += [tool["unshare"], "--mount", "/bin/sh", "-c", f'{script} && exec "$0" "$@"', tool["setpriv"]]
         first += ["--pdeathsig", "KILL", "--clear-groups", "--reuid", str(NOBODY), "--regid", str(NOBODY)]
     first += [tool["bwrap"], "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
     first += ["--die-with-parent", "--new-session", "--seccomp", str(filter_descriptor)]
@@ -237,7 +269,7 @@ def _sandbox_command(filter_descriptor: int, scratch_mib: int, packages: Sequenc
     if own.is_relative_to(PREFIX / "lib") and own.is_dir():
         first += ["--tmpfs", str(own), "--remount-ro", str(own)]
     first += ["--dev", "/dev", "--remount-ro", "/dev"]
-    first += ["--size", str(scratch_mib << 20), "--tmpfs", "/tmp"] if scratch_mib else ["--dir", "/tmp"]
+    first += scratch if scratch_mib else ["--dir", "/tmp"]
     for folder in map(Path, packages):
         first += ["--ro-bind", str(places[folder]), str(folder)]
     return [*first, "--chdir", "/tmp", "--remount-ro", "/", "--"]

@@ -56,7 +56,9 @@ def main():
         for stream in streams:
             try:
                 stream.flush()
-            except Exception:  # it is closed, or there is no room
+            except OSError as full:
+                problem += f"OSError: {full}: what was printed is lost; remove files from /tmp\n"
+            except Exception:  # it is closed
                 continue
         text = shortened(output, limits["characters"]) + problem[-LONGEST_ERROR:]
         send(answers, text.encode("utf-8", "replace"))

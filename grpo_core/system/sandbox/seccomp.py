@@ -1,7 +1,8 @@
 """The sandbox's filter of system calls, as bubblewrap takes it: it refuses what a small program has no use for.
 
-These are calls that reach beyond the namespaces (vsock knows none), memory that no limit counts (memfd, System V), and
-parts of the kernel that have often been a way out of a sandbox.
+These are calls that reach beyond the namespaces (vsock knows none; io_setup takes from what the whole machine has),
+memory that no limit counts (memfd, System V, rules of Landlock, watches of inotify), and parts of the kernel that have
+often been a way out of a sandbox.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column bel
 REFUSED = {  # numbers of asm/unistd_64.h and asm-generic/unistd.h
     "add_key": (248, 217),
     "bpf": (321, 280),
+    "inotify_add_watch": (254, 27),
+    "io_setup": (206, 0),
     "io_uring_setup": (425, 425),
     "keyctl": (250, 219),
+    "landlock_create_ruleset": (444, 444),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "mount": (165, 40),

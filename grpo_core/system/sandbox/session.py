@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_core.system.sandbox.bubblewrap import PYTHON, SandboxError, enclosed, kill, read
+from grpo_core.system.sandbox.bubblewrap import PYTHON, SandboxError, bound_files, enclosed, kill, read
 
 INSIDE = Path(__file__).with_name("inside_session.py").read_text()
 LONGEST_CODE = 1 << 15  # bytes: half of what a pipe holds, so that writing never waits
@@ -52,6 +52,7 @@ class Session:
                 pass_fds=[filters],
                 start_new_session=True,
             )
+        bound_files(self.process)
         kernel = [
             ("RLIMIT_CPU", limits.total_cpu_seconds),
             ("RLIMIT_AS", limits.memory_mib << 20),

@@ -87,7 +87,7 @@ def test_without_a_sandbox_python_is_refused_with_the_reason(monkeypatch: pytest
     (tmp_path / "bwrap").symlink_to("/bin/false")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
-        EnvironmentsError, match=r"builtin.python:python' .*no sandbox: mount \(of Debian's mount\)"
+        EnvironmentsError, match=r"builtin.python:python' .*no sandbox: mkdir \(of Debian's coreutils\), mount"
     ) as refused:
         Environments(EnvironmentConfig(tools=["python"]))
     assert 'sandbox = "none"' not in str(refused.value)

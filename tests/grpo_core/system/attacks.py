@@ -67,6 +67,16 @@ def fill(folder):
         except OSError as error:
             return written, error.strerror
 
+def files(folder):
+    '''Make 5,000 files, then wait for what ends this.'''
+    for number in range(5000):
+        try:
+            os.mknod(f"{folder}/{number}")
+        except OSError as error:
+            return number, error.strerror
+    __import__("time").sleep(60)
+    return 5000, "no end"
+
 def spin():
     while True:
         pass

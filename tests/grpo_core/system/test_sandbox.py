@@ -271,6 +271,11 @@ def test_memory_that_no_limit_counts_cannot_be_had() -> None:
     assert answer("tried(lambda: os.memfd_create('x'))") == "Operation not permitted"
     shared = "__import__('multiprocessing.shared_memory').shared_memory.SharedMemory(create=True, size=10**6)"
     assert answer(f"tried(lambda: {shared})") == "Read-only file system"
+    if os.geteuid() == 0:
+        made, why = answer("files('/tmp')")
+        assert made < sandbox.SCRATCH_FILES and why == "No space left on device"
+    else:
+        assert answer("files('/tmp')") is ...
 
 
 @pytest.mark.parametrize(
@@ -341,7 +346,7 @@ def test_who_is_not_root_has_the_same_sandbox() -> None:
     recent = subprocess.run([python, "-c", "import sys; assert sys.version_info >= (3, 11)"], capture_output=True)
     if os.geteuid() != 0 or recent.returncode != 0:
         pytest.skip("needs root, and a system Python of 3.11 or later")
-    questions = "[Call('forks(str())'), Call('[os.getuid(), os.getppid()]'), Call('write(\"/x\")')]"
+    questions = "[Call('forks(str())'), Call('[os.getuid(), os.getppid()]'), Call('write(\"/x\")'), Call('files(\"/tmp\")')]"
     script = "from grpo_core.system.sandbox.bubblewrap import *\nrequire('bubblewrap')\n"
     script += f"print(ask({ATTACKS!r}, {questions}, Limits(cpu_seconds=1, wall_seconds=300.0), 'bubblewrap'))"
     with tempfile.TemporaryDirectory() as folder:
@@ -352,7 +357,7 @@ def test_who_is_not_root_has_the_same_sandbox() -> None:
         done = subprocess.run(command, env=environment, user=1234, group=1234, extra_groups=[], capture_output=True)
     assert done.stderr == b""
     forks = (LIMITS.processes - 3, "Resource temporarily unavailable")
-    assert done.stdout.decode().strip() == str([forks, [1234, 2], "Read-only file system"])
+    assert done.stdout.decode().strip() == str([forks, [1234, 2], "Read-only file system", ...])
 
 
 def test_where_there_is_no_sandbox_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from grpo_core.system.sandbox.bubblewrap import SCRATCH_FILES
 from grpo_core.system.sandbox.seccomp import REFUSED
 from grpo_core.system.sandbox.session import Session, SessionLimits
 from tests.grpo_core.system.attacks import ATTACKS
@@ -110,6 +111,29 @@ def test_processes_are_few_and_end_with_the_session(marker: str) -> None:
     made, why = ast.literal_eval(session.run(f"forks({marker!r})") or "")
     assert 0 < made <= LIMITS.processes and why == "Resource temporarily unavailable"
     assert named(marker)
+    session.close()
+
+
+def test_code_is_told_that_its_output_is_lost_once_it_has_filled_the_scratch() -> None:
+    session = Session(LIMITS)
+    session.run(ATTACKS)
+    session.run("fill('/tmp')")
+    lost = "OSError: [Errno 28] No space left on device: what was printed is lost; remove files from /tmp\n"
+    assert session.run("print('x')") == lost
+    assert (session.run("print('x')\n1 / 0") or "").endswith(f"ZeroDivisionError: division by zero\n{lost}")
+    assert session.run("os.remove('/tmp/0')") == "" and session.run("print('x')") == "x\n"
+    session.close()
+
+
+def test_files_of_all_calls_together_are_few() -> None:
+    session = Session(LIMITS)
+    assert session.run(ATTACKS) == ""
+    made = session.run("files('/tmp')")
+    if os.geteuid() == 0:
+        assert made and ast.literal_eval(made.strip())[0] < SCRATCH_FILES
+        assert session.run("tried(lambda: os.mknod('/tmp/one'))") == "'No space left on device'\n"
+    else:
+        assert made is None
     session.close()
 
 
