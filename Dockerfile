@@ -9,6 +9,7 @@
 #
 # Debian 12 has the Python that requirements/*.txt are compiled for. PyTorch brings CUDA with it: the host needs its driver
 # and the NVIDIA container toolkit, the image nothing.
+# For the same image again, give --build-arg BASE=debian@sha256:…: a tag moves with Debian's security updates.
 ARG BASE=debian:bookworm-slim
 FROM ${BASE}
 
@@ -35,7 +36,7 @@ ARG HARDWARE=cpu
 COPY requirements requirements
 # Bytecode now: the user who runs this may not write it, and each process would compile all that it imports.
 RUN python3 -m venv /venv \
-    && pip install --no-cache-dir --quiet uv \
+    && pip install --no-cache-dir --quiet uv==0.13.9 \
     && case "$HARDWARE/$UV_FIND_LINKS" in cpu/) backend="--torch-backend cpu" ;; esac \
     && uv pip install --no-cache --no-deps --compile-bytecode $backend --requirements requirements/$HARDWARE.txt
 

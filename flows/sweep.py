@@ -15,7 +15,7 @@ from flows.parameters.arms import Search, Sweep, arm_name
 from flows.parameters.form import Changes, Preset, add_changes, read_name
 from flows.parameters.search import make_requested_sweep
 from flows.pipeline import make_pipeline, run_elsewhere
-from grpo_core.config.run import RunConfig
+from grpo_core.config.run import RunConfig, is_run_name
 from grpo_core.errors import GrpoError
 from tasks.reports.events import announce_sweep, announce_sweep_end
 from tasks.reports.sweep import NoChoiceError
@@ -53,7 +53,8 @@ OPTIONS: dict[str, Any] = {
 
 def _run_name() -> str:
     parameters = flow_run.parameters
-    return f"{read_name(parameters['preset'], parameters['changes'])}.{parameters['name']}"
+    name = parameters["name"] if is_run_name(parameters["name"]) else "refused"
+    return f"{read_name(parameters['preset'], parameters['changes'])}.{name}"
 
 
 @flow(flow_run_name=_run_name, **OPTIONS)

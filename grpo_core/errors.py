@@ -8,6 +8,11 @@ from collections.abc import Mapping
 LOST_PEER = os.EX_TEMPFAIL  # exit status of a training process that failed because it lost another one
 
 
+def install(extra: str) -> str:
+    """Command that installs an extra of this package, which no package index has: anyone could register its name."""
+    return f"pip install -e '.[{extra}]' in the folder of grpo-flows"
+
+
 class GrpoError(Exception):
     """An error that a person can act on: its message is a sentence that says what is wrong and what to do.
 

@@ -34,6 +34,7 @@ ADDRESSES = (
     ("launch", "hosts"),  # the environment is sent there, secrets included
     ("launch", "kubernetes"),  # to the image that the file names
     ("launch", "server_hosts"),
+    ("launch", "launcher"),  # a scheduler sends the environment to machines of its own choice
 )
 
 

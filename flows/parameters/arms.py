@@ -18,7 +18,7 @@ from flows.parameters.early_refusals import refuse_early
 from flows.parameters.early_stop_refusals import refuse_stopping
 from grpo_core.config.base import flatten
 from grpo_core.config.evaluation import EVALUATED_BY
-from grpo_core.config.run import RunConfig
+from grpo_core.config.run import RunConfig, is_run_name
 from grpo_core.errors import ConfigError, GrpoError
 from tasks.stages.arms import arm_prefix
 from tasks.stages.trials import Space
@@ -26,7 +26,6 @@ from tasks.stages.trials import Space
 MOST_ARMS = 256
 ALIAS = "arm"  # of the arm registered last; the chosen arm gets the configured alias
 LONGEST_LABEL = 120  # characters of a run's name after the sweep's
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 SHARE_OF_A_SOURCE = re.compile(
     r"data\.sources\.\d+\.(weight|epochs)"
 )  # of the training prompts, not of those evaluated
@@ -147,7 +146,7 @@ def load_base(load: Load, combinations: Sequence[Values]) -> RunConfig:
 
 def sweep_name(base: RunConfig, name: str) -> str:
     """Full name of the sweep. Raises ConfigError if runs' names cannot begin with it."""
-    if not NAME.fullmatch(name):
+    if not is_run_name(name):
         raise ConfigError(f"--name {name!r}: the arms' names begin with it; use letters, digits, '.', '_' and '-'")
     return f"{base.name}.{name}"
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import WithJsonSchema
 
 from grpo_core.config.files import describe_bounds, parse_config, read_values, with_keys
-from grpo_core.config.run import RunConfig
+from grpo_core.config.run import RunConfig, is_run_name
 from grpo_core.errors import ConfigError
 
 CONFIGS = Path(os.environ.get("GRPO_CONFIGS", Path(__file__).parents[2] / "configs"))
@@ -31,12 +31,12 @@ def resolve(preset: str, changes: dict[str, Any]) -> RunConfig:
 
 
 def read_name(preset: str, changes: dict[str, Any]) -> str:
-    """Name of the run that these parameters start; "refused" if they are invalid."""
+    """Name of the run that these parameters start; "refused" if there is none, or no run may have it."""
     try:
         name = _read(preset, changes).get("name")
     except ConfigError:  # the flow itself reports it
         name = None
-    return name if isinstance(name, str) else "refused"
+    return str(name) if is_run_name(name) else "refused"
 
 
 def _read(preset: str, changes: dict[str, Any]) -> dict[str, Any]:

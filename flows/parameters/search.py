@@ -25,7 +25,7 @@ from flows.parameters.arms import (
     refuse_keys,
     sweep_name,
 )
-from grpo_core.errors import ConfigError, GrpoError
+from grpo_core.errors import ConfigError, GrpoError, install
 from tasks.stages.trials import TRIALS, Range, Space, is_other_space
 
 FORM = "is not of the form LOW:HIGH or LOW:HIGH:log, with LOW below HIGH, such as 1e-6:1e-4:log"
@@ -112,7 +112,7 @@ def _refuse_options(ranges: Mapping[str, str], grid: Grid, trials: int, seeds: i
             "leave out one of the two"
         )
     if not find_spec("optuna"):
-        raise ConfigError("--optuna needs optuna, not installed here: pip install 'grpo-flows[optuna]'")
+        raise ConfigError(f"--optuna needs optuna, not installed here: {install('optuna')}")
 
 
 def read_range(key: str, text: str) -> Range:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
+from grpo_core.system.addresses import holds_secret
 from grpo_core.system.libraries import quiet_libraries
 from tasks.stages.mlflow_address import tracking_uri
 from tasks.stages.run_directory import storage_root
@@ -22,9 +23,15 @@ THIS_MACHINE = ["127.0.0.1", "localhost", "::1"]
 
 def configure() -> None:
     """Put Prefect's home under the storage root unless the environment sets it, and send requests to this machine
-    through no proxy. Raises GrpoError if a folder cannot be written to, or if MLflow's address is refused."""
+    through no proxy. Raises GrpoError if a folder cannot be written to, or if the address of
+    Prefect or MLflow contains a secret."""
     quiet_libraries()
     tracking_uri()
+    if holds_secret(os.environ.get("PREFECT_API_URL", "")):
+        raise GrpoError(
+            "PREFECT_API_URL contains a user, password or token, and links and events show the URL: leave it out, and "
+            "set PREFECT_API_AUTH_STRING=USER:PASSWORD, which is sent as basic authentication, to a proxy too"
+        )
     _bypass_proxies()
     os.environ.setdefault("PREFECT_HOME", str(storage_root() / "prefect"))
     _make_folder("GRPO_STORAGE", storage_root())

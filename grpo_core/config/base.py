@@ -7,6 +7,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, field_validator
 
 MAX_COUNT = 2**31 - 1  # largest number of anything that is counted
+LONGEST_SECONDS = 604_800.0  # a week; the kernel's timers and waits take less than four
+MOST_GIB = 1_048_576.0
 HIGHEST_ENTROPY = 100.0  # nats: more than ln of any vocabulary
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from grpo_core.config.base import Section
+from grpo_core.config.base import LONGEST_SECONDS, MOST_GIB, Section
 
 OWN_REWARD = "environment"  # name of the built-in reward that gives what an environment gave
 
@@ -24,11 +24,11 @@ class EnvironmentConfig(Section):
     """Turns of the policy after which a conversation ends."""
     max_tool_calls: int = Field(64, ge=1)
     """Tool calls after which a conversation ends; a call that fails counts too."""
-    tool_timeout: float = Field(30.0, gt=0)
+    tool_timeout: float = Field(30.0, gt=0, le=LONGEST_SECONDS)
     """Seconds that a tool call, `reset` or `get_reward` may take. A tool that takes longer is ended."""
-    conversation_timeout: float = Field(600.0, gt=0)
+    conversation_timeout: float = Field(600.0, gt=0, le=LONGEST_SECONDS)
     """Seconds that a conversation may wait for its environment in all; then it ends."""
-    memory_gib: float = Field(2.0, gt=0)
+    memory_gib: float = Field(2.0, gt=0, le=MOST_GIB)
     """Memory that the process of one environment may take, in GiB; shared memory does not count."""
 
     @property

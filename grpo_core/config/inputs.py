@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_core.config.base import Section
+from grpo_core.config.base import LONGEST_SECONDS, MOST_GIB, Section
 from grpo_core.config.columns import columns_read, is_function, is_template
 
 LONGEST_ARGUMENT = 200  # characters: MLflow takes names of parameters up to 250, with rewards.0.args. in front
@@ -283,7 +283,7 @@ class RewardConfig(Section):
     """Lowest value of the reward named in `gate` at which this reward counts."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments passed to the function in each call."""
-    timeout: float = Field(300.0, gt=0)
+    timeout: float = Field(300.0, gt=0, le=LONGEST_SECONDS)
     """Seconds after which a call of the function counts as hung; the training then stops."""
     range: Bounds | None = None
     """Lowest and highest value that the function may give; any other value stops the run. Default: any; for a built-in
@@ -291,7 +291,7 @@ class RewardConfig(Section):
     isolated: bool = False
     """Run the function in its own process, which it can end, block or fill up without harm to the training. Recommended
     for code that you did not write. The rewards are the same."""
-    memory_gib: float = Field(8.0, gt=0)
+    memory_gib: float = Field(8.0, gt=0, le=MOST_GIB)
     """Memory that an isolated reward's process may take, in GiB; shared memory does not count."""
 
     @field_validator("function")

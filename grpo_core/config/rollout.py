@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_core.config.base import Section
+from grpo_core.config.base import LONGEST_SECONDS, Section
+from grpo_core.system.addresses import holds_secret
 
 VLLM_MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
 
@@ -69,10 +70,10 @@ class RolloutConfig(Section):
     """vllm-server: how weights reach the servers that a training starts: between GPUs (nccl), on one GPU that trainer
     and server share (ipc), between CPUs of one machine (shared_memory) or of several (http). `auto`: nccl on a GPU;
     otherwise shared_memory, or http if the servers are on other machines."""
-    vllm_server_timeout: float = Field(240.0, gt=0)
+    vllm_server_timeout: float = Field(240.0, gt=0, le=LONGEST_SECONDS)
     """vllm-server: seconds for which no server may be available before the training stops; a server that a stage starts
     may take as long to start."""
-    vllm_request_timeout: float = Field(1800.0, gt=0)
+    vllm_request_timeout: float = Field(1800.0, gt=0, le=LONGEST_SECONDS)
     """vllm-server: seconds that a server may take to answer, or to take new weights, before it is left out; if it is
     the only one, the training stops."""
     max_staleness: int = Field(0, ge=0, le=8)
@@ -144,6 +145,11 @@ class RolloutConfig(Section):
             wrong = [url for url in self.vllm_server_base_urls if not url.startswith(("http://", "https://"))]
             if wrong:
                 raise ValueError(f"vllm_server_base_urls: {wrong[0]!r} is not an address such as http://127.0.0.1:8000")
+            if any(map(holds_secret, self.vllm_server_base_urls)):
+                raise ValueError(
+                    "vllm_server_base_urls contains a user, password or token, which would be recorded: leave it out; "
+                    "servers started by `python -m grpo_core.rollout.vllm.serve` ask for the secret in GRPO_VLLM_SECRET"
+                )
             if len(set(self.vllm_server_base_urls)) < len(self.vllm_server_base_urls):
                 raise ValueError(f"vllm_server_base_urls={self.vllm_server_base_urls} names a server twice")
             each = self.vllm_tensor_parallel_size, self.vllm_data_parallel_size

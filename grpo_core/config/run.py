@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -18,8 +19,17 @@ from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.training import BF16_CAPABILITY, HealthConfig, TrainConfig
 
 
+NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
+LONGEST_NAME = 200
+
+
+def is_run_name(name: object) -> bool:
+    """True if a run may have this name."""
+    return isinstance(name, str) and len(name) <= LONGEST_NAME and re.fullmatch(NAME, name) is not None
+
+
 class RunConfig(Section):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
+    name: str = Field(pattern=f"^{NAME}$", max_length=LONGEST_NAME)
     """Name of the run and of its directory."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of the order of prompts and of sampling."""

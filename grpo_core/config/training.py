@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from grpo_core.config.base import HIGHEST_ENTROPY, MAX_COUNT, Section
+from grpo_core.config.base import HIGHEST_ENTROPY, LONGEST_SECONDS, MAX_COUNT, Section
 
 HealthAction = Literal["warn", "stop", "roll_back"]
 StalenessAction = Literal["warn", "stop", "roll_back", "lower_staleness"]  # of limits between engine and trainer
@@ -87,7 +87,7 @@ class TrainConfig(Section):
     """How often a training restarts by itself, from its newest checkpoint, after a failure from outside: a process
     killed by a signal (out of memory, for instance), a machine or the network to it gone, a process that hangs outside
     of rewards. An evaluation starts over as often."""
-    hang_timeout: float = Field(600.0, gt=0)
+    hang_timeout: float = Field(600.0, gt=0, le=LONGEST_SECONDS)
     """Seconds without progress after which a process of a training or evaluation counts as hanging, and all are ended.
     The limit is higher in the first pass through a phase (six times), where this run has needed longer before (ten
     times that long), and within the time limits of rewards, servers and checkpoints."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.errors import ConfigError
+from grpo_core.errors import ConfigError, install
 from grpo_core.planning.shapes import ForecastError, config_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -70,7 +70,7 @@ def _check_4bit(model: ModelConfig) -> None:
     config.json is not on this machine passes."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
-            "model.load_in_4bit = true needs bitsandbytes, not installed here: pip install 'grpo-flows[qlora]'"
+            f"model.load_in_4bit = true needs bitsandbytes, not installed here: {install('qlora')}"
         )
     try:
         values = json.loads(config_file(model.name_or_path, model.revision).read_text())

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.data import chat
-from grpo_core.errors import RewardError
+from grpo_core.errors import RewardError, install
 from grpo_core.rewards.builtin.record import Range, RewardFunction
 from grpo_core.rewards.isolated import RewardProcess, kind_of
 from grpo_core.rewards.registry import BUILTIN
@@ -220,7 +220,7 @@ def _check_extra(config: RewardConfig) -> None:
     if record and (absent := [module for module in record.modules if importlib.util.find_spec(module) is None]):
         raise RewardError(
             f"reward {config.name!r} needs {' and '.join(absent)}, not installed here: "
-            f"pip install 'grpo-flows[{record.extra}]'"
+            f"{install(record.extra)}"
         )
 
 

@@ -20,6 +20,7 @@ from prefect.utilities.urls import url_for
 from grpo_core import run_files
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
+from grpo_core.system.addresses import holds_secret
 from tasks.rendering import figures
 from tasks.rendering.visible import shortened
 from tasks.reports.cost import Cost, cost_of, run_cost
@@ -77,7 +78,7 @@ def announce_sweep_end(flow: Any, flow_run: FlowRun, state: State) -> None:
 
 def _announce_sweep(sweep: str, ended: str, reason: str, flow_run_id: str, figures: Mapping[str, Any]) -> None:
     folder = sweep_folder(sweep)
-    payload = {"sweep": sweep, "ended": ended, "reason": reason, "flow_run_url": url_for("flow-run", flow_run_id)}
+    payload = {"sweep": sweep, "ended": ended, "reason": reason, "flow_run_url": _page(flow_run_id)}
     payload |= {"text": f"sweep {sweep} {ended}: {reason}", **figures}
     payload |= {"mlflow_url": run_address(folder)} if read_json(folder / RUN_FILE) else {}
     announce(f"grpo.sweep.{ended}", "sweep", sweep, payload, [_related(sweep, flow_run_id)])
@@ -108,11 +109,17 @@ def _sweep_figures(sweep: str) -> dict[str, Any]:
 
 
 def _announce_end(run: Path, ended: str, reason: str, flow_run_id: str, figures: Mapping[str, Any]) -> None:
-    payload = {"run": run.name, "ended": ended, "reason": reason, "flow_run_url": url_for("flow-run", flow_run_id)}
+    payload = {"run": run.name, "ended": ended, "reason": reason, "flow_run_url": _page(flow_run_id)}
     payload |= {"text": f"run {run.name} {ended}: {reason}", **figures}
     if (run / run_files.CONFIG).exists():
         payload |= _addresses(run)
     announce(f"grpo.run.{ended}", "run", run.name, payload, [_related(run.name, flow_run_id)])
+
+
+def _page(flow_run_id: str) -> str:
+    """Address of the flow run's page; "" if it is unknown, or contains a secret, as one of a worker's may."""
+    address = url_for("flow-run", flow_run_id) or ""
+    return "" if holds_secret(address) else address
 
 
 def _related(name: str, flow_run_id: str) -> dict[str, str]:

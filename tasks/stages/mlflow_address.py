@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from grpo_core.errors import GrpoError
+from grpo_core.system.addresses import holds_secret
 from tasks.stages.run_directory import storage_root
 
 if TYPE_CHECKING:
@@ -21,13 +21,14 @@ class TrackingError(GrpoError):
 def tracking_uri() -> str:
     """Return $MLFLOW_TRACKING_URI, or the address of a SQLite file under the storage root.
 
-    Raises TrackingError if the URI contains a password: links and receipts would show it.
+    Raises TrackingError if the URI contains a secret: links and receipts would show it.
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{storage_root() / 'mlflow' / 'mlflow.db'}"
-    if (parts := urlsplit(uri)).password is not None:
+    if holds_secret(uri):
         raise TrackingError(
-            f"MLFLOW_TRACKING_URI contains a password for {parts.hostname}, and links show the URI: leave the password "
-            "out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            "MLFLOW_TRACKING_URI contains a user, password or token, and links show the URI: leave it out, and set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN (for PostgreSQL: "
+            "PGPASSWORD)"
         )
     return uri
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -75,12 +76,17 @@ def test_no_function_of_a_module_that_the_worker_does_not_list_not_even_imported
         ("rollout", "vllm_server_base_urls", ["http://evil.example"]),
         ("launch", "hosts", ["evil.example"]),
         ("launch", "server_hosts", ["evil.example"]),
+        ("launch", "slurm", ["--partition=evil"]),
+        ("launch", "kubernetes", "evil.yaml"),
+        ("launch", "launcher", "slurm"),
     ],
 )
-def test_no_machine_to_which_weights_or_the_environment_would_be_sent(section: str, key: str, given: list[str]) -> None:
+def test_no_machine_to_which_weights_or_the_environment_would_be_sent(
+    section: str, key: str, given: list[str] | str
+) -> None:
     changes: dict[str, Any] = {"rollout": {"engine": "vllm-server"}}
     changes.setdefault(section, {})[key] = given
-    with pytest.raises(ConfigError, match=rf"{section}\.{key} = .*evil.* only a preset may set where"):
+    with pytest.raises(ConfigError, match=rf"{section}\.{key} = {re.escape(repr(given))}: .* only a preset may set where"):
         resolve_allowed("team", changes)
 
 

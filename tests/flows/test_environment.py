@@ -18,6 +18,7 @@ import pytest
 
 from flows.serving.environment import configure
 from flows.serving.find_server import ask
+from grpo_core.errors import GrpoError
 from tests.serving import free_ports
 
 
@@ -54,6 +55,14 @@ def environment(tmp_path: Path) -> Iterator[None]:
         for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
             del os.environ[name]
         yield
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_password_in_the_address_of_prefect_is_refused_without_saying_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "https://grpo:hidden@prefect.internal/api")
+    with pytest.raises(GrpoError, match="PREFECT_API_URL contains a user, .* set PREFECT_API_AUTH_STRING") as error:
+        configure()
+    assert "hidden" not in str(error.value)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import validate
 
-from flows.parameters.form import CONFIGS, PRESETS, add_changes, changes_from_overrides, resolve
+from flows.parameters.form import CONFIGS, PRESETS, add_changes, changes_from_overrides, read_name, resolve
 from flows.pipeline import pipeline
 from flows.promotion import promote
 from grpo_core.config.files import describe_keys, load_config, parse_config
@@ -144,6 +144,12 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_key(changes: dict[str, Any]
         resolve("quickstart", changes)
     in_a_field = "ignores" not in said
     assert bool(validate({"preset": "quickstart", "changes": changes}, SCHEMA)) == in_a_field
+
+
+@pytest.mark.parametrize("name", ['x", "channel": "#ops', "a\nb", "a" * 201, "../a", 3])
+def test_a_name_that_no_run_may_have_does_not_become_the_flow_run_s(name: Any) -> None:
+    assert read_name("quickstart", {"name": name}) == "refused"
+    assert read_name("quickstart", {"name": "a.b-1"}) == "a.b-1"
 
 
 def test_a_preset_is_a_file_in_configs_or_any_other(tmp_path: Path) -> None:

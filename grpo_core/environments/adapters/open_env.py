@@ -9,11 +9,13 @@ from typing import Any
 
 import httpx2
 
+from grpo_core.errors import install
+
 try:
     from websockets.exceptions import ConnectionClosed
     from websockets.sync.client import ClientConnection, connect
 except ImportError as error:
-    raise ImportError("install it: pip install 'grpo-flows[openenv]'") from error
+    raise ImportError(f"install it: {install('openenv')}") from error
 
 SECONDS = 30.0  # for the server to accept a connection; answers have environment.tool_timeout
 CLOSE_SECONDS = 5.0

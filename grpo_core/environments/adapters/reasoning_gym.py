@@ -6,12 +6,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from grpo_core.errors import install
 from grpo_core.system.sandbox.verifier import NoVerdictError, Verifier
 
 try:
     import reasoning_gym
 except ImportError as error:
-    raise ImportError("install it: pip install 'grpo-flows[reasoning-gym]'") from error
+    raise ImportError(f"install it: {install('reasoning-gym')}") from error
 
 # One of its packages imports matplotlib, to draw, which takes a second and wants to write.
 SOURCE = """

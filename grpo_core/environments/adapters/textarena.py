@@ -6,11 +6,13 @@ import random
 import re
 from typing import Any
 
+from grpo_core.errors import install
+
 try:
     import textarena
     from textarena.core import ObservationType
 except ImportError as error:
-    raise ImportError("install it: pip install 'grpo-flows[textarena]'") from error
+    raise ImportError(f"install it: {install('textarena')}") from error
 
 MOVE = re.compile(r"\[[^\[\]]+\]")
 

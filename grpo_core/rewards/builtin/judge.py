@@ -25,6 +25,7 @@ from grpo_core.errors import RewardError
 from grpo_core.rewards.builtin.judge_cache import Cache, open_cache
 from grpo_core.rewards.builtin.judge_client import api_key, connect, hide_key, json_problem
 from grpo_core.rewards.builtin.record import BuiltinReward, Rewards
+from grpo_core.system.addresses import holds_secret
 
 RUBRIC = """Grade the reply to the request: how helpful, correct and clear it is.
 
@@ -366,8 +367,8 @@ def _check(base_url: str, rubric: str, scale: Sequence[int], answer: Sequence[An
     address = urlsplit(base_url)
     if address.scheme not in ("http", "https") or not address.hostname:
         raise RewardError(f"base_url={base_url!r} is not an address; write it as http://127.0.0.1:8000/v1")
-    if address.password or address.username:
-        raise RewardError("base_url holds a user or password, which would be recorded; use api_key_env")
+    if holds_secret(base_url):
+        raise RewardError("base_url holds a user, password or token, which would be recorded; use api_key_env")
     if "{completion}" not in rubric:
         raise RewardError("the rubric has no {completion}: the judge would not see what it grades; put it in")
     if "{answer}" in rubric and answer is None:

@@ -35,7 +35,7 @@ class BuiltinReward:
     model_argument: str | None = None
     """Argument that names a model folder; the values follow from the folder's content, not from its name."""
     extra: str = ""
-    """Extra of this package, as in pip install 'grpo-flows[EXTRA]', that brings the libraries it needs."""
+    """Extra of this package, as in pip install -e '.[EXTRA]', that brings the libraries it needs."""
     modules: tuple[str, ...] = ()
     """Modules of those libraries that it imports."""
     if_weight_is_negative: str = ""

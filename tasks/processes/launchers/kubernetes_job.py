@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from grpo_core.config.run import RunConfig
-from grpo_core.errors import ConfigError, GrpoError
+from grpo_core.errors import ConfigError, GrpoError, install
 from grpo_core.system.descendants import KILL_SECONDS
 from tasks.processes.run import GRACE_SECONDS
 
@@ -41,7 +41,7 @@ class MissingClientError(GrpoError):
     def __init__(self) -> None:
         super().__init__(
             "launch.launcher='kubernetes' needs the Kubernetes client for Python, which is not installed here: "
-            "pip install 'grpo-flows[kubernetes]'"
+            f"{install('kubernetes')}"
         )
 
 

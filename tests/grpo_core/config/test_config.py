@@ -136,6 +136,23 @@ def with_key(key: str, value: Any) -> dict[str, Any]:
         ({"train": {"learning_rate": math.inf}}, "train.learning_rate = inf: Input should be a finite number"),
         ({"rewards": [{"function": "length", "weight": math.nan}]}, "rewards.0.weight = nan"),
         ({"rewards": []}, "rewards = []"),
+        *(
+            ({section: {key: 1e300}}, f"{section}.{key} = 1e+300: Input should be less than or equal to 604800")
+            for section, key in [
+                ("environment", "tool_timeout"),
+                ("environment", "conversation_timeout"),
+                ("rollout", "vllm_server_timeout"),
+                ("rollout", "vllm_request_timeout"),
+                ("train", "hang_timeout"),
+            ]
+        ),
+        ({"rewards": [{"function": "length", "timeout": 1e300}]}, "rewards.0.timeout = 1e+300: Input should be less"),
+        ({"rewards": [{"function": "length", "memory_gib": 1e300}]}, "rewards.0.memory_gib = 1e+300: Input should be"),
+        ({"environment": {"memory_gib": 1e300}}, "environment.memory_gib = 1e+300: Input should be less"),
+        (
+            {"rollout": {"engine": "vllm-server", "vllm_server_base_urls": ["http://me:hidden@a"]}},
+            "vllm_server_base_urls contains a user, password or token",
+        ),
         (
             {"rewards": [{"function": "length"}, {"function": "mine:length"}]},
             "give those of the same function a `name`",

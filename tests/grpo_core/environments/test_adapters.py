@@ -105,7 +105,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         (tmp_path / f"{package}.py").write_text("raise ImportError('not here')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("reasoning-gym", "textarena", "openenv"):
-        with pytest.raises(EnvironmentsError, match=rf"install it: pip install 'grpo-flows\[{name}\]'"):
+        with pytest.raises(EnvironmentsError, match=rf"install it: pip install -e '\.\[{name}\]'"):
             Environments(EnvironmentConfig(environment_factory=name, environment_args={"x": 1}))
 
 

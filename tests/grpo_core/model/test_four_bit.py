@@ -188,5 +188,5 @@ def test_a_base_that_bitsandbytes_cannot_quantise_is_refused(tmp_path: Path, mon
     with pytest.raises(ConfigError, match="is quantised already"):
         check_adapter(_config(dense))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs bitsandbytes, not installed here: pip install 'grpo-flows\[qlora\]'"):
+    with pytest.raises(ConfigError, match=r"needs bitsandbytes, not installed here: pip install -e '\.\[qlora\]'"):
         check_adapter(_config(dense))

@@ -66,7 +66,8 @@ def test_a_reward_without_its_libraries_names_the_command_that_installs_them(
     expected = ""
     if (record := BUILTIN[name]).extra:
         needs = " and ".join(record.modules)
-        expected = f"reward {name!r} needs {needs}, not installed here: pip install 'grpo-flows[{record.extra}]'"
+        command = f"pip install -e '.[{record.extra}]' in the folder of grpo-flows"
+        expected = f"reward {name!r} needs {needs}, not installed here: {command}"
     assert outcomes[name] == expected
 
 

@@ -186,7 +186,8 @@ def test_a_completion_without_a_word_gets_nothing_unasked(graded: Any, wordless:
     [
         ({"base_url": "judge.example/v1"}, "is not an address"),
         ({"base_url": "file:///etc/passwd"}, "is not an address"),
-        ({"base_url": "https://me:secret@judge.example/v1"}, "user or password, which would be recorded"),
+        ({"base_url": "https://me:secret@judge.example/v1"}, "user, password or token, which would be recorded"),
+        ({"base_url": "https://judge.example/v1?api_key=secret"}, "user, password or token, which would be recorded"),
         ({"rubric": "How good is it?"}, "has no {completion}"),
         ({"rubric": "{completion} = {answer}?"}, "has no column answer"),
         ({"scale": [10, 1]}, "must be two whole numbers"),

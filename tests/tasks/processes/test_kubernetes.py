@@ -124,7 +124,7 @@ def test_a_file_that_holds_no_template_is_refused(content: str | None, message: 
 def test_a_missing_client_is_named_with_the_extra_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     monkeypatch.setitem(sys.modules, "kubernetes.client", None)
-    with pytest.raises(MissingClientError, match=r"pip install 'grpo-flows\[kubernetes\]'"):
+    with pytest.raises(MissingClientError, match=r"pip install -e '\.\[kubernetes\]'"):
         check_template(kubernetes_config())
 
 

@@ -158,3 +158,10 @@ def test_a_training_tells_its_updates_and_cost_and_a_figure_that_is_not_finite_i
     )
     assert emitted[1][1]["text"] == "training of sums stopped: train was interrupted, 3 of 50 updates saved"
     assert emitted[2][1] == {"gain": None}
+
+
+def test_a_page_whose_address_holds_a_password_is_not_named(monkeypatch: pytest.MonkeyPatch, emitted: Emitted) -> None:
+    monkeypatch.setattr(events, "url_for", lambda kind, run_id: f"https://grpo:hidden@prefect/{kind}/{run_id}")
+    _end(monkeypatch, Failed())
+    _end(monkeypatch, Failed(), hook=events.announce_sweep_end)
+    assert [payload["flow_run_url"] for _, payload in emitted] == ["", ""]

@@ -1,0 +1,43 @@
+"""Secrets in addresses are seen in every spelling, and none is seen where there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_core.system.addresses import holds_secret
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://grpo:SECRET@mlflow.internal",
+        "HTTPS://:SECRET@mlflow.internal",
+        "https://glpat-SECRET@mlflow.internal/api",
+        "https://grpo:SEC/RET@mlflow.internal",
+        "https://SEC#RET@mlflow.internal",
+        "https://mlflow.internal/?token=SECRET",
+        "https://mlflow.internal/?a=1&X-Amz-Signature=SECRET",
+        "https://mlflow.internal/?API_KEY=SECRET",
+        "postgresql://grpo:SECRET@db/mlflow",
+        "postgresql+psycopg2://grpo:SEC/RET@db/mlflow",
+        "postgresql://db/mlflow?user=grpo&password=SECRET",
+    ],
+)
+def test_an_address_with_a_secret_is_known(address: str) -> None:
+    assert holds_secret(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "https://mlflow.internal:5000/team/a",
+        "http://[::1]:4200/api",
+        "sqlite:////home/me@work/a:b/mlflow.db",
+        "postgresql://grpo@db:5432/mlflow?sslmode=verify-full&sslkey=/etc/key&passfile=/etc/pgpass",
+        "databricks://profile",
+        "/storage/mlflow",
+    ],
+)
+def test_an_address_without_a_secret_is_left_alone(address: str) -> None:
+    assert not holds_secret(address)
