@@ -15,6 +15,7 @@ from grpo_core.config.inputs import DataConfig, DataSource, PromptSource
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from tasks.data.columns import ColumnError, with_columns
+from tasks.data.hub import checked_revision
 from tasks.data.path_or_hub import data_set, is_file, is_folder, may_be_on_the_hub
 from tasks.data.rows import Rows, alike, as_columns, kept_on_disk, of_frame, slice_rows
 from tasks.data.text_sources import Fault, find_fault, read_text
@@ -250,7 +251,8 @@ def _open(source: Source) -> Rows:
             loaded = datasets.load_from_disk(source.data)
             loaded = loaded[source.split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
-            loaded = datasets.load_dataset(source.data, source.subset, split=source.split, revision=source.revision)
+            revision = checked_revision(source.data, source.revision)
+            loaded = datasets.load_dataset(source.data, source.subset, split=source.split, revision=revision)
         at_once = slice_rows(len(loaded), loaded.data.nbytes)
         rows = loaded.with_format("polars")
         return Rows(rows[:0], len(rows), lambda: rows.iter(at_once)).map(_plain)

@@ -301,6 +301,7 @@ def test_subset_split_and_revision_reach_the_hub(tmp_path: Path, monkeypatch: py
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("tasks.data.sources.checked_revision", lambda name, revision: revision)
     values = config_values(tmp_path, tmp_path)
     values["data"] = {"train": "owner/sums", "eval": "owner/held", "subset": "main", "revision": "v2"}
     values["evaluation"] = {"sets": [{"name": "hard", "data": "owner/hard", "revision": "abc"}]}
