@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import polars as pl
@@ -16,6 +17,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from tasks.data.columns import ColumnError, with_columns
 from tasks.data.hub import checked_revision
+from tasks.data.parquet_size import BUFFER, decodable_rows
 from tasks.data.path_or_hub import data_set, is_file, is_folder, may_be_on_the_hub
 from tasks.data.rows import Rows, alike, as_columns, kept_on_disk, of_frame, slice_rows
 from tasks.data.text_sources import Fault, find_fault, read_text
@@ -23,7 +25,6 @@ from tasks.data.text_sources import Fault, find_fault, read_text
 PASS_RATE = "pass_rate"
 TEXT_KINDS = (".jsonl", ".json", ".csv")
 KINDS = (".parquet", *TEXT_KINDS)
-BUFFER = 2**20  # bytes of a column read at a time
 FORMS = (
     f"a source is a file ending in {', '.join(KINDS)} (all but .parquet also with .gz), a folder written by datasets' "
     "save_to_disk, or a dataset's name on the hub"
@@ -270,7 +271,7 @@ def _parquet(source: Source) -> Rows:
     def read() -> Iterator[pl.DataFrame]:
         try:
             with pq.ParquetFile(path, buffer_size=BUFFER) as file:
-                for batch in file.iter_batches(batch_size=at_once):
+                for batch in file.iter_batches(batch_size=decodable()):
                     yield _plain(pl.DataFrame(pl.from_arrow(pa.Table.from_batches([batch]))))
         except (OSError, pa.ArrowException, pl.exceptions.PanicException) as error:
             raise _unreadable(source, error) from error
@@ -283,6 +284,7 @@ def _parquet(source: Source) -> Rows:
     if wide := [field.name for field in columns if "decimal256" in str(field.type)]:
         raise _unreadable(source, Fault(f"column {wide[0]!r} holds numbers beyond 38 digits; write them as text"))
     at_once = slice_rows(facts.num_rows, sum(facts.row_group(it).total_byte_size for it in range(facts.num_row_groups)))
+    decodable = cache(lambda: decodable_rows(path, at_once))
     try:
         empty = pl.DataFrame(pl.from_arrow(pa.Table.from_batches([], columns)))  # `empty_table()` would import pandas
     except pl.exceptions.PanicException as error:  # metadata that is no text

@@ -31,10 +31,12 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 DEEPEST = 100  # nested objects and lists; parsers recurse, and crash the process on some thousands
 NESTING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[{\[]|[}\]]', re.DOTALL)
 LARGEST = 2**33  # bytes of a file after decompression
+LONGEST_LINE = 2**26  # bytes, or characters of CSV; parsers take several times as much memory
+LARGEST_LIST = 2**30  # bytes of a list in JSON, which is in memory as a whole
 CHUNK = 2**25  # bytes of text read at a time
 SHOWN = 40  # characters around a fault
 OTHER_SEPARATORS = (";", "\t", "|")
-csv.field_size_limit(2**31 - 1)  # the contract decides whether a prompt is too long
+csv.field_size_limit(LONGEST_LINE)  # the contract decides whether a prompt is too long
 
 
 class Fault(ValueError):
@@ -127,23 +129,38 @@ def _json_blocks(path: Path, kind: str) -> Iterator[bytes]:
     """Yield blocks of about CHUNK bytes, in which each line is a row or blank."""
     content = _content(path)
     if kind == ".json":
-        whole = b"".join(content)
+        whole = _whole(content)
         rows = _cut_list(whole) if whole.strip() else b""
         content = (rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK))
-    has_rows, line = False, [b""]
+    has_rows, line, number = False, [b""], 1
     for chunk in content:
         end = chunk.rfind(b"\n") + 1
         if end:
             block = b"".join([*line, chunk[:end]])
             has_rows |= not block.isspace()
             yield block
-            line = []
+            number, line = number + block.count(b"\n"), []
         line.append(chunk[end:])
+        if sum(map(len, line)) > LONGEST_LINE:
+            raise Fault(_too_long(f"line {number}" if kind == ".jsonl" else f"row {number - 1}"))
     if last := b"".join(line):
         has_rows |= not last.isspace()
         yield last
     if not has_rows:
         raise Fault("it has no rows")
+
+
+def _too_long(place: str) -> str:
+    return f"{place} has more than {LONGEST_LINE:,} characters, the limit; leave it out, or write the file as .parquet"
+
+
+def _whole(content: Iterator[bytes]) -> bytes:
+    whole = bytearray()
+    for chunk in content:
+        whole += chunk
+        if len(whole) > LARGEST_LIST:
+            raise Fault(f"it has more than {LARGEST_LIST:,} bytes, the limit for a list; write it as .jsonl")
+    return bytes(whole)
 
 
 def _cut_list(content: bytes) -> bytes:
@@ -311,6 +328,7 @@ def _read_csv(content: Iterator[bytes]) -> Iterator[pl.DataFrame]:
     except (csv.Error, Fault) as error:
         said = {
             "unexpected end of data": "a quote is opened and never closed",
+            f"field larger than field limit ({LONGEST_LINE})": _too_long("a field"),
             "',' expected after '\"'": 'no comma follows a closing quote; write a quote inside quotes as ""',
         }.get(str(error), str(error))
         if isinstance(error, NotTextFault):
@@ -338,6 +356,8 @@ def _text_lines(content: Iterator[bytes]) -> Iterator[str]:
         before += chunk.count(b"\n")
         # The last line may continue, or end with \r and \n.
         *lines, line = [*io.StringIO(line + text, newline="")] or [""]
+        if len(line) > LONGEST_LINE:
+            raise Fault(_too_long("it"))
         yield from lines
     if line:
         yield line

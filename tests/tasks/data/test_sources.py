@@ -141,7 +141,7 @@ def test_a_small_file_that_decompresses_to_a_giant_is_refused(tmp_path: Path, mo
 
 @pytest.mark.slow
 def test_a_file_that_does_not_fit_into_memory_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl.gz"
+    path = tmp_path / "a.json.gz"
     path.write_bytes(gzip.compress(bytes(2**28), 1))
     program = (
         "import resource, sys\n"
