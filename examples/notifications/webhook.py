@@ -22,7 +22,8 @@ from prefect.exceptions import ObjectNotFound
 AT_ONCE: dict[str, Any] = {"posture": Posture.Reactive, "threshold": 1, "within": timedelta(0)}
 BLOCK = "grpo-notifications"
 FAILED = """\
-{"text": {{ (flow.name ~ ": run " ~ flow_run.name ~ " is " ~ flow_run.state.name ~ ". " ~ flow_run|ui_url) | tojson }}}"""
+{% set text = flow.name ~ ": run " ~ flow_run.name ~ " is " ~ flow_run.state.name ~ ". " ~ flow_run|ui_url %}\
+{"text": {{ text | tojson }}}"""
 FROM_EVENT = """{"text": {{ event.payload.text | tojson }}}"""
 
 

@@ -18,7 +18,6 @@ from grpo_core.config.metrics import evaluated_metrics, reward_means
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.training import BF16_CAPABILITY, HealthConfig, TrainConfig
 
-
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 LONGEST_NAME = 200
 

@@ -69,9 +69,7 @@ def _check_4bit(model: ModelConfig) -> None:
     """Raises ConfigError if bitsandbytes is not installed, or would leave most of the base as it is. A base whose
     config.json is not on this machine passes."""
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            f"model.load_in_4bit = true needs bitsandbytes, not installed here: {install('qlora')}"
-        )
+        raise ConfigError(f"model.load_in_4bit = true needs bitsandbytes, not installed here: {install('qlora')}")
     try:
         values = json.loads(config_file(model.name_or_path, model.revision).read_text())
     except (ForecastError, ValueError):

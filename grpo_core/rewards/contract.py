@@ -219,8 +219,7 @@ def _check_extra(config: RewardConfig) -> None:
     record = BUILTIN.get(config.function)
     if record and (absent := [module for module in record.modules if importlib.util.find_spec(module) is None]):
         raise RewardError(
-            f"reward {config.name!r} needs {' and '.join(absent)}, not installed here: "
-            f"{install(record.extra)}"
+            f"reward {config.name!r} needs {' and '.join(absent)}, not installed here: {install(record.extra)}"
         )
 
 

@@ -23,6 +23,7 @@ import pytest
 import yaml
 
 from tasks.processes.machine import free_port
+from tests.processes import runs
 
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 CONTROLLERS = ("garbage-collector", "job", "namespace", "resourcequota", "serviceaccount", "ttl-after-finished")
@@ -281,14 +282,8 @@ class Node(threading.Thread):
         found = []
         for process in self.running.values():
             with suppress(psutil.NoSuchProcess):
-                found += [it for it in psutil.Process(process.pid).children(recursive=True) if _runs(it)]
+                found += [it for it in psutil.Process(process.pid).children(recursive=True) if runs(it)]
         return found
-
-
-def _runs(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def _first(process: subprocess.Popen[bytes]) -> list[psutil.Process]:

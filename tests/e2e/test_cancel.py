@@ -8,7 +8,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from benchmarks.command import python_path
 from grpo_core.config.files import dump_config, parse_config
 from tests.conftest import config_values, write_sums
 from tests.e2e.test_kill import REWARD
+from tests.processes import runs, words
 from tests.serving import Served, grpo_serve, prefect_server
 
 PROJECT = Path(__file__).parents[2]
@@ -90,19 +90,12 @@ def _partial(server: Served, name: str) -> Path:
 
 def _processes(runner: psutil.Process, name: str) -> list[psutil.Process]:
     """Those that the runner has started for the training of that run, from its supervisor on."""
-    found = [p for p in runner.children(recursive=True) if f"/runs/{name}" in " ".join(p.cmdline())]
-    assert any("grpo_core.train" in process.cmdline() for process in found)
+    found = [p for p in runner.children(recursive=True) if f"/runs/{name}" in " ".join(words(p))]
+    assert any("grpo_core.train" in words(process) for process in found)
     return found
 
 
 def _wait_until_ended(processes: list[psutil.Process]) -> None:
-    """A zombie has ended: who started it has yet to ask how."""
-
-    def runs(process: psutil.Process) -> bool:
-        with suppress(psutil.NoSuchProcess):
-            return process.status() != psutil.STATUS_ZOMBIE
-        return False
-
     _wait_for(lambda: not any(map(runs, processes)), END_SECONDS)
 
 
@@ -227,7 +220,7 @@ def test_a_flow_s_process_that_is_told_to_end_from_outside_goes_on_by_itself(
     with grpo_serve(server) as runner:
         run_id = _start(server, "evicted")
         _wait_until_stuck(server, "evicted")
-        [flow] = [p for p in runner.children(recursive=True) if "prefect.engine" in " ".join(p.cmdline())]
+        [flow] = [p for p in runner.children(recursive=True) if "prefect.engine" in " ".join(words(p))]
         flow.terminate()
         sentence = "train was interrupted, 3 of 6 updates saved; it goes on by itself"
         assert "Crash" not in server.messages_with(run_id, sentence)

@@ -22,6 +22,7 @@ import pytest
 from benchmarks.command import python_path
 from tasks.stages import table
 from tests.e2e.holding import FUNCTION, write_inputs
+from tests.processes import parent, words
 from tests.serving import RUN_SECONDS, Served, grpo_serve, prefect_server, serving
 
 pytestmark = pytest.mark.e2e
@@ -112,13 +113,13 @@ def _of(run_id: str) -> list[psutil.Process]:
 
 
 def _trainer(run_id: str) -> psutil.Process:
-    (trainer,) = (p for p in _of(run_id) if p.cmdline()[1:3] == ["-m", "grpo_core.train"])
+    (trainer,) = (p for p in _of(run_id) if words(p)[1:3] == ["-m", "grpo_core.train"])
     return trainer
 
 
 def _flow_process(run_id: str) -> psutil.Process:
     processes = _of(run_id)
-    (flow_process,) = (p for p in processes if p.ppid() not in {other.pid for other in processes})
+    (flow_process,) = (p for p in processes if parent(p) not in {None, *(other.pid for other in processes)})
     return flow_process
 
 

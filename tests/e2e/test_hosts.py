@@ -24,6 +24,7 @@ from grpo_core.config.files import dump_config, load_config, parse_config
 from grpo_core.planning.plan import make_plan, plan_inputs
 from tests.conftest import config_values, make_run, write_sums
 from tests.e2e.hosts import Host, some_hosts
+from tests.processes import parent, words
 
 pytestmark = pytest.mark.e2e
 
@@ -180,20 +181,22 @@ def test_two_hosts_end_with_what_two_processes_on_one_host_end_with(place: Place
 
 
 def _kill_a_rank(host: Host) -> None:
-    [rank] = [it for it in host.named("grpo_core.train") if "tasks.processes" not in " ".join(it.cmdline())]
+    [rank] = [it for it in host.named("grpo_core.train") if "tasks.processes" not in " ".join(words(it))]
     rank.kill()
 
 
 def _kill_the_supervisor(host: Host) -> None:
-    guard, *_ = [it for it in host.named("tasks.processes.supervise") if it.ppid() not in _ids(host, "supervise")]
-    [supervisor] = [it for it in host.named("tasks.processes.supervise") if it.ppid() == guard.pid]
+    not_guards = {None, *_ids(host, "supervise")}
+    guard, *_ = [it for it in host.named("tasks.processes.supervise") if parent(it) not in not_guards]
+    [supervisor] = [it for it in host.named("tasks.processes.supervise") if parent(it) == guard.pid]
     supervisor.kill()
 
 
 def _kill_the_sessions(host: Host) -> None:
     for process in host.named("sshd:"):
-        if "[listener]" not in " ".join(process.cmdline()):
-            process.kill()
+        with suppress(psutil.NoSuchProcess):
+            if "[listener]" not in " ".join(process.cmdline()):
+                process.kill()
 
 
 def _ids(host: Host, word: str) -> set[int]:

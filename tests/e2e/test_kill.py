@@ -16,6 +16,7 @@ import tomli_w
 
 from benchmarks.command import python_path
 from tests.conftest import config_values, write_sums
+from tests.processes import words
 
 pytestmark = pytest.mark.e2e
 
@@ -56,7 +57,7 @@ def test_a_killed_run_leaves_no_process_and_continues_from_its_last_update(tmp_p
     watchdog.cancel()
     assert seen is not None
     started = psutil.Process(process.pid).children(recursive=True)
-    assert any("grpo_core.train" in " ".join(child.cmdline()) for child in started)
+    assert any("grpo_core.train" in " ".join(words(child)) for child in started)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=120)
     assert not psutil.wait_procs(started, timeout=60)[1]

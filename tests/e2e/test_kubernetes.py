@@ -24,6 +24,7 @@ from tasks.processes.launchers.kubernetes import cancel, look, submit
 from tests.conftest import config_values, make_run
 from tests.e2e.cluster import Cluster, Node, control_plane, wait_for
 from tests.e2e.test_hosts import PROJECT, REWARD, SECONDS, Started, metrics
+from tests.processes import words
 
 pytestmark = pytest.mark.e2e
 
@@ -192,8 +193,8 @@ def test_two_pods_end_with_what_two_processes_on_one_machine_end_with_once_there
 def test_a_killed_process_is_survived(place: Place) -> None:
     run = place.run("killed-process", max_restarts=1)
     with standing_still(place, place.start(run)) as stage:
-        ranks = [it for it in place.node("b").processes() if "grpo_core.train" in it.cmdline()]
-        [rank] = [it for it in ranks if "tasks.processes.ranks" not in it.cmdline()]
+        ranks = [it for it in place.node("b").processes() if "grpo_core.train" in words(it)]
+        [rank] = [it for it in ranks if "tasks.processes.ranks" not in words(it)]
         rank.kill()
         place.go_on.touch()
         stage.until(

@@ -17,6 +17,7 @@ from tests.conftest import config_values, write_sums
 from tests.e2e.test_cancel import PROJECT, _processes, _wait_for, _wait_until_stuck, _write_config
 from tests.e2e.test_kill import REWARD
 from tests.nvidia_smi import put_nvidia_smi
+from tests.processes import words
 from tests.serving import Served, grpo_serve, prefect_server
 
 pytestmark = pytest.mark.e2e
@@ -56,7 +57,7 @@ def _do(server: Served, stage: str, name: str) -> None:
 
 
 def _gpus(runner: psutil.Process, name: str) -> set[str]:
-    trained_by = [it for it in _processes(runner, name) if "grpo_core.train" in " ".join(it.cmdline())]
+    trained_by = [it for it in _processes(runner, name) if "grpo_core.train" in " ".join(words(it))]
     return {it.environ()["CUDA_VISIBLE_DEVICES"] for it in trained_by}
 
 

@@ -20,6 +20,7 @@ from tests.conftest import config_values, make_model, make_run, write_sums
 from tests.e2e.slurm import NODES, Cluster, slurm_cluster
 from tests.e2e.test_hosts import PROJECT, REWARD, Started, metrics, wait_for
 from tests.grpo_core.rollout.vllm_engine import PACKED
+from tests.processes import words
 
 pytestmark = pytest.mark.e2e
 
@@ -118,9 +119,9 @@ def _kill_a_rank(cluster: Cluster) -> None:
     ranks = [
         it
         for it in cluster.running_on("beta")
-        if "grpo_core.train" in (words := it.cmdline())
-        and "supervise" not in " ".join(words)
-        and "ranks" not in " ".join(words)
+        if "grpo_core.train" in (command := words(it))
+        and "supervise" not in " ".join(command)
+        and "ranks" not in " ".join(command)
     ]
     assert len(ranks) == 1
     ranks[0].kill()
@@ -223,7 +224,7 @@ def test_a_node_of_the_job_serves_the_model_and_the_server_is_restarted_there(pl
     stage = place.start(run)
     try:
         stage.until("stuck")
-        serving = [it for it in place.cluster.running_on("beta") if "openai.api_server" in " ".join(it.cmdline())]
+        serving = [it for it in place.cluster.running_on("beta") if "openai.api_server" in " ".join(words(it))]
         next(it for it in serving if it.parent() not in serving).kill()
         stage.until(r"beta: the vLLM server ended with status 137 \(SIGKILL\) and is started again")
         place.go_on.touch()

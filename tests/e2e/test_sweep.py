@@ -19,6 +19,7 @@ import tomli_w
 
 from benchmarks.command import python_path
 from tests.conftest import config_values, write_sums
+from tests.processes import words
 from tests.serving import grpo_serve, hear_ctrl_c, prefect_server
 
 pytestmark = pytest.mark.e2e
@@ -83,7 +84,7 @@ def _until_stuck(command: list[str], call: int, number: signal.Signals) -> tuple
     else:
         raise AssertionError("".join(lines))
     started = psutil.Process(process.pid).children(recursive=True)
-    assert any("grpo_core.train" in " ".join(child.cmdline()) for child in started)
+    assert any("grpo_core.train" in " ".join(words(child)) for child in started)
     process.send_signal(number)
     rest, _ = process.communicate(timeout=120)
     watchdog.cancel()

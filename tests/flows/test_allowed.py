@@ -86,7 +86,9 @@ def test_no_machine_to_which_weights_or_the_environment_would_be_sent(
 ) -> None:
     changes: dict[str, Any] = {"rollout": {"engine": "vllm-server"}}
     changes.setdefault(section, {})[key] = given
-    with pytest.raises(ConfigError, match=rf"{section}\.{key} = {re.escape(repr(given))}: .* only a preset may set where"):
+    with pytest.raises(
+        ConfigError, match=rf"{section}\.{key} = {re.escape(repr(given))}: .* only a preset may set where"
+    ):
         resolve_allowed("team", changes)
 
 

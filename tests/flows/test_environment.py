@@ -60,7 +60,7 @@ def environment(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("environment")
 def test_a_password_in_the_address_of_prefect_is_refused_without_saying_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "https://grpo:hidden@prefect.internal/api")
-    with pytest.raises(GrpoError, match="PREFECT_API_URL contains a user, .* set PREFECT_API_AUTH_STRING") as error:
+    with pytest.raises(GrpoError, match=r"PREFECT_API_URL contains a user, .* set PREFECT_API_AUTH_STRING") as error:
         configure()
     assert "hidden" not in str(error.value)
 

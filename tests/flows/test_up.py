@@ -24,6 +24,7 @@ from flows.cli.up import Child, _wait_for_end
 from flows.serving.find_server import find_api_to_serve, wait_until_healthy
 from flows.serving.up_file import ServerError, announced, find_up, new_up
 from tests.conftest import config_values, make_run
+from tests.processes import words
 from tests.serving import STOP_SECONDS, Served, free_ports, run_grpo, run_up, serving
 
 VERSIONS = """
@@ -85,7 +86,7 @@ def test_promoting_and_rolling_back_need_no_server_and_say_one_sentence(storage:
 def test_when_a_server_ends_everything_does_and_it_says_which(served: Served) -> None:
     up = psutil.Process(served.process.pid)
     started = up.children(recursive=True)
-    [mlflow] = [it for it in started if "mlflow.server.fastapi_app:app" in it.cmdline()]
+    [mlflow] = [it for it in started if "mlflow.server.fastapi_app:app" in words(it)]
     mlflow.send_signal(signal.SIGKILL)
     assert served.process.wait(STOP_SECONDS) == 1
     assert not psutil.wait_procs(started, STOP_SECONDS)[1]

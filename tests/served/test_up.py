@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 from tasks.stages import table
 from tests.evaluations import fixed_samples, register_version
+from tests.processes import words
 from tests.serving import START_SECONDS, STOP_SECONDS, Served, free_ports, run_grpo, run_up, starting
 
 STAGES = [stage.name for stage in table.STAGES]
@@ -167,7 +167,7 @@ def test_ctrl_c_pressed_twice_while_servers_start_leaves_none_and_no_traceback(b
     deadline = time.monotonic() + START_SECONDS
     with starting(tmp_path) as served:
         up = psutil.Process(served.process.pid)
-        while not any(begun in command for command in map(_command, up.children(recursive=True))):
+        while not any(begun in command for command in (" ".join(words(it)) for it in up.children(recursive=True))):
             assert time.monotonic() < deadline and up.is_running(), served.log.read_text()
             time.sleep(0.02)
         started = up.children(recursive=True)
@@ -176,9 +176,3 @@ def test_ctrl_c_pressed_twice_while_servers_start_leaves_none_and_no_traceback(b
         assert served.process.wait(STOP_SECONDS) == 0
     assert not psutil.wait_procs(started, STOP_SECONDS)[1]
     assert not [log for log in served.logs if "Traceback" in log.read_text()]
-
-
-def _command(process: psutil.Process) -> str:
-    with suppress(psutil.NoSuchProcess):
-        return " ".join(process.cmdline())
-    return ""

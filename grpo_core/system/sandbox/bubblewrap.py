@@ -30,7 +30,9 @@ from grpo_core.system.sandbox.seccomp import MACHINES, build_filter
 
 Sandbox = Literal["bubblewrap", "none"]
 NOBODY = 65534
-NEEDED = {"bwrap": "bubblewrap", "mkdir": "coreutils", "mount": "mount"} | dict.fromkeys(("choom", "setpriv", "unshare"), "util-linux")
+NEEDED = {"bwrap": "bubblewrap", "mkdir": "coreutils", "mount": "mount"} | dict.fromkeys(
+    ("choom", "setpriv", "unshare"), "util-linux"
+)
 SCRATCH_FILES = 4096  # most files of the scratch folder: each costs the kernel about 1 KiB that no other limit counts
 WATCH_SECONDS = 0.05
 LINE = 32  # bytes of an answer's line other than the answer
@@ -197,13 +199,13 @@ def bound_files(process: subprocess.Popen[bytes]) -> None:
 
 
 def _watch_files(process: subprocess.Popen[bytes]) -> None:
-    ours = os.stat("/tmp").st_dev
+    ours = Path("/tmp").stat().st_dev
     while process.returncode is None:
         with suppress(OSError):  # bubblewrap has not started its child yet, or has ended
             for child in _children_file(process.pid).read_text().split():
-                scratch = f"/proc/{child}/root/tmp"
+                scratch = Path(f"/proc/{child}/root/tmp")
                 found = os.statvfs(scratch)
-                if found.f_files - found.f_ffree > SCRATCH_FILES and os.stat(scratch).st_dev != ours:
+                if found.f_files - found.f_ffree > SCRATCH_FILES and scratch.stat().st_dev != ours:
                     kill(process)
         time.sleep(WATCH_SECONDS)
 

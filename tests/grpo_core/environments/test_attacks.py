@@ -22,6 +22,7 @@ from grpo_core.environments.registry import EnvironmentsError
 from grpo_core.rollout.conversations import play
 from grpo_core.rollout.types import Sampling
 from tests.grpo_core.environments.scripted import Scripted, call, turns
+from tests.processes import existing
 
 pytestmark = pytest.mark.slow
 HERE = "tests.grpo_core.environments.attacking"
@@ -41,7 +42,7 @@ def marks(tmp_path: Path) -> Iterator[Path]:
 
 
 def _running(file: Path) -> list[psutil.Process]:
-    return [psutil.Process(number) for number in map(int, file.read_text().split()) if psutil.pid_exists(number)]
+    return existing(map(int, file.read_text().split()))
 
 
 @pytest.fixture(scope="module")

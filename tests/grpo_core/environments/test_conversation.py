@@ -23,6 +23,7 @@ from grpo_core.rollout.conversations import play
 from grpo_core.rollout.types import Sampling
 from tests.grpo_core.environments.playing import echo
 from tests.grpo_core.environments.scripted import Scripted, call, turns
+from tests.processes import existing
 
 HERE = "tests.grpo_core.environments.playing"
 FORMAT = turns()
@@ -193,7 +194,7 @@ def test_environments_end_with_the_process_that_holds_them(tmp_path: Path) -> No
     environment = {**os.environ, "PYTHONPATH": python_path(Path(__file__).parents[3])}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     process = int(done.stdout)
-    _, alive = psutil.wait_procs([psutil.Process(process)] if psutil.pid_exists(process) else [], timeout=30)
+    _, alive = psutil.wait_procs(existing([process]), timeout=30)
     assert not alive
 
 

@@ -32,6 +32,7 @@ from grpo_core.training.loop import train
 from tests.conftest import make_run
 from tests.grpo_core.rewards.harmful import HARMFUL
 from tests.grpo_core.training.training import assert_same, metrics_of, trained_run
+from tests.processes import existing
 from tests.visible_gpus import using_gpu
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}, {"prompt": "3+3=", "answer": "6"}]
@@ -62,8 +63,7 @@ def _forgotten(pids: Sequence[int]) -> bool:
 
 
 def _gone(pids: list[int]) -> bool:
-    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    return not psutil.wait_procs(processes, timeout=15)[1]
+    return not psutil.wait_procs(existing(pids), timeout=15)[1]
 
 
 HARMS = [

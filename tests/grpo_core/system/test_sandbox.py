@@ -346,7 +346,9 @@ def test_who_is_not_root_has_the_same_sandbox() -> None:
     recent = subprocess.run([python, "-c", "import sys; assert sys.version_info >= (3, 11)"], capture_output=True)
     if os.geteuid() != 0 or recent.returncode != 0:
         pytest.skip("needs root, and a system Python of 3.11 or later")
-    questions = "[Call('forks(str())'), Call('[os.getuid(), os.getppid()]'), Call('write(\"/x\")'), Call('files(\"/tmp\")')]"
+    questions = (
+        "[Call('forks(str())'), Call('[os.getuid(), os.getppid()]'), Call('write(\"/x\")'), Call('files(\"/tmp\")')]"
+    )
     script = "from grpo_core.system.sandbox.bubblewrap import *\nrequire('bubblewrap')\n"
     script += f"print(ask({ATTACKS!r}, {questions}, Limits(cpu_seconds=1, wall_seconds=300.0), 'bubblewrap'))"
     with tempfile.TemporaryDirectory() as folder:

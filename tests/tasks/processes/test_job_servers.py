@@ -24,6 +24,7 @@ from tasks.processes.launchers.machines import Machine
 from tasks.processes.machine import free_port
 from tasks.processes.run import ProcessError, run_together
 from tests.conftest import config_values
+from tests.processes import existing, runs
 
 # Answers its process's number to whichever knows the secret.
 SERVER = """
@@ -123,7 +124,7 @@ def test_servers_serve_a_training_are_restarted_where_they_are_and_end_with_it(
 
 
 def _runs(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return any(map(runs, existing([pid])))
 
 
 FOREVER = "import signal; signal.pause()"

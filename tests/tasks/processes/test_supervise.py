@@ -18,6 +18,7 @@ import pytest
 
 from tasks.processes.run import TimeLimitError, run_process
 from tasks.stages.errors import StageError
+from tests.processes import existing
 
 # Starts a child in a session of its own (as torch's launcher and vLLM do), both deaf to SIGTERM; then says both pids.
 TREE = """
@@ -34,8 +35,7 @@ GRACE = "0.3"
 
 
 def _gone(pids: list[int]) -> bool:
-    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    return not psutil.wait_procs(processes, timeout=15)[1]
+    return not psutil.wait_procs(existing(pids), timeout=15)[1]
 
 
 def _start_tree(

@@ -19,6 +19,7 @@ from tasks.stages import locks
 from tasks.stages.locks import RunInUseError, locked
 from tasks.stages.run_directory import open_run
 from tests.conftest import config_values
+from tests.processes import runs
 
 Values = dict[str, Any]
 
@@ -145,7 +146,7 @@ def test_a_run_stays_locked_while_what_a_killed_holder_supervised_is_ending_and_
     monkeypatch.setattr(locks, "ENDING_SECONDS", 60.0)
     told: list[str] = []
     with locked(run, say=lambda line: (told.append(line), may_end.touch())):
-        assert not psutil.pid_exists(child.pid) or child.status() == psutil.STATUS_ZOMBIE
+        assert not runs(child)
     assert len(told) == 1
     assert "waiting up to 60 s" in told[0]
 
