@@ -28,7 +28,7 @@ def main():
         free = len(running) < setup["together"]
         wait = max(0.0, min(end for _, end in running.values()) - time.monotonic()) if running else None
         ready = select.select([*running, *([control] if free else [])], [], [], wait)[0]
-        for ended in set(ready) & running.keys():
+        for ended in [each for each in running if each in ready]:
             os.waitpid(running.pop(ended)[0], 0)
             os.close(ended)
         for process, end in running.values():
