@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
+
+
+def number_prompts(prompts: Iterable[Sequence[int]]) -> Tensor:
+    """Number of each prompt; those with equal token ids have the same. (B,) int64"""
+    numbers: dict[tuple[int, ...], int] = {}
+    return torch.tensor([numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts])
 
 
 def pad(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
@@ -26,7 +32,7 @@ class Sequences:
     input_ids: Int64[Tensor, "B L"]
     prompt_lengths: Int64[Tensor, " B"]
     completion_lengths: Int64[Tensor, " B"]  # their largest is T
-    prompt_of: Int64[Tensor, " B"]  # rows with the same number have the same prompt
+    prompt_of: Int64[Tensor, " B"]  # see number_prompts
 
     @property
     def lengths(self) -> Tensor:

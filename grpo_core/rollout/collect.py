@@ -200,7 +200,6 @@ def generation_batch(
         index=index,
         scheduled_rows=rollout_prompts(plan, config.seed, index, arranged),
         prompt_ids=[sample.prompt_ids for sample in samples],
-        prompt_of=torch.tensor([sample.row for sample in samples]),
         completion_ids=pad([completion.ids for completion in completions], torch.int64),
         completion_mask=pad(trained, torch.float32),
         completion_lengths=torch.tensor([len(completion.ids) for completion in completions]),

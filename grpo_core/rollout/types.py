@@ -147,8 +147,7 @@ class GenerationBatch:
 
     index: int
     scheduled_rows: list[int]  # P, the dataset rows whose turn it is
-    prompt_ids: list[list[int]]  # B
-    prompt_of: Tensor  # (B,) int64, the dataset row of each completion's prompt
+    prompt_ids: list[list[int]]  # B, a prompt and what its environment added; may differ within a group
     completion_ids: Tensor  # (B, T) int64
     completion_mask: Tensor  # (B, T) float32, 1 on the tokens that are trained
     completion_lengths: Tensor  # (B,) int64, the end token included

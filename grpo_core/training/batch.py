@@ -18,7 +18,7 @@ from grpo_core.algorithm.losses import token_weights
 from grpo_core.config.algorithm import LossType
 from grpo_core.config.run import RunConfig
 from grpo_core.data.order import training_order
-from grpo_core.model.sequences import Sequences, pad
+from grpo_core.model.sequences import Sequences, number_prompts, pad
 from grpo_core.model.to_device import move
 from grpo_core.planning.plan import Plan
 from grpo_core.rollout.types import GenerationBatch, Rollout
@@ -55,7 +55,8 @@ def join(batch: GenerationBatch, rows: Sequence[int]) -> Sequences:
     ids = nn.functional.pad(pad(prompts, torch.int64), (0, width))
     row, offset = (torch.arange(width) < lengths[:, None]).nonzero(as_tuple=True)
     ids[row, prompt_lengths[row] + offset] = batch.completion_ids[torch.tensor(rows)[row], offset]
-    return Sequences(ids[:, : int((prompt_lengths + lengths).max())], prompt_lengths, lengths, batch.prompt_of[rows])
+    ids = ids[:, : int((prompt_lengths + lengths).max())]
+    return Sequences(ids, prompt_lengths, lengths, number_prompts(prompts))
 
 
 def update_batch(parts: Sequence[tuple[Rollout, int]], plan: Plan, config: RunConfig) -> MicroBatch:
@@ -119,6 +120,8 @@ def concatenate(batches: Sequence[MicroBatch]) -> MicroBatch:
 
     columns = dataclasses.fields(Sequences)
     parts = {field.name: _stack([getattr(batch.sequences, field.name) for batch in batches]) for field in columns}
+    rows = zip(parts["input_ids"].tolist(), parts["prompt_lengths"].tolist(), strict=True)
+    parts["prompt_of"] = number_prompts(ids[:length] for ids, length in rows)
     names = [field.name for field in dataclasses.fields(MicroBatch) if field.name != "sequences"]
     values = {name: [getattr(batch, name) for batch in batches] for name in names}
     tensors = {name: None if found[0] is None else _stack(found) for name, found in values.items()}

@@ -14,7 +14,8 @@ class Counting:
 
     def reset(self, answer: str = "", **row: Any) -> str:
         self.answer, self.count, self.path = answer, random.randrange(1000), row.get("path", "")
-        return f" from {self.count}"
+        drawn = os.urandom(9) if row.get("unseeded") else b""
+        return f" from {self.count}{drawn[:8].hex()}" + "x" * sum(drawn[8:])
 
     def add(self, number: int) -> str:
         """Adds to the count.

@@ -20,7 +20,7 @@ from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.rollout.collect import Sample
 from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.training import session as sessions
-from grpo_core.training.roll_out import roll_out
+from grpo_core.training.roll_out import compute_logprobs, roll_out
 from grpo_core.training.session import Session, load_session
 from tests.conftest import with_keys
 from tests.grpo_core.environments.scripted import Scripted, call, turns
@@ -68,7 +68,10 @@ def session(
     config = parse_config(with_keys(values, **getattr(request, "param", {})))
     run = tmp_path / "run"
     (run / "dataset").mkdir(parents=True)
-    rows = [{"prompt": [{"role": "user", "content": f"#{place}"}], "answer": "1"} for place in range(PROMPTS)]
+    rows = [
+        {"prompt": [{"role": "user", "content": f"#{place}"}], "answer": "1", "unseeded": place == PROMPTS - 1}
+        for place in range(PROMPTS)
+    ]
     pq.write_table(pa.Table.from_pylist(rows), run / "dataset" / "train.parquet")
     (run / "config.toml").write_text(dump_config(config))
     (run / "plan.json").write_text(json.dumps({"plan": asdict(make_plan(plan_inputs(config, PROMPTS)))}))
@@ -130,6 +133,19 @@ def test_the_trainer_finds_the_log_probabilities_of_what_was_sampled(session: Se
     rollout = rollout_with(session, ADVANTAGES)
     _, metrics = gradient_and_metrics(session, first_update(session, rollout))
     assert metrics["sampling/sampling_logp_difference/max"] < 1e-5
+
+
+@pytest.mark.slow
+def test_members_of_a_group_that_began_differently_are_trained_on_their_own_prompts(session: Session) -> None:
+    """As with a remote environment that ignores the seed; the whole rollout, so that its prompts meet in one pass."""
+    assert session.policy.packs
+    rollout = rollout_with(session, ADVANTAGES)
+    assert len({tuple(ids) for ids in rollout.prompt_ids}) > PROMPTS
+    found, _ = compute_logprobs(session, session.policy, rollout, torch.ones(PROMPTS * GROUP, dtype=torch.bool))
+    difference = (found - rollout.sampling_logprobs) * rollout.completion_mask
+    assert difference.abs().max() < 1e-5
+    batch = first_update(session, rollout)
+    assert distance(updating_gradient(session, batch), plain_gradient(session, batch)) < BOUND
 
 
 @pytest.mark.slow

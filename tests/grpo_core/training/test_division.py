@@ -99,7 +99,6 @@ def _rollout(session: Any, silent: float) -> Rollout:
         index=0,
         scheduled_rows=list(range(rows // G)),
         prompt_ids=[prompts[row // G] for row in range(rows)],
-        prompt_of=torch.arange(rows) // G,
         completion_ids=torch.randint(3, 13, inside.shape) * inside.long(),
         completion_mask=mask,
         completion_lengths=lengths,
@@ -210,13 +209,15 @@ def test_an_update_has_the_same_rows_on_each_number_of_processes_and_each_is_com
             for process in range(processes)
         ]
         rows = [
-            (int(prompt), float(advantage))
+            (ids[:length].tolist(), float(advantage))
             for part in parts
-            for prompt, advantage in zip(part.sequences.prompt_of, part.advantages, strict=True)
+            for ids, length, advantage in zip(
+                part.sequences.input_ids, part.sequences.prompt_lengths, part.advantages, strict=True
+            )
         ]
         found.append(sorted(rows))
     planned = training_order(plan, config.seed, 0)[2:4].flatten()
-    trained = [(int(rollout.prompt_of[row]), float(rollout.advantages[row])) for row in planned]
+    trained = [(rollout.prompt_ids[row], float(rollout.advantages[row])) for row in planned]
     assert found == [sorted(row for row in trained if row[1])] * 3
 
 
