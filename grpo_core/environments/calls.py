@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,24 +27,52 @@ class ToolCall:
         return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
+Part = tuple[str, ToolCall | None]  # a piece of a turn's text, and the call that it is, if it is one
+
+
 @dataclass(frozen=True)
 class Form:
-    """A way to write calls: a sign of one, and functions that read a turn's calls, and its text without them."""
+    """A way to write calls: the sign that begins one, and a function that divides a turn's text into its parts."""
 
-    sign: str  # in what a template writes for a call
-    calls: Callable[[str, Tools], list[ToolCall]]
-    text: Callable[[str], str]
-
-
-def form_of(written: str) -> str | None:
-    """The name of the form in which a template wrote a call; None if it is in none of them."""
-    return next((name for name, form in FORMS.items() if form.sign in written), None)
+    sign: str
+    parts: Callable[[str, Tools], Iterable[Part]]
 
 
-def read_calls(form: str, text: str, tools: Tools) -> list[ToolCall]:
-    """The calls in a turn's text, whatever the text. `tools`: needed by forms that do not tell the number 5 from the
-    text "5"."""
-    return [_checked(call) for call in FORMS[form].calls(text, tools)]
+def read_turn(form: str, text: str, tools: Tools, thought: str = "") -> tuple[str, list[ToolCall]]:
+    """The text of a turn without the calls that can be read, and all its calls, whatever the text.
+
+    What stands in a thought is no call. `tools`: needed by forms that do not tell the number 5 from the text "5";
+    `thought`: see `open_thought`, of what stands before the turn.
+    """
+    begin = _end_of_thoughts(text, FORMS[form].sign, thought)
+    said, calls = [text[:begin]], list[ToolCall]()
+    for written, part in FORMS[form].parts(text[begin:], tools):
+        call = part and _checked(part)
+        if call:
+            calls.append(call)
+        if not call or call.problem:
+            said.append(written)
+    return "".join(said).strip(), calls
+
+
+def open_thought(text: str) -> str:
+    """What has opened the thought in which the text ends; "" if it ends in none."""
+    return next((it for it, closing in THOUGHTS.items() if text.rfind(it) > text.rfind(closing)), "")
+
+
+def _end_of_thoughts(text: str, sign: str, thought: str) -> int:
+    """Place where the last thought before the first call ends; 0 without one. What opens a thought in a call, as part
+    of an argument, opens none."""
+    end = 0
+    for opening, closing in THOUGHTS.items():
+        start = 0 if opening == thought else text.find(opening, end)
+        while start >= 0 and sign not in text[end:start]:
+            close = text.find(closing, start)
+            if close < 0:
+                return len(text)
+            end = close + len(closing)
+            start = text.find(opening, end)
+    return end
 
 
 def _checked(call: ToolCall) -> ToolCall:
@@ -100,17 +128,19 @@ def _with_arguments(name: str, arguments: Any, key: str = "arguments") -> ToolCa
     return ToolCall(name, arguments)
 
 
-def _tagged(read: Callable[[str, Tools], ToolCall]) -> Callable[[str, Tools], list[ToolCall]]:
-    """Make a reader of any number of <tool_call>…</tool_call>, each of which `read` reads."""
+def _tagged(read: Callable[[str, Tools], ToolCall]) -> Form:
+    """The form of any number of <tool_call>…</tool_call>, each of which `read` reads."""
 
-    def calls(text: str, tools: Tools) -> list[ToolCall]:
-        found = []
-        for part in text.split("<tool_call>")[1:]:
-            body, closed, _ = part.partition("</tool_call>")
-            found.append(read(body, tools) if closed else ToolCall("", problem="the call has no </tool_call>"))
-        return found
+    def parts(text: str, tools: Tools) -> Iterator[Part]:
+        before, *rest = text.split("<tool_call>")
+        yield before, None
+        for part in rest:
+            body, closed, after = part.partition("</tool_call>")
+            call = read(body, tools) if closed else ToolCall("", problem="the call has no </tool_call>")
+            yield f"<tool_call>{body}{closed}", call
+            yield after, None
 
-    return calls
+    return Form("<tool_call>", parts)
 
 
 def _hermes(body: str, tools: Tools) -> ToolCall:
@@ -169,36 +199,36 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
         return text
 
 
-def _llama(text: str, tools: Tools) -> list[ToolCall]:
+def _llama(text: str, tools: Tools) -> Iterator[Part]:
     """The whole turn is {"name": …, "parameters": {…}}."""
     body = text.strip().removeprefix("<|python_tag|>").strip()
-    return [_from_json(body, "parameters")] if body.startswith("{") and '"name"' in body else []
+    yield text, _from_json(body, "parameters") if body.startswith("{") and '"name"' in body else None
 
 
-def _mistral(text: str, tools: Tools) -> list[ToolCall]:
+def _mistral(text: str, tools: Tools) -> Iterator[Part]:
     """[TOOL_CALLS][{"name": …, "arguments": {…}}, …], or [TOOL_CALLS]name[ARGS]{…} once for each call."""
-    _, sign, rest = text.partition("[TOOL_CALLS]")
-    if not sign:
-        return []
+    before, sign, rest = text.partition("[TOOL_CALLS]")
+    yield before, None
     if "[ARGS]" in rest:
-        parts = [part.partition("[ARGS]") for part in rest.split("[TOOL_CALLS]")]
-        return [_with_arguments(re.sub(r"\[CALL_ID\].*", "", name).strip(), body) for name, _, body in parts]
-    try:
-        calls = _loads(rest)
-    except ValueError as error:
-        return [ToolCall("", problem=f"the calls are not valid JSON: {error}")]
-    return [_from_object(call, "arguments") for call in (calls if isinstance(calls, list) else [calls])]
-
-
-def _text_before(sign: str) -> Callable[[str], str]:
-    return lambda text: text.partition(sign)[0].strip()
+        for part in rest.split(sign):
+            name, _, body = part.partition("[ARGS]")
+            yield f"{sign}{part}", _with_arguments(re.sub(r"\[CALL_ID\].*", "", name).strip(), body)
+    elif sign:
+        try:
+            calls = _loads(rest)
+        except ValueError as error:
+            yield f"{sign}{rest}", ToolCall("", problem=f"the calls are not valid JSON: {error}")
+            return
+        for number, call in enumerate(calls if isinstance(calls, list) else [calls]):
+            yield "" if number else f"{sign}{rest}", _from_object(call, "arguments")
 
 
 PYTHON = {"True": True, "False": False, "None": None}  # how some templates write values other than text
+THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 FORMS = {
-    "hermes": Form("<tool_call>\n{", _tagged(_hermes), _text_before("<tool_call>")),
-    "xml": Form("<function=", _tagged(_xml), _text_before("<tool_call>")),
-    "glm": Form("<arg_key>", _tagged(_glm), _text_before("<tool_call>")),
-    "mistral": Form("[TOOL_CALLS]", _mistral, _text_before("[TOOL_CALLS]")),
-    "llama": Form('"parameters":', _llama, lambda text: ""),
+    "hermes": _tagged(_hermes),
+    "xml": _tagged(_xml),
+    "glm": _tagged(_glm),
+    "mistral": Form("[TOOL_CALLS]", _mistral),
+    "llama": Form("{", _llama),
 }

@@ -144,13 +144,8 @@ def reset_request(name: str, seed: int, row: Mapping[str, Any]) -> dict[str, Any
 def _begin(talk: Conversation, prompt: Any, shown: str | None, tools: Mapping[str, Any], turns: TurnFormat) -> int:
     """Put what `reset` returned at the end of the prompt. Returns its length in tokens."""
     messages, schemas = without_gaps(prompt), [*tools.values()]
-    talk.prompt_ids = turns.prompt(messages, schemas)
-    if not shown:
-        return 0
-    before = len(talk.prompt_ids)
-    messages[-1]["content"] += shown
-    talk.prompt_ids = turns.prompt(messages, schemas)
-    return len(talk.prompt_ids) - before
+    talk.prompt_ids = turns.prompt(messages, schemas, shown)
+    return len(talk.prompt_ids) - len(turns.prompt(messages, schemas)) if shown else 0
 
 
 def _add(talk: Conversation, ids: Sequence[int], logprobs: Sequence[float] | None, versions: Sequence[int]) -> None:

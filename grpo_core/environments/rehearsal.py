@@ -16,7 +16,6 @@ from typing import Any
 
 from grpo_core.config.environment import OWN_REWARD
 from grpo_core.config.run import RunConfig
-from grpo_core.data.chat import without_gaps
 from grpo_core.environments.conversation import REWARD_REQUEST, reset_request
 from grpo_core.environments.processes import START_SECONDS, CallError, Environment, Environments, Seen
 from grpo_core.environments.registry import EnvironmentsError
@@ -323,9 +322,7 @@ def _ask(environment: Environment, request: Row, limit: float) -> Any:
 
 
 def _reset_tokens(setting: Setting, row: Row, shown: str | None) -> int:
-    messages = without_gaps(row["prompt"])
-    messages[-1]["content"] += shown or ""
-    return len(setting.encode({**row, "prompt": messages})) - len(setting.encode(row))
+    return len(setting.encode(row, shown)) - len(setting.encode(row))
 
 
 def _why(error: CallError, limit: float) -> str:

@@ -21,10 +21,10 @@ class Setting:
     environments: Environments
     turns: TurnFormat
 
-    def encode(self, row: Mapping[str, Any]) -> list[int]:
-        """Token ids of the row's prompt with its tools, without what `reset` adds."""
+    def encode(self, row: Mapping[str, Any], added: str | None = None) -> list[int]:
+        """Token ids of the row's prompt with its tools, and with what `reset` has `added`."""
         tools = self.environments.tools(self.environments.name_for(row))
-        return self.turns.prompt(without_gaps(row["prompt"]), [*tools.values()])
+        return self.turns.prompt(without_gaps(row["prompt"]), [*tools.values()], added)
 
     def options(self, name: str) -> dict[str, Any]:
         """Options of the chat template for this environment's rows, as in `encode`."""
@@ -45,7 +45,7 @@ def make_setting(config: RunConfig, tokenizer: Any) -> Setting | None:
     if not config.environment.is_used:
         return None
     turns = TurnFormat(tokenizer, _ends(config, tokenizer), config.data.chat_template_kwargs)
-    if problem := turns.problem(with_tools=True):
+    if problem := turns.problem():
         raise EnvironmentsError(f"environment: {problem}")
     return Setting(Environments(config.environment), turns)
 

@@ -9,16 +9,29 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from grpo_core.environments.calls import FORMS, ToolCall, Tools, form_of, read_calls
+from grpo_core.environments.calls import FORMS, THOUGHTS, ToolCall, Tools, open_thought, read_turn
 from grpo_core.errors import GrpoError
 
 Message = Mapping[str, Any]
 FIRST: Message = {"role": "user", "content": "x"}
 MARK = "pageturn"  # of letters only: templates may trim, quote or check what stands for a name
+NUMBER = {"type": "integer", "description": "A number."}
+ADD = {  # a tool: templates write calls only if there are tools, or a model has another template for tools
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["a", "b"]},
+    },
+}
+CALL = ToolCall("add", {"a": 1, "b": -2})
 
 
 class TemplateError(GrpoError):
@@ -34,68 +47,73 @@ class TurnFormat:
     ends: tuple[str, ...]
     options: Mapping[str, Any]
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids up to the policy's first turn. `tools`: JSON schemas."""
-        text = self._render(messages, tools=list(tools) or None, add_generation_prompt=True)
-        return self._encode(text)
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], added: str | None = None
+    ) -> list[int]:
+        """Token ids up to the policy's first turn. `tools`: JSON schemas; `added`: text behind the last message, in
+        which special tokens are plain text, as in an answer."""
+        *before, last = messages
+
+        def render(contents: Sequence[str]) -> str:
+            end = {**last, "content": last["content"] + contents[0]}
+            return self._render([*before, end], tools=list(tools) or None, add_generation_prompt=True)
+
+        return self._encode_rendered(render, [added or ""])
 
     def answer(self, messages: Sequence[Message]) -> list[int]:
         """Token ids between the end token of the policy's turn and its next turn: messages of tools or of the user.
         Raises TemplateError if the template cannot write them."""
-        contents = [str(message["content"]) for message in messages]
-        mark = next(mark for mark in _marks() if not any(mark in content for content in contents))
-        after = self._after(mark, messages)
-        if not any(token in content for token in self.tokenizer.all_special_tokens for content in contents):
-            return self._encode(after)
-        # A special token that an answer spells out must not become one: the answer could end its own turn.
-        ids: list[int] = []
-        for content in filter(None, contents):
-            written = _written(content, after)
-            before, _, after = after.partition(written)
-            ids += self._encode(before)
-            ids += self.tokenizer(written, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return ids + self._encode(after)
+
+        def render(contents: Sequence[str]) -> str:
+            return self._after([{**each, "content": it} for each, it in zip(messages, contents, strict=True)])
+
+        return self._encode_rendered(render, [str(message["content"]) for message in messages])
 
     def read(self, ids: Sequence[int], tools: Tools) -> tuple[str, list[ToolCall]]:
         """The text of the policy's turn without its tool calls, and these. `tools`: JSON schemas by name."""
-        form = form_of(self._call_as_written())
-        if form is not None:
-            written = self.tokenizer.decode(ids, skip_special_tokens=False)
-            for end in self.ends:
-                written = written.removesuffix(end)
-            if calls := read_calls(form, written, tools):
-                return FORMS[form].text(written), calls
-        return self.tokenizer.decode(ids, skip_special_tokens=True), []
+        text, calls = self._read(self.form, ids, tools) if self.form else ("", [])
+        return (text, calls) if calls else (self.tokenizer.decode(ids, skip_special_tokens=True), [])
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """A turn of the policy that makes these calls, as the template writes it, without its end token. Raises
         TemplateError if the template cannot write them."""
         written = [{"id": f"call{place:05d}", **call.message} for place, call in enumerate(calls)]
         try:
-            text = self._render([FIRST, {"role": "assistant", "content": "", "tool_calls": written}])
-            said = self._render([FIRST, {"role": "assistant", "content": MARK}])
+            text = self._render([FIRST, {"role": "assistant", "content": "", "tool_calls": written}], tools=[ADD])
+            said = self._render([FIRST, {"role": "assistant", "content": MARK}], tools=[ADD])
         except Exception as error:  # a template may raise anything, for instance for several calls in a turn
             raise TemplateError(
                 f"the chat template of {self.tokenizer.name_or_path!r} cannot write the turn: {error}"
             ) from error
-        before = said.rpartition(MARK)[0]
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False))
-        turn = text[len([*same]) :]
-        return turn[: min((turn.find(end) for end in self.ends if end in turn), default=len(turn))]
+        before = os.path.commonprefix([said.rpartition(MARK)[0], text])
+        turn = text[len(re.sub(r"[<\[][^<>\[\]]*$", "", before)) :]  # not within a tag
+        turn = turn[: min((turn.find(end) for end in self.ends if end in turn), default=len(turn))]
+        closing = THOUGHTS.get(self._thought, "")
+        return turn if closing in turn else f"{closing}\n\n{turn.lstrip()}"
 
-    def problem(self, with_tools: bool) -> str:
-        """Reason why conversations of several turns cannot be held with this template; "" if they can."""
-        role = "tool" if with_tools else "user"
-        if with_tools and form_of(self._call_as_written()) is None:
-            return (
-                f"the chat template of {self.tokenizer.name_or_path!r} writes tool calls in no known form "
-                f"({', '.join(FORMS)}); take a model that was trained to call tools"
-            )
+    @cached_property
+    def form(self) -> str | None:
+        """Name of the form in which the template writes calls; None if it writes none that is read as it was meant."""
         try:
-            self.answer([{"role": role, "name": "tool", "content": "answer"}])
+            ids = self._encode(self.write([CALL]))
+        except TemplateError:
+            return None
+        return next((form for form in FORMS if self._read(form, ids, {"add": ADD})[1] == [CALL]), None)
+
+    def problem(self) -> str:
+        """Reason why conversations with tools cannot be held with this template; "" if they can."""
+        try:
+            written = self.write([CALL])
+            if self.form:
+                self.answer([{"role": "tool", "name": CALL.name, "content": "answer"}])
+                return ""
         except TemplateError as error:
             return str(error)
-        return ""
+        found = f"the call add(a=1, b=-2) as {written!r}, and only calls in other forms are read ({', '.join(FORMS)})"
+        return (
+            f"the chat template of {self.tokenizer.name_or_path!r} writes {found if 'add' in written else 'no calls'}; "
+            "take a model of a family that docs/how-to/environments.md lists"
+        )
 
     def note(self, role: str) -> str:
         """Note on what a template does to earlier turns and training does not; "" if it leaves them as they are."""
@@ -111,12 +129,26 @@ class TurnFormat:
             "the conversation as they were sampled; elsewhere the policy may be asked without them"
         )
 
-    def _after(self, mark: str, messages: Sequence[Message]) -> str:
-        """Text that the template writes after the end token of the turn that the mark stands for."""
+    def _read(self, form: str, ids: Sequence[int], tools: Tools) -> tuple[str, list[ToolCall]]:
+        written = self.tokenizer.decode(ids, skip_special_tokens=False)
+        for end in self.ends:
+            written = written.removesuffix(end)
+        return read_turn(form, written, tools, self._thought)
+
+    @cached_property
+    def _thought(self) -> str:
+        """What the template has opened, before each turn of the policy, as its thought; "" if it opens none."""
+        text = self._render([{"role": "user", "content": MARK}], tools=[ADD], add_generation_prompt=True)
+        return open_thought(text.rpartition(MARK)[2])
+
+    def _after(self, messages: Sequence[Message]) -> str:
+        """Text that the template writes before the policy's next turn, after the end token of the one before."""
         problem = "it leaves out what the assistant has said"
+        tools = [ADD] if messages[0]["role"] == "tool" else None
+        mark = next(_marks([str(message["content"]) for message in messages]))
         for turn, answers in _stand_ins(mark, messages):
             try:
-                text = self._render([FIRST, turn, *answers], add_generation_prompt=True)
+                text = self._render([FIRST, turn, *answers], tools=tools, add_generation_prompt=True)
             except Exception as error:  # a template may raise anything for roles that it does not know
                 problem = str(error)
                 continue
@@ -136,20 +168,34 @@ class TurnFormat:
             f"{messages[0]['role']!r}: {problem}"
         )
 
-    def _call_as_written(self) -> str:
-        """Text that the template writes for a tool call; "" if it writes none."""
-        call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": MARK, "arguments": {"key": "value"}}}
-        try:
-            text = self._render([FIRST, {"role": "assistant", "content": "", "tool_calls": [call]}])
-        except Exception:
-            return ""
-        return text if MARK in text else ""
-
     def _render(self, messages: Sequence[Message], **options: Any) -> str:
         return self.tokenizer.apply_chat_template(list(messages), tokenize=False, **self.options, **options)
 
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+    def _encode(self, text: str, **options: Any) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+
+    def _encode_rendered(self, render: Callable[[Sequence[str]], str], contents: Sequence[str]) -> list[int]:
+        """Token ids of what the template writes for the contents. A special token that a content spells out does not
+        become one: it could end its own turn. `render`: gives the text for any contents."""
+        spelled = [place for place, content in enumerate(contents) if any(it in content for it in self._special_tokens)]
+        if not spelled:
+            return self._encode(render(contents))
+        marks = dict(zip(spelled, _marks(contents), strict=False))
+        marked = [marks.get(place, content) for place, content in enumerate(contents)]
+        text, ids, end = render(marked), list[int](), 0
+        for place, mark in marks.items():
+            before, _, after = text.partition(mark)
+            whole = render([*marked[:place], contents[place], *marked[place + 1 :]])
+            written = whole[len(before) : len(whole) - len(after)]  # some templates trim it, some quote it as JSON
+            ids += self._encode(before[end:]) + self._encode(written, split_special_tokens=True)
+            end = len(before) + len(mark)
+        return ids + self._encode(text[end:])
+
+    @cached_property
+    def _special_tokens(self) -> set[str]:
+        """Texts of all special tokens, also of those without a role, as most of Llama 3's are."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        return {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
 
 
 def _written(content: str, text: str) -> str:
@@ -158,8 +204,10 @@ def _written(content: str, text: str) -> str:
     return next((form for form in (content, content.strip(), quoted) if form in text), content)
 
 
-def _marks() -> Iterator[str]:
-    return (MARK * count for count in itertools.count(1))
+def _marks(contents: Sequence[str]) -> Iterator[str]:
+    """Texts that are in none of the contents, nor in each other."""
+    marks = (f"{MARK}{'x' * count}z" for count in itertools.count())
+    return (mark for mark in marks if not any(mark in content for content in contents))
 
 
 def _stand_ins(mark: str, messages: Sequence[Message]) -> Iterator[tuple[Message, Sequence[Message]]]:

@@ -30,7 +30,7 @@ from examples.python import make as programs
 from examples.smallest import make as smallest
 from grpo_core.environments.builtin.calculator import calculator as calculator_tool
 from grpo_core.environments.builtin.python import python as python_tool
-from grpo_core.environments.calls import ToolCall, read_calls
+from grpo_core.environments.calls import ToolCall, read_turn
 from grpo_core.environments.turns import TurnFormat
 
 ROOT = Path(__file__).parents[2]
@@ -197,7 +197,7 @@ def test_demonstrated_programs_print_the_answer_but_for_their_slips(
             total += {**GAINS, "eats": -1}[verb] * int(n)
         assert row["answer"] == str(total)
         called, printed, last = programs.demonstrate(numbers, rng)
-        (call,) = read_calls("hermes", called["content"], {})
+        _, (call,) = read_turn("hermes", called["content"], {})
         assert f"{eval(call.arguments['code'].removeprefix('print'))}\n" == printed["content"] == f"{last['content']}\n"
         assert (last["content"] == row["answer"]) != slips
     assert python_tool(**call.arguments) == printed["content"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from examples import tiny
 from grpo_core.config.files import dump_config, parse_config
 from grpo_core.config.run import RunConfig
-from grpo_core.environments import calls
-from grpo_core.environments.calls import Form, ToolCall, Tools
+from grpo_core.environments.calls import ToolCall, Tools
 from grpo_core.environments.processes import Environments
 from grpo_core.environments.setting import Setting, make_setting
+from grpo_core.environments.turns import TurnFormat
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.training import session as sessions
 from tests.conftest import with_keys
@@ -58,15 +58,16 @@ def make_model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def every_text_may_call(text: str, tools: Tools) -> list[ToolCall]:
+def every_text_may_call(turns: TurnFormat, ids: Sequence[int], tools: Tools) -> tuple[str, list[ToolCall]]:
     """Stands in for a policy that has learnt to call tools: what it wants follows from its text, whatever that is."""
+    text = turns.tokenizer.decode(ids, skip_special_tokens=False).removesuffix(turns.ends[0])
     wish = sum(text.encode())
     roll = ToolCall("roll", {"times": 1 + wish % 3})
-    return [[], [roll], [roll], [ToolCall("roll", {}), roll]][wish % 4]
+    return text, [[], [roll], [roll], [ToolCall("roll", {}), roll]][wish % 4]
 
 
 def let_any_text_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(calls.FORMS, "hermes", Form("<tool_call>\n{", every_text_may_call, lambda text: text))
+    monkeypatch.setattr(TurnFormat, "read", every_text_may_call)
 
 
 def talking_values(model: Path, **keys: Any) -> dict[str, Any]:

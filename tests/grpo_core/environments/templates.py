@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from grpo_core.environments.calls import ToolCall
+from grpo_core.environments.turns import ADD, TurnFormat
+
+TAG = re.compile(r"<\|[^|<>\s]+\|>|<(?:start|end)_of_turn>|<turn\|>|\[/?[A-Z_]+\]|</s>")
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>")
 # The last of the special tokens that a turn ends with, and how the policy writes a call.
@@ -62,6 +69,26 @@ def template_of(family: str) -> str:
     return MISTRAL if family == "mistral" else _from_trl(family)
 
 
+def known_to_trl() -> list[str]:
+    """Names of the families whose templates TRL has copies of; of images' too."""
+    return sorted(path.name.removesuffix(".jinja") for path in _folder_of_trl().iterdir() if path.suffix == ".jinja")
+
+
+def format_of(family: str) -> TurnFormat:
+    """The way in which TRL's copy of a template writes turns; its special tokens and ends are found in the text."""
+    template = _from_trl(family)
+    special = (*dict.fromkeys(TAG.findall(template)), "</s>")
+    tokenizer, call = make_tokenizer(template, special, "</s>"), ToolCall("z", {}).message
+    ends = ["</s>"]
+    for turn in ({"content": "zz"}, {"content": "", "tool_calls": [{"id": "call00000", **call}]}):
+        said = [{"role": "user", "content": "x"}, {"role": "assistant", **turn}]
+        answer = {"role": "tool", "name": "z", "tool_call_id": "call00000", "content": "y"}
+        with suppress(Exception):  # a template may raise anything
+            text = tokenizer.apply_chat_template([*said, answer], tools=[ADD], tokenize=False)
+            ends += TAG.findall(text.rpartition("z")[2])[:1]
+    return TurnFormat(tokenizer, tuple(ends), {})
+
+
 def make_tokenizer(template: str, special: tuple[str, ...], end: str) -> Any:
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     plain = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(bytes_)}, merges=[]))
@@ -77,5 +104,9 @@ def make_tokenizer(template: str, special: tuple[str, ...], end: str) -> Any:
 
 def _from_trl(family: str) -> str:
     """The family's own template, of which TRL keeps copies."""
+    return (_folder_of_trl() / f"{family}.jinja").read_text()
+
+
+def _folder_of_trl() -> Path:
     pytest.importorskip("trl", reason="needs requirements/bench.txt")
-    return (files("trl") / "chat_templates" / f"{family}.jinja").read_text()
+    return Path(str(files("trl") / "chat_templates"))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils import chat_template_utils
 
-from grpo_core.environments.calls import FORMS, ToolCall, read_calls
+from grpo_core.environments.calls import FORMS, ToolCall, read_turn
 from tests.grpo_core.environments.templates import make_tokenizer, template_of
 
 
@@ -55,7 +55,7 @@ def test_a_call_arrives_as_the_template_of_a_family_writes_it(form: str, **argum
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     written = text.partition("<|start_header_id|>assistant<|end_header_id|>\n\n")[2] if form == "llama" else text
     written = written.removesuffix("<|eot_id|>").removesuffix("</s>")
-    assert read_calls(form, written, TOOLS) == [ToolCall("book", arguments)]
+    assert read_turn(form, written, TOOLS)[1] == [ToolCall("book", arguments)]
 
 
 PIECES = st.sampled_from(
@@ -83,11 +83,12 @@ PIECES = st.sampled_from(
 @pytest.mark.parametrize("form", FORMS)
 @given(text=st.lists(PIECES | st.text(max_size=5), max_size=12).map("".join))
 def test_any_text_gives_calls_that_can_be_recorded_and_sent_or_what_is_wrong(form: str, text: str) -> None:
-    for call in read_calls(form, text, TOOLS):
+    said, calls = read_turn(form, text, TOOLS)
+    for call in calls:
         json.dumps(call.message, ensure_ascii=False).encode()
         pickle.dumps(call.arguments)
         assert isinstance(call.name, str) and isinstance(call.arguments, dict) and (call.name or call.problem)
-    assert isinstance(FORMS[form].text(text), str)
+    assert said == text.strip() or any(not call.problem for call in calls)
 
 
 @pytest.mark.slow
@@ -98,7 +99,7 @@ def test_long_text_costs_time_in_proportion(form: str) -> None:
         text = piece * (3 * 10**5 // len(piece))
         for start in ("", "<tool_call>", "<tool_call><function=book>", "[TOOL_CALLS]", '{"name"'):
             begun = time.process_time()
-            read_calls(form, start + text + "</function></tool_call>", TOOLS)
+            read_turn(form, start + text + "</function></tool_call>", TOOLS)
             assert time.process_time() - begun < LONG_TEXT_SECONDS, (piece[:20], start)
 
 
@@ -114,5 +115,30 @@ def test_long_text_costs_time_in_proportion(form: str) -> None:
     ],
 )
 def test_what_is_wrong_with_a_call_is_said(form: str, text: str, problem: str) -> None:
-    (call,) = read_calls(form, text, TOOLS)
-    assert problem in call.problem
+    said, (call,) = read_turn(form, f"Now: {text}", TOOLS)
+    assert problem in call.problem and said == f"Now: {text}"
+
+
+CALLS = {
+    "hermes": '<tool_call>{"name": "book", "arguments": {"title": "<think>"}}</tool_call>',
+    "xml": "<tool_call><function=book><parameter=title><think></parameter></function></tool_call>",
+    "glm": "<tool_call>book<arg_key>title</arg_key><arg_value><think></arg_value></tool_call>",
+    "mistral": '[TOOL_CALLS][{"name": "book", "arguments": {"title": "<think>"}}]',
+    "llama": '{"name": "book", "parameters": {"title": "<think>"}}',
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_in_a_thought_is_none_and_the_text_around_calls_is_kept(form: str) -> None:
+    call, made = CALLS[form], [ToolCall("book", {"title": "<think>"})]
+    thought = f"<think>I could write {call} but no.</think>"
+    assert read_turn(form, f"{thought} The answer is 3", TOOLS) == (f"{thought} The answer is 3", [])
+    assert read_turn(form, f"<think>Should I use <tool_call> or [TOOL_CALLS]?</think> 3", TOOLS)[1] == []
+    assert read_turn(form, f"{thought}{thought}\n{call}", TOOLS) == (f"{thought}{thought}", made)
+    assert read_turn(form, f"[THINK]{call}[/THINK]{call}", TOOLS) == (f"[THINK]{call}[/THINK]", made)
+    assert read_turn(form, f"<think>never closed {call}", TOOLS)[1] == []
+    assert read_turn(form, f"opened before {call}</think>{call}", TOOLS, "<think>")[1] == made
+    assert read_turn(form, f"opened before {call}", TOOLS, "<think>")[1] == []
+    if CALLS[form].endswith("</tool_call>"):
+        assert read_turn(form, f"First {call}{call} and so on. ", TOOLS) == ("First  and so on.", made * 2)
+        assert read_turn(form, f"a {call} b <tool_call></tool_call> c", TOOLS)[0] == "a  b <tool_call></tool_call> c"

@@ -8,10 +8,20 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from grpo_core.environments.calls import ToolCall
-from grpo_core.environments.turns import TemplateError, TurnFormat
-from tests.grpo_core.environments.templates import FAMILIES, make_tokenizer, tokenizer_of
+from grpo_core.environments.turns import ADD, CALL, TemplateError, TurnFormat
+from tests.grpo_core.environments import scripted
+from tests.grpo_core.environments.scripted import TEMPLATE
+from tests.grpo_core.environments.templates import (
+    CHATML,
+    FAMILIES,
+    format_of,
+    known_to_trl,
+    make_tokenizer,
+    tokenizer_of,
+)
 
 SUM = {
     "type": "function",
@@ -139,9 +149,119 @@ def test_without_thinking_each_turn_begins_as_the_template_begins_it() -> None:
 
 
 def test_templates_that_cannot_write_tools_are_refused_with_the_reason() -> None:
-    assert "writes tool calls in no known form" in _format("gemma3").problem(with_tools=True)
-    assert _format("gemma3").problem(with_tools=False) == ""
-    mute = make_tokenizer("{% for m in messages %}{{ m.role }}<end>{% endfor %}", ("<s>", "<end>"), "<end>")
-    assert "leaves out" in TurnFormat(mute, ("<end>",), {}).problem(with_tools=False)
+    assert "'a model' writes no calls; take a model of a family that" in _format("gemma3").problem()
+    silent = TEMPLATE.replace("message['content'] }}", "message['content'] if message['role'] != 'tool' }}")
+    assert "leaves out what the tool says" in _from(silent).problem()
+    raising = "{{ raise_exception('no tools here') if messages[-1]['tool_calls'] }}x"
+    assert "cannot write the turn: no tools here" in _from(raising).problem()
     with pytest.raises(TemplateError, match=r"stops at '<s>'.*eos_token_id"):
         TurnFormat(tokenizer_of("qwen2_5"), ("<s>",), {}).answer([{"role": "user", "content": "x"}])
+
+
+NAME, ARGUMENTS = "{{ call['function']['name'] }}", "{{ call['function']['arguments'] | tojson }}"
+UNREAD = {  # with signs of forms that are read
+    "Seed-OSS": f"<seed:tool_call>\n<function={NAME}>\n<parameter=a>1</parameter>\n</function>\n</seed:tool_call>",
+    "Functionary": f"<function={NAME}>{ARGUMENTS}</function>",
+    "Command R7B": f'<|START_ACTION|>[{{"tool_call_id": "0", "tool_name": "{NAME}", "parameters": {ARGUMENTS}}}]',
+    "LFM2": f"<|tool_call_start|>[{NAME}(a=1)]<|tool_call_end|>",
+}
+
+
+@pytest.mark.parametrize("frame", UNREAD)
+def test_a_template_whose_calls_would_never_be_read_is_refused_with_what_it_writes(frame: str) -> None:
+    before, rest = TEMPLATE.split("<tool_call>", 1)
+    listing = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"  # has '"parameters":'
+    turns = _from(f"{listing}{before}{UNREAD[frame]}{rest.partition('</tool_call>')[2]}")
+    problem = turns.problem()
+    written = UNREAD[frame].replace(NAME, "add").replace(ARGUMENTS, '{"a": 1, "b": -2}')
+    assert f"writes the call add(a=1, b=-2) as {written!r}, and only calls in other forms are read" in problem
+
+
+@pytest.mark.slow
+def test_of_all_templates_that_trl_knows_those_of_supported_families_are_accepted() -> None:
+    accepted = []
+    for family in known_to_trl():
+        turns = format_of(family)
+        if not turns.problem():
+            accepted.append(family.removesuffix("_training"))
+            ids = turns.tokenizer(turns.write([CALL]) + turns.ends[-1], add_special_tokens=False)["input_ids"]
+            assert turns.read(ids, {"add": ADD})[1] == [CALL]
+            _assert_spelled_out(turns)
+    expected = {"glm4moe", "llama3_1", "llama3_2", "qwen2_5", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}
+    expected |= {"qwen3_8", "qwen3_instruct_2507", "qwen3_vl"}
+    expected |= {f"nemotron_3_{size}" for size in ("5_lightning", "nano", "super", "ultra")}
+    assert {*accepted} == expected and len(accepted) == 28
+
+
+def _assert_spelled_out(turns: TurnFormat) -> None:
+    """No piece of the template that an answer, one of two answers, or a reset spells out becomes a special token."""
+    special, prompt = {*turns.tokenizer.all_special_ids}, [{"role": "user", "content": "hello"}]
+
+    def tokens(ids: list[int]) -> list[int]:
+        return [token for token in ids if token in special]
+
+    for piece in turns.tokenizer.all_special_tokens:
+        for contents in ([piece], [f' {piece} "x"\n'], ["o", piece], [piece, piece]):
+            answers, plain = (
+                [{"role": "tool", "name": "add", "content": text} for text in texts]
+                for texts in (contents, ["x"] * len(contents))
+            )
+            try:
+                ids = turns.answer(answers)
+            except TemplateError:  # one answer for a turn
+                assert len(contents) == 2
+                continue
+            assert tokens(ids) == tokens(turns.answer(plain))
+            assert turns.tokenizer.decode(ids) == turns._after(answers)
+        shown = turns.prompt(prompt, [SUM], f" {piece}")
+        assert tokens(shown) == tokens(turns.prompt(prompt, [SUM]))
+        assert turns.tokenizer.decode(shown) == turns.tokenizer.decode(
+            turns.prompt([{"role": "user", "content": f"hello {piece}"}], [SUM])
+        )
+
+
+@pytest.mark.parametrize("family", WITH_TOOLS)
+def test_a_piece_of_the_template_that_an_answer_or_a_reset_spells_out_is_text(family: str) -> None:
+    _assert_spelled_out(_format(family))
+
+
+def test_a_special_token_without_a_role_is_text_in_an_answer_too() -> None:
+    """Most of Llama 3's are only added to the tokenizer."""
+    turns = _from(TEMPLATE)
+    turns.tokenizer.add_tokens([AddedToken("<|reserved|>", special=True)])
+    assert "<|reserved|>" not in turns.tokenizer.all_special_tokens
+    token = turns.tokenizer.convert_tokens_to_ids("<|reserved|>")
+    assert token in turns.prompt([{"role": "user", "content": "<|reserved|>"}], [])  # as wherever the model is asked
+    assert token not in turns.answer([{"role": "tool", "name": "add", "content": "<|reserved|>"}])
+
+
+def test_a_model_with_a_template_of_its_own_for_tools_is_accepted() -> None:
+    """As Hermes 2 Pro has; that template goes through the tools, whatever it writes."""
+    plain = TEMPLATE.replace("message['tool_calls'] or []", "[]")
+    turns = _from({"default": plain, "tool_use": f"{{% for tool in tools %}}{{{{ tool | tojson }}}}{{% endfor %}}{TEMPLATE}"})
+    assert turns.problem() == "" and turns.form == "hermes"
+    assert _from(plain).problem() != ""
+    answer = turns.tokenizer.decode(turns.answer([{"role": "tool", "name": "add", "content": "3"}]))
+    assert answer == "\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_template_that_opens_a_thought_has_it_closed_before_calls() -> None:
+    turns = _from(TEMPLATE.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"))
+    written = turns.write([CALL])
+    assert written.startswith("</think>\n\n<tool_call>") and turns.problem() == ""
+    encode = turns.tokenizer
+    assert turns.read(encode(f"Hm. {written}<|im_end|>")["input_ids"], {"add": ADD})[1] == [CALL]
+    inside = f"Hm. {written.removeprefix('</think>')}"
+    assert turns.read(encode(f"{inside}<|im_end|>")["input_ids"], {"add": ADD}) == (inside, [])
+
+
+def test_a_turn_is_read_without_rendering_the_template_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = _format("qwen2_5")
+    ids = turns.tokenizer(FAMILIES["qwen2_5"][2] + turns.ends[0])["input_ids"]
+    first = turns.read(ids, {"add": SUM})
+    monkeypatch.setattr(turns.tokenizer, "apply_chat_template", None)
+    assert turns.read(ids, {"add": SUM}) == first != ("", [])
+
+
+def _from(template: Any) -> TurnFormat:
+    return scripted.turns(make_tokenizer(template, CHATML, "<|im_end|>"))
