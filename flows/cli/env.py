@@ -95,10 +95,12 @@ class _Typed:
         self.seen = 0  # tokens of the conversation shown so far
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Stream:
+        from grpo_core.rollout.types import token_limit
+
         number, more = 0, requests
         while more:
             (request,) = more
-            more = (yield [(number, [self._turn(request, request.max_tokens or sampling.max_tokens)])]) or ()
+            more = (yield [(number, [self._turn(request, token_limit(request, sampling))])]) or ()
             number += 1
 
     def _turn(self, request: Request, most: int) -> Completion:
@@ -249,6 +251,6 @@ def _end(run: RunConfig, sample: Sample) -> str:
         return f"environment.conversation_timeout = {limits.conversation_timeout:g} s"
     if last.get("tool_calls") and said.turns == limits.max_turns:
         return f"environment.max_turns = {limits.max_turns}; the last calls were not made"
-    if last.get("tool_calls"):
-        return f"environment.max_tool_calls = {limits.max_tool_calls}; the last calls were not made"
+    if said.calls.total() == limits.max_tool_calls:
+        return f"environment.max_tool_calls = {limits.max_tool_calls}"
     return "the policy called no tool"

@@ -223,6 +223,9 @@ def _mistral(text: str, tools: Tools) -> Iterator[Part]:
             yield "" if number else f"{sign}{rest}", _from_object(call, "arguments")
 
 
+SIGNS = (  # of a call in some family's form, or in a text about one
+    "tool_call", "<function", "<invoke", "[TOOL_CALLS]", "<|python_tag|>", "<arg_key>", '"arguments"', '"parameters"'
+)  # fmt: skip
 PYTHON = {"True": True, "False": False, "None": None}  # how some templates write values other than text
 THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 FORMS = {

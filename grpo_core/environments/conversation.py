@@ -111,11 +111,10 @@ def converse(row: Mapping[str, Any], seed: int, max_tokens: int, environments: E
             said.messages.append({"role": "assistant", "content": text})
             if calls:
                 said.messages[-1]["tool_calls"] = [call.message for call in calls]
-            calls = calls[: limits.max_tool_calls - said.calls.total()]
             if sampled.truncated or not calls or said.turns == limits.max_turns:
                 break
             answers = []
-            for call in calls:
+            for call in calls[: limits.max_tool_calls - said.calls.total()]:
                 answers.append((yield from _answer(talk, environments, call, tools)))
             ids = turns.answer(answers)
             if len(talk.ids) + len(ids) >= left:
@@ -123,7 +122,7 @@ def converse(row: Mapping[str, Any], seed: int, max_tokens: int, environments: E
                 break
             said.messages += answers
             _add(talk, ids, None, talk.versions[-1:] * len(ids))
-            if said.seconds >= limits.conversation_timeout:
+            if said.calls.total() == limits.max_tool_calls or said.seconds >= limits.conversation_timeout:
                 break
         if has_reward:
             said.reward = yield from _ask(talk, environments, REWARD_REQUEST)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import is_conversation, without_gaps
-from grpo_core.environments.conversation import Conversation, Play, converse
+from grpo_core.environments.calls import SIGNS
+from grpo_core.environments.conversation import Conversation, Play, Said, converse
 from grpo_core.environments.processes import Environments, Seen
 from grpo_core.environments.registry import EnvironmentsError
 from grpo_core.environments.turns import TurnFormat
+from grpo_core.rewards.scoring import short
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,20 @@ class Setting:
     def converse(self, row: Mapping[str, Any], seed: int, max_tokens: int) -> Play:
         """A conversation about the row; see `conversation.converse`."""
         return converse(row, seed, max_tokens, self.environments, self.turns)
+
+    def unread_calls(self, held: Sequence[Said]) -> str:
+        """A warning if no tool was called in these conversations, though what was said has signs of calls; else ""."""
+        names = {tool for name in ("", *self.environments.own) for tool in self.environments.tools(name)}
+        signs = [*SIGNS, *(f"{name}{mark}" for name in names for mark in '("')]
+        texts = [text["content"] for said in held for text in said.messages if text["role"] == "assistant"]
+        found = [text for text in texts if any(sign in text for sign in signs)]
+        if not found or any(name for said in held for name in said.calls):
+            return ""
+        return (
+            f"no tool was called in {len(held)} conversations, and {len(found)} of their {len(texts)} turns look as if "
+            f"they meant to, the first by {short(found[0])}. Calls are read as the model's chat template writes them "
+            f"(form {self.turns.form!r}), after the thought if a turn begins with one; take a model that writes them so"
+        )
 
     def seen(self, talk: Conversation) -> Seen:
         """The environment of a conversation, for reward functions."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,8 +84,9 @@ class TurnFormat:
             raise TemplateError(
                 f"the chat template of {self.tokenizer.name_or_path!r} cannot write the turn: {error}"
             ) from error
-        before = os.path.commonprefix([said.rpartition(MARK)[0], text])
-        turn = text[len(re.sub(r"[<\[][^<>\[\]]*$", "", before)) :]  # not within a tag
+        before = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(said.rpartition(MARK)[0], text, strict=False))
+        common = "".join(character for character, _ in before)
+        turn = text[len(re.sub(r"[<\[][^<>\[\]]*$", "", common)) :]  # begins with no part of a tag
         turn = turn[: min((turn.find(end) for end in self.ends if end in turn), default=len(turn))]
         closing = THOUGHTS.get(self._thought, "")
         return turn if closing in turn else f"{closing}\n\n{turn.lstrip()}"

@@ -11,7 +11,7 @@ from grpo_core.environments.conversation import Conversation
 from grpo_core.environments.setting import Setting
 from grpo_core.rollout.ahead import TakingSampler
 from grpo_core.rollout.conversations import play
-from grpo_core.rollout.types import Completion, Request, Sampler, Sampling
+from grpo_core.rollout.types import Completion, Request, Sampler, Sampling, token_limit
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,7 @@ def conversations_of(
         )
     else:
         seeds = [request.seed + i for request in requests for i in range(request.num_completions)]
-        limits = [
-            request.max_tokens or sampling.max_tokens for request in requests for _ in range(request.num_completions)
-        ]
+        limits = [token_limit(request, sampling) for request in requests for _ in range(request.num_completions)]
         plays = [setting.converse(prompts.rows[row], row, limit) for row, limit in zip(asked, limits, strict=True)]
         ended = play(engine, plays, seeds, sampling)
     for talks in ended:

@@ -10,7 +10,7 @@ from grpo_core.environments.conversation import Conversation, Play
 from grpo_core.environments.setting import Setting
 from grpo_core.planning.sampling_ahead import choose_groups
 from grpo_core.rollout.conversations import Ended, Playing, play
-from grpo_core.rollout.types import AheadSampler, Request, Sampling, Stream
+from grpo_core.rollout.types import AheadSampler, Request, Sampling, Stream, token_limit
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ConversationsAhead:
                 continue
             self.begun[request.seed] = _Group(self.engine.version + max_staleness, request.num_completions)
             for number in range(request.num_completions):
-                limit = request.max_tokens or sampling.max_tokens
+                limit = token_limit(request, sampling)
                 talk = self.setting.converse(self.prompts.rows[request.row], request.row, limit)
                 new.append((talk, request.seed + number))
                 self.places.append((request.seed, number))

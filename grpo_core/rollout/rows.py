@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from grpo_core.rollout.sampling import draw, penalise, uniforms
 from grpo_core.rollout.stop_texts import StopTexts
-from grpo_core.rollout.types import Completion, Request, Sampling
+from grpo_core.rollout.types import Completion, Request, Sampling, token_limit
 
 
 @dataclass
@@ -53,11 +53,6 @@ def begin_rows(requests: Mapping[int, Request], sampling: Sampling, logits: Tens
         ~ended,
         seen.to(device),
     )
-
-
-def token_limit(request: Request, sampling: Sampling) -> int:
-    """Largest number of tokens of each of the request's completions."""
-    return sampling.max_tokens if request.max_tokens is None else request.max_tokens
 
 
 def advance(

@@ -23,9 +23,9 @@ from grpo_core.model.precision import in_float32
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.group_cache import GroupCache, why_not_captured, why_not_plain, why_not_shared
 from grpo_core.rollout.plain_cache import PlainCache
-from grpo_core.rollout.rows import Rows, advance, begin_rows, completions, join, select, token_limit
+from grpo_core.rollout.rows import Rows, advance, begin_rows, completions, join, select
 from grpo_core.rollout.stop_texts import StopTexts
-from grpo_core.rollout.types import Completion, Finished, Request, Sampling, Stream
+from grpo_core.rollout.types import Completion, Finished, Request, Sampling, Stream, token_limit
 
 JOIN_STEPS = 8  # at least, between two joins, which prefill prompts and copy the cache: about as long as a few steps
 STILL_GOING = 0.75  # share of the batch; below it, finished completions leave, which costs a copy of the cache

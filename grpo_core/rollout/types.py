@@ -45,6 +45,11 @@ class Request:
     row: int = 0
 
 
+def token_limit(request: Request, sampling: Sampling) -> int:
+    """Largest number of tokens of each of the request's completions."""
+    return sampling.max_tokens if request.max_tokens is None else request.max_tokens
+
+
 @dataclass(frozen=True)
 class Completion:
     """Sampled tokens (the end token included), each token's log-probability, and whether the length limit cut it.

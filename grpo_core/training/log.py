@@ -83,6 +83,10 @@ class TrainingLog:
         """
         if not self.accelerator.is_main_process:
             return
+        held = [sample.said for sample in samples if sample.said]
+        setting = self.session.scoring.setting
+        if setting and rollout.index == 0 and (warning := setting.unread_calls(held)):
+            print(f"training: {warning}", flush=True)
         columns: dict[str, Any] = {
             "step": [step] * len(samples),
             "prompt": [self.session.prompts.rows[sample.row]["prompt"] for sample in samples],

@@ -89,6 +89,13 @@ def test_a_person_who_mistypes_a_call_is_asked_again(config: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_limit_of_calls_is_named_as_the_end(config: Path) -> None:
+    output = _grpo(config, "--set", "environment.max_tool_calls=1", typed="add(12)\n")
+    assert [who for who, _, _, _ in _blocks(output)] == ["prompt", "policy"]
+    assert "ended: environment.max_tool_calls = 1\n" in output
+
+
+@pytest.mark.slow
 def test_an_environment_that_is_lost_ends_the_command_as_a_failure(config: Path) -> None:
     said = _grpo(config, typed="die()\n", status=1)
     assert "the environment failed: tool die: its process ended; in training, this conversation would have no" in said

@@ -30,7 +30,7 @@ from grpo_core.model.four_bit import is_quantised
 from grpo_core.model.loading import base_weights, in_checkpoint_layout, whole_weights
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.requests import training_sampling
-from grpo_core.rollout.types import Completion, Request, Sampling, Stream
+from grpo_core.rollout.types import Completion, Request, Sampling, Stream, token_limit
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of, hold_adapter, sends_adapter_alone, supported_rank
 from grpo_core.rollout.vllm.all_reduce import custom_all_reduce_fails
 from grpo_core.rollout.vllm.logprobs import HEAD, LOGPROBS_MODE, ignore_truncation
@@ -259,7 +259,7 @@ class VLLMEngine:
         parameters = SamplingParams(
             n=request.num_completions,
             seed=request.seed,  # vLLM gives completion i of a request the seed + i
-            max_tokens=request.max_tokens or sampling.max_tokens,
+            max_tokens=token_limit(request, sampling),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,

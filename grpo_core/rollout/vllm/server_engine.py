@@ -33,7 +33,7 @@ from grpo_core.model.loading import base_weights, copy_of_whole_weights, in_chec
 from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.sampling_ahead import choose_groups
 from grpo_core.rollout.requests import training_sampling
-from grpo_core.rollout.types import Completion, Request, Sampling, Stream, with_ages
+from grpo_core.rollout.types import Completion, Request, Sampling, Stream, token_limit, with_ages
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of
 from grpo_core.rollout.vllm.client import NO_WEIGHTS, OVER_4BIT, OVER_BASE, Server, Weights, token_versions
 from grpo_core.rollout.vllm.logprobs import HEAD, LOGPROBS_MODE
@@ -307,7 +307,7 @@ async def _gather(questions: Any) -> list[Any]:
 def _parameters(request: Request, sampling: Sampling, number: int) -> dict[str, Any]:
     return {
         "seed": request.seed + number,
-        "max_tokens": request.max_tokens or sampling.max_tokens,
+        "max_tokens": token_limit(request, sampling),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,

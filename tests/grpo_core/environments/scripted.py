@@ -10,7 +10,7 @@ from typing import Any
 from transformers import Qwen2Config
 
 from grpo_core.environments.turns import TurnFormat
-from grpo_core.rollout.types import Completion, Request, Sampling, Stream
+from grpo_core.rollout.types import Completion, Request, Sampling, Stream, token_limit
 from tests.grpo_core.environments.templates import CHATML, make_tokenizer
 
 TEMPLATE = (
@@ -60,7 +60,7 @@ class Scripted:
                 before = self.format.tokenizer.decode(request.prompt_ids)
                 which, turn = int(re.findall(r"#(\d+)", before)[0]), before.count("<|im_start|>assistant") - 1
                 ids = self.format.tokenizer(self.scripts[which][turn] + self.format.ends[0])["input_ids"]
-                kept = ids[: request.max_tokens or sampling.max_tokens]
+                kept = ids[: token_limit(request, sampling)]
                 logprobs = self.score(request.prompt_ids + kept)[-len(kept) :]
                 finished.append((number, [Completion(kept, logprobs, truncated=len(kept) < len(ids))]))
             count += len(more)

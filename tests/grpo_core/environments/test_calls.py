@@ -133,7 +133,7 @@ def test_a_call_in_a_thought_is_none_and_the_text_around_calls_is_kept(form: str
     call, made = CALLS[form], [ToolCall("book", {"title": "<think>"})]
     thought = f"<think>I could write {call} but no.</think>"
     assert read_turn(form, f"{thought} The answer is 3", TOOLS) == (f"{thought} The answer is 3", [])
-    assert read_turn(form, f"<think>Should I use <tool_call> or [TOOL_CALLS]?</think> 3", TOOLS)[1] == []
+    assert read_turn(form, "<think>Should I use <tool_call> or [TOOL_CALLS]?</think> 3", TOOLS)[1] == []
     assert read_turn(form, f"{thought}{thought}\n{call}", TOOLS) == (f"{thought}{thought}", made)
     assert read_turn(form, f"[THINK]{call}[/THINK]{call}", TOOLS) == (f"[THINK]{call}[/THINK]", made)
     assert read_turn(form, f"<think>never closed {call}", TOOLS)[1] == []

@@ -157,12 +157,19 @@ def test_limits_end_a_conversation(counting: Environments) -> None:
     again = call("number")
     (turns_,) = _hold(counting, [again] * 9)
     assert turns_.said.turns == 4 and turns_.said.calls.total() == 3 and not turns_.truncated
-    (calls,) = _hold(counting, [again * 9, again])
-    assert calls.said.calls.total() == 5 and calls.said.turns == 2
+    for said in ([again * 9], [again * 2, again * 3]):
+        (calls,) = _hold(counting, [*said, "never said"])
+        assert calls.said.calls.total() == 5 and calls.said.turns == len(said) and not calls.truncated
+        assert [message["content"] for message in calls.said.messages[1:] if message["role"] == "tool"] == ["7"] * 5
+        assert calls.said.messages[-1]["role"] == "tool"
     (cut,) = _hold(counting, [again, "x" * 500], most=300)
     assert cut.truncated and len(cut.ids) + len(" from 000") <= 300 and sum(cut.mask) == cut.mask.count(1)
-    (answer,) = _hold(counting, [again, "x"], most=len(again) + 20)
-    assert answer.truncated and answer.said.turns == 1 and answer.mask.count(0) == 0
+    shown, said = (len(FORMAT.tokenizer(text)["input_ids"]) for text in (" from 000", f"{again}<|im_end|>"))
+    answered = len(FORMAT.answer([{"role": "tool", "name": "number", "content": "7"}]))
+    for left, asked in ((0, 1), (1, 2)):  # after the answer: what asks for a turn of 0 tokens asks for none
+        (answer,) = _hold(counting, [again, "x"], most=shown + said + answered + left)
+        assert answer.truncated and answer.said.turns == asked
+        assert (answer.mask.count(0), len(answer.ids)) == ((0, said) if asked == 1 else (answered, said + answered + 1))
 
 
 @pytest.mark.slow

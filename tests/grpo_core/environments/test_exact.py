@@ -19,6 +19,7 @@ from accelerate.state import AcceleratorState
 
 from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.environments.processes import Environments
+from grpo_core.environments.turns import TurnFormat
 from grpo_core.errors import NotFiniteError
 from grpo_core.evaluation.run import evaluate
 from grpo_core.training import loop as trainer
@@ -150,6 +151,26 @@ def test_an_evaluation_has_pass_at_k_turns_calls_and_failures_of_its_conversatio
     assert found["conversations/tool_calls"]["mean"] > found["conversations/failed_tool_calls"]["mean"] > 0
     assert found["conversations/failed"]["mean"] == 0
     assert set(samples["trained/environment_failure"]) == {""}
+
+
+def test_calls_that_are_never_read_are_warned_of_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = talking_values(model, max_steps=1)
+    train(*_run_and_output(tmp_path / "calling", values))
+    assert "no tool was called" not in capsys.readouterr().out
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setattr(TurnFormat, "read", lambda *_: ("I roll(2).", []))
+    train(*_run_and_output(tmp_path / "unread", values))
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "no tool was called" in line]
+    assert said.startswith(
+        "training: no tool was called in 8 conversations, and 8 of their 8 turns look as if they meant to, the first "
+        "by 'I roll(2).'. Calls are read as the model's chat template writes them (form None)"
+    )
+
+
+def _run_and_output(folder: Path, values: dict[str, Any]) -> tuple[Path, Path]:
+    return make_talking_run(folder, values), folder / "training"
 
 
 def test_a_training_on_recorded_conversations_holds_none_and_ends_with_the_same_weights(

@@ -269,15 +269,18 @@ def test_the_kl_is_that_of_the_full_distributions_at_the_policy_s_own_states(
     torch.manual_seed(0)
     prompts = [torch.randint(0, 12, (length,)).tolist() for length in (3, 9, 1, 4, 30)]
     completions = [torch.randint(0, 12, (length,)).tolist() for length in (5, 1, 7, 2, 6)]
-    found = mean_kl(policy, base, prompts, completions, [None] * len(prompts))
+    masks = [None, [1], [1, 0, 0, 1, 1, 0, 1], [0, 0], [0] * 5 + [1]]  # 0: said by an environment
+    found = mean_kl(policy, base, prompts, completions, masks)
     policy, base = policy.double(), base.double()
-    for prompt, completion, value in zip(prompts, completions, found, strict=True):
+    for prompt, completion, mask, value in zip(prompts, completions, masks, found, strict=True):
         ids = torch.tensor([prompt + completion])
         with torch.no_grad():
             p, q = (m(input_ids=ids).logits[0, len(prompt) - 1 : -1].softmax(-1) for m in (policy, base))
-        expected = (p * (p / q).log()).sum(-1).mean().item()
+        each = (p * (p / q).log()).sum(-1)
+        kept = each if mask is None else each[torch.tensor(mask) == 1]
+        expected = kept.mean().item() if len(kept) else 0.0
         assert value == pytest.approx(expected, rel=1e-4)
-        assert expected > 0.01
+        assert expected > 0.01 or not len(kept)
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,11 @@ def test_servers_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch, nam
 
 
 @pytest.mark.slow
+def test_a_request_for_no_tokens_is_no_request_without_a_limit() -> None:
+    limits = [vllm_server._parameters(Request([1], 1, 0, most), Sampling(5), 0)["max_tokens"] for most in (None, 0, 3)]
+    assert limits == [5, 0, 3]
+
+
 def test_an_answer_that_is_not_json_counts_as_a_server_that_is_away() -> None:
     page = b"<html>this network wants you to log in</html>"
     with _answering(page) as url, pytest.raises(Unavailable, match=r"cannot be read.*wants you to log in"):

@@ -264,6 +264,19 @@ def test_an_update_without_a_trained_token_says_nothing_about_entropy_and_adapts
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("entropy_coef", [0.0, 1e-6])
+def test_without_an_advantage_figures_are_of_the_policys_own_log_probabilities(
+    values: dict[str, Any], tmp_path: Path, entropy_coef: float
+) -> None:
+    """Of the rows that an entropy bonus trains, else of the one row that stands for an update without a gradient."""
+    values["rewards"] = [{"function": "tests.grpo_core.training.test_health:constant"}]
+    steps = metrics_of(trained_run(tmp_path / "run", values, **OFF_POLICY, entropy_coef=entropy_coef))
+    assert [step["reward_std"] for step in steps] == [0.0] * 4
+    assert max(step["sampling/sampling_logp_difference/max"] for step in steps) < 1e-3
+    assert max(abs(step["sampling/importance_sampling_ratio/mean"] - 1) for step in steps) < 1e-3
+
+
+@pytest.mark.slow
 def test_an_entropy_bonus_keeps_the_policy_more_varied(values: dict[str, Any], tmp_path: Path) -> None:
     plain = metrics_of(trained_run(tmp_path / "plain", values, max_steps=6))
     varied = metrics_of(trained_run(tmp_path / "varied", values, max_steps=6, entropy_coef=1.0))
