@@ -13,17 +13,17 @@ OWN_REWARD = "environment"  # name of the built-in reward that gives what an env
 
 class EnvironmentConfig(Section):
     environment_factory: str | dict[str, str] | None = None
-    """A class, as `package.module:Class`, or a built-in environment's name: one instance per completion, whose public
-    methods are the tools. Several by name: `{ maze = "my_envs:Maze", … }`; the column `environment` of each row then
+    """A class, or a function that makes an instance, as `package.module:Class`, or a built-in environment's name: one
+    instance per completion, whose public methods are the tools. Several by name: `{ maze = "my_envs:Maze", … }`; the column `environment` of each row then
     names the one that the row is for. Default: none."""
     environment_args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments for the class; with several environments, a table for each name."""
+    """Keyword arguments for the class or function; with several environments, a table for each name."""
     tools: list[str] = Field(default_factory=list)
     """Functions that the policy may call in every row: built-in ones by name, your own as `package.module:function`."""
     max_turns: int = Field(16, ge=1)
     """Turns of the policy after which a conversation ends."""
     max_tool_calls: int = Field(64, ge=1)
-    """Tool calls after which a conversation ends; a call that fails counts too."""
+    """Tool calls after which a conversation ends, with the answer to the last; a call that fails counts too."""
     tool_timeout: float = Field(30.0, gt=0, le=LONGEST_SECONDS)
     """Seconds that a tool call, `reset` or `get_reward` may take. A tool that takes longer is ended."""
     conversation_timeout: float = Field(600.0, gt=0, le=LONGEST_SECONDS)

@@ -162,6 +162,7 @@ def _rehearsed(
 ) -> _Trial:
     """Try one environment on its rows."""
     trial = _Trial(_label(config, name), {tool: _Part() for tool in setting.environments.tools(name)})
+    trial.warnings += _poorly_described(trial.label, setting.environments.tools(name))
     print(f"{TRYING}environment {trial.label}", flush=True)
     _try(setting, name, rows, trial, deadline)
     if not trial.errors:
@@ -222,6 +223,24 @@ def _call_each(
             if error.is_lost:
                 return False
     return True
+
+
+def _poorly_described(label: str, tools: Mapping[str, Any]) -> Iterator[str]:
+    """Warnings about an environment without tools, and about arguments of which the policy is told too little."""
+    if not tools:
+        yield (
+            f"{label}: it has no tools, so each conversation ends after one turn; tools are public methods, except "
+            "reset, get_reward and class methods"
+        )
+    for name, tool in tools.items():
+        for argument, kind in tool["function"]["parameters"].get("properties", {}).items():
+            kind = kind.get("items", kind)
+            if "object" in kind.get("type", ()) and not kind.keys() & {"properties", "additionalProperties"}:
+                yield (
+                    f"{label}: the policy is told that the argument {argument!r} of the tool {name!r} is an object, and "
+                    "not what is in it, and the tool gets a dictionary, whatever class it names; describe it by str, "
+                    "int, float, bool, Literal[…], list[…] or dict[str, …]"
+                )
 
 
 def _unrepeatable_reset(again: Environments, name: str, rows: Rows, trial: _Trial) -> list[str]:

@@ -268,6 +268,9 @@ def schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
             f"the tool {name!r} cannot be described to the policy: {error} (types for all arguments, and a docstring "
             "that describes the tool and, under `Args:`, each of them)"
         ) from error
+    for each in inspect.signature(function).parameters.values():
+        if each.kind in (each.POSITIONAL_ONLY, each.VAR_POSITIONAL, each.VAR_KEYWORD):
+            raise UnusableError(f"the tool {name!r} takes '{each}', and the policy gives each argument by its own name")
     found["function"].pop("return", None)
     return found
 

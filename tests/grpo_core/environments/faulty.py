@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from enum import Enum
 from typing import Any
 
 
@@ -104,6 +105,57 @@ class Refuses(Sound):
             number: The number.
         """
         raise ValueError("a number from 2 to 9")
+
+
+class Silent:
+    """Has a tool for its author alone: the policy sees no class methods."""
+
+    def reset(self, **row: Any) -> None: ...
+
+    @classmethod
+    def tell(cls, number: int) -> str:
+        """Tells a number.
+
+        Args:
+            number: The number.
+        """
+        return str(number)
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+class Side(Enum):
+    LEFT = "left"
+
+
+class Vague:
+    def reset(self, **row: Any) -> None: ...
+
+    def go(self, side: Side, steps: dict[str, int], others: list[Side]) -> str:
+        """Goes.
+
+        Args:
+            side: Where to.
+            steps: How far.
+            others: And then.
+        """
+        return f"{side} {steps} {others}"
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+class Starred:
+    def reset(self, **row: Any) -> None: ...
+
+    def go(self, **kwargs: int) -> str:
+        """Goes.
+
+        Args:
+            kwargs: Where to.
+        """
+        return str(kwargs)
 
 
 class NoNumber(Sound):

@@ -101,6 +101,16 @@ def test_what_looks_wrong_is_warned_of(rehearsed: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
+def test_what_the_policy_is_told_too_little_of_is_warned_of(rehearsed: Any) -> None:
+    none, side, others = rehearsed("Silent", "Vague")["warnings"]
+    assert none.startswith("Silent: it has no tools, so each conversation ends after one turn")
+    for warning, argument in ((side, "side"), (others, "others")):
+        assert warning.startswith(f"Vague: the policy is told that the argument {argument!r} of the tool 'go' is an obj")
+    with pytest.raises(EnvironmentsError, match=r"the tool 'go' takes '\*\*kwargs: .*int.*', and the policy gives each"):
+        rehearsed("Starred")
+
+
+@pytest.mark.slow
 def test_a_tool_without_environment_that_hangs_is_refused(rehearsed: Any) -> None:
     playing = "tests.grpo_core.environments.playing"
     with pytest.raises(EnvironmentsError) as error:

@@ -81,10 +81,14 @@ def test_tools_alone_and_several_environments_by_name() -> None:
     (alone,), _ = _play({"tools": [f"{HERE}:multiply", f"{HERE}:later"]}, [TOOLS], [f"{HERE}:tool_reward"], [{}])
     assert _answers(alone) == ["6.0", "{'said': 'hi'}"] and alone.rewards == [2.0]
     (mixed, other), environments = _play(
-        {"environment_factory": {"words": f"{HERE}:RewardingEnv", "plain": f"{HERE}:WordEnv"}},
+        {
+            "environment_factory": {"words": f"{HERE}:make_env", "plain": f"{HERE}:WordEnv"},
+            "environment_args": {"words": {"most_guesses": 9}},
+        },
         [WON, ["No."]],
         ["environment"],
         [{"word": "crane", "environment": "words"}, {"word": "crane", "environment": "plain"}],
     )
     assert environments.has_reward("words") and not environments.has_reward("plain")
+    assert _answers(mixed)[3] == "8"
     assert mixed.rewards == [0.5] and math.isnan(other.rewards[0])  # None: it has no reward
