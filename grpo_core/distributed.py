@@ -230,6 +230,12 @@ def own_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def first_own_row(tensor: Any) -> int:
+    """Return the number of the first row of this process's shard of a sharded tensor."""
+    mesh = tensor.device_mesh
+    return min(len(tensor), -(-len(tensor) // mesh.size(-1)) * mesh.get_local_rank("share"))  # as torch.chunk divides
+
+
 def shard_suffix(tensor: Tensor) -> str:
     """Suffix that names this process's shard, alike in each copy of the model; "" if the tensor is not sharded."""
     return f".share-{tensor.device_mesh.get_local_rank('share')}" if isinstance(tensor, DTensor) else ""

@@ -49,7 +49,7 @@ class RolloutConfig(Section):
     it."""
     max_sync_drift: float | None = Field(None, gt=0)
     """Stop the training if, after a weight update of the engine, the mean difference between its and the trainer's
-    log-probabilities of a fixed probe batch is above this. Default: 0.001, in bf16 0.1, or three times the difference
+    log-probabilities of a fixed probe batch is above this. Default: 0.0001, in bf16 0.1, or three times the difference
     with the base's weights if that is more; and less if the engine does not follow the policy's movement."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """Fraction of the GPU's memory that vLLM takes for its weights and KV cache. Default: 0.3 where the training uses

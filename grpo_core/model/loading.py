@@ -18,7 +18,14 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed import DistributedConfig, mixin
 
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.distributed import copy_into_shard, gather_if_sharded, is_sharded_tensor, own_shard, shard_like
+from grpo_core.distributed import (
+    copy_into_shard,
+    first_own_row,
+    gather_if_sharded,
+    is_sharded_tensor,
+    own_shard,
+    shard_like,
+)
 from grpo_core.errors import ConfigError
 from grpo_core.model.float32_logits import make_logits_float32
 from grpo_core.model.four_bit import dequantised, keep_gradients, nf4_config
@@ -243,18 +250,18 @@ def whole_weights(model: Any, dtype: torch.dtype | None = None) -> Iterator[tupl
 
 
 @torch.no_grad()
-def weight_shards(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield this process's shards of `whole_weights`, rows of each; nothing is gathered. Tensors that are not sharded
-    come whole from the main process and are left out by the others."""
+def weight_shards(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield this process's shards of `whole_weights`: name, number of the first row, and the rows. Nothing is gathered.
+    Tensors that are not sharded come whole from the main process and are left out by the others."""
     for name, tensor, changes in _named_weights(model):
         wanted = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
         found = tensor.detach().to(wanted)
         for change in changes:
             found = (found + shard_like(found, change())).to(wanted)
         if is_sharded_tensor(found):
-            yield name, own_shard(found)
+            yield name, first_own_row(found), own_shard(found)
         elif PartialState().is_main_process:
-            yield name, found
+            yield name, 0, found
 
 
 def _named_weights(model: Any) -> Iterator[tuple[str, Tensor, list[Callable[[], Tensor]]]]:

@@ -1,11 +1,12 @@
-"""Weights from trainer to engine, verified: after each sync both compute log-probabilities of the same probe batch."""
+"""Weights from trainer to engine, verified: the engine compares each tensor's checksum with the trainer's
+(`rollout.checksums`), and after each sync both compute log-probabilities of the same probe batch."""
 
 from __future__ import annotations
 
 import torch
 
 from grpo_core.distributed import failing_together, maxima_over_processes
-from grpo_core.errors import NotFiniteError, RolloutError, TrainingError
+from grpo_core.errors import EngineError, NotFiniteError, RolloutError, TrainingError
 from grpo_core.model.sequences import Sequences, pad
 from grpo_core.system.progress import phase
 from grpo_core.training.session import Session
@@ -38,13 +39,15 @@ def begin_probing(session: Session) -> None:
 def sync_weights(session: Session, state: TrainingState) -> float:
     """Hand the policy's weights to the engine. Returns the mean |difference| of the probe's log-probabilities.
 
-    Raises TrainingError on every process if one finds that its engine would sample from another policy than the one
-    that is trained: too far from it, unchanged although the policy has moved, or lagging behind it.
+    Raises on every process: EngineError if one finds that weights did not arrive; TrainingError if one finds that its
+    engine would sample from another policy than the one that is trained: too far from it, unchanged although the policy
+    has moved, or lagging behind it.
     """
     probe, engine = session.probe, session.engine
     assert probe is not None and engine is not None
     session.policy.refresh()
-    how = engine.sync_weights(session.policy.model)
+    with failing_together(kind=EngineError):
+        how = engine.sync_weights(session.policy.model)
     scores = probe_logprobs(session)
     if not scores.trainer.isfinite().all():
         raise NotFiniteError(f"after step {state.updates}: the policy's log-probabilities are not finite")

@@ -7,6 +7,7 @@ vLLM asks for its one adapter, so that loading, slots and kernels stay vLLM's ow
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.planning.adapter import EXPERTS, VLLM_LORA_RANKS
@@ -15,6 +16,7 @@ if TYPE_CHECKING:  # whatever starts a server imports this without torch
     from torch import Tensor
 
     from grpo_core.config.inputs import ModelConfig
+    from grpo_core.rollout.checksums import Received
 
 ADAPTER = "policy"  # vLLM's name for the adapter
 
@@ -48,26 +50,34 @@ def adapter_of(model: Any, dtype: Any) -> tuple[dict[str, Any], dict[str, Tensor
     return config, {saved_name(name): each.to("cpu", dtype, copy=True) for name, each in state.items()}
 
 
-def hold_adapter(worker: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Make a worker of vLLM load this adapter when vLLM next asks for one."""
+def hold_adapter(worker: Any, config: dict[str, Any], tensors: dict[str, Tensor], received: Received) -> None:
+    """Make a worker of vLLM load this adapter when vLLM next asks for one, and note it in `received`."""
     manager = worker.model_runner.lora_manager
-    manager._load_adapter = partial(_adapter_from_tensors, manager, config, tensors)
+    manager._load_adapter = partial(_adapter_from_tensors, manager, config, tensors, received)
 
 
-def _adapter_from_tensors(manager: Any, config: dict[str, Any], tensors: dict[str, Tensor], request: Any) -> Any:
+def _adapter_from_tensors(
+    manager: Any, config: dict[str, Any], tensors: dict[str, Tensor], received: Received, request: Any
+) -> Any:
     """Make of tensors what vLLM's manager of adapters would make of an adapter's folder."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
+    from grpo_core.rollout.checksums import noted
+
     helper = PEFTHelper.from_dict(config)
     helper.validate_legal(manager.lora_config)
-    mapper = getattr(manager._adapter_manager.model, "hf_to_vllm_mapper", None)
-    return LoRAModel.from_lora_tensors(
+    layers = manager._adapter_manager
+    mapper = getattr(layers.model, "hf_to_vllm_mapper", None)
+    adapter = LoRAModel.from_lora_tensors(
         lora_model_id=request.lora_int_id,
-        tensors=tensors,
+        tensors=dict(noted(tensors.items(), received.checksums)),
         peft_helper=helper,
         device="cpu",
         dtype=manager.lora_config.lora_dtype,
         model_vocab_size=manager.vocab_size,
         weights_mapper=mapper and mapper.get_rename_mapper(),
     )
+    # vLLM would pass over modules that it does not know.
+    received.unknown = adapter.loras.keys() - layers.modules.keys() - {*chain(*layers.packed_modules.values())}
+    return adapter

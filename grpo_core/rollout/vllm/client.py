@@ -16,7 +16,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx2
@@ -58,7 +58,7 @@ OVER_4BIT = "-over-4bit"  # suffix for an adapter over the dequantised weights o
 @dataclass(frozen=True)
 class Weights:
     """Numbered weights. `snapshot`: the tensors, by the names that vLLM's loader knows; None in processes that do not
-    send them.
+    send them. `checksums`: of each of these tensors as the trainer has it.
 
     For an adapter alone, `adapter` is peft's configuration, `base` gives the weights under it, for a server that has
     others, and `over` is the suffix of the server's name for the adapter over them.
@@ -69,6 +69,7 @@ class Weights:
     adapter: Mapping[str, Any] | None = None
     base: Callable[[], Mapping[str, Tensor]] | None = None
     over: str = OVER_BASE
+    checksums: Mapping[str, int] = field(default_factory=dict)
 
 
 NO_WEIGHTS = Weights(0)  # those of a server in the middle of an update

@@ -29,6 +29,7 @@ from grpo_core.errors import EngineError, TrainingError
 from grpo_core.model.four_bit import is_quantised
 from grpo_core.model.loading import base_weights, in_checkpoint_layout, whole_weights
 from grpo_core.model.sharded import is_sharded
+from grpo_core.rollout.checksums import checksums_of, note_loading, noted, read, refuse_lost
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream, token_limit
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of, hold_adapter, sends_adapter_alone, supported_rank
@@ -38,6 +39,8 @@ from grpo_core.rollout.vllm.shared_weights import (
     Copies,
     copies_change_nothing,
     find_copies,
+    have_same_memory,
+    lost_copies,
     repack_experts,
     run_copies,
     share_memory,
@@ -117,6 +120,7 @@ class VLLMEngine:
                 f"training compares, since {problem}; set top_p to 1, top_k and min_p to 0, or rollout.engine to "
                 "'transformers'"
             )
+        (self.received,) = self.llm.apply_model(note_loading)
         self.copies: Copies | None = None  # that bring the weights; None: vLLM's own loader has to
         self.copied_from: list[int] = []
         self.shares_with: nn.Module | None = None  # the model whose weights are the engine's own
@@ -187,10 +191,12 @@ class VLLMEngine:
         from vllm.lora.request import LoRARequest
 
         config, tensors = adapter_of(model, self.llm.llm_engine.model_config.dtype)
-        self.llm.collective_rpc(hold_adapter, args=(config, tensors))
+        sent = checksums_of(tensors)  # before vLLM scales them in place
+        self.llm.collective_rpc(hold_adapter, args=(config, tensors, self.received))
         number = next(self.adapter_ids)  # under a number that it knows, vLLM would not load the adapter again
         self.adapter = LoRARequest(ADAPTER, number, f"{ADAPTER}-{number}")
         self.llm.llm_engine.add_lora(self.adapter)  # in place of the former one: there is room for one
+        refuse_lost(self.received.take(sent))
         return "adapter"
 
     def _take_weights(self, model: nn.Module) -> str:
@@ -201,7 +207,8 @@ class VLLMEngine:
         # reloads, would then go on with its packed copy of the old head, without a word.
         weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         if self.shares_with is not None:
-            if model is self.shares_with and self.copied_from == _addresses(weights):
+            (shared,) = self.llm.apply_model(lambda engine_model: have_same_memory(engine_model, weights))
+            if model is self.shares_with and self.copied_from == _addresses(weights) and shared:
                 return "shared"
             unshare_memory(self.shares_with)
             self.shares_with = None
@@ -211,12 +218,15 @@ class VLLMEngine:
             self._reload(in_checkpoint_layout(model, weights.items()))
             return "reloaded"
         run_copies(self.copies)
+        refuse_lost(lost_copies(self.copies, weights))
         return "copied"
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Have vLLM's own loader take the weights, layer by layer."""
+        sent = dict[str, Tensor]()
         with unpacked_linear_layers():  # as when the engine was made
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": noted(weights, sent)})
+        refuse_lost(self.received.take(read(sent)))
 
     def _find_copies(self, weights: dict[str, Tensor]) -> Copies | None:
         (copies,) = self.llm.apply_model(lambda engine_model: find_copies(engine_model, weights))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import socket
 import threading
@@ -30,6 +31,7 @@ from vllm.distributed.weight_transfer import (
 )
 
 from grpo_core.errors import EngineError
+from grpo_core.rollout.checksums import checksums_of, refuse_lost
 from grpo_core.rollout.vllm.adapter import ADAPTER
 from grpo_core.rollout.vllm.client import Server, Unavailable, Weights
 from grpo_core.rollout.vllm.snapshot import Snapshot
@@ -87,20 +89,29 @@ class Transfer(HTTPVLLMWeightSyncClient):
         if engine is not None:
             threading.Thread(target=engine.shutdown, daemon=True).start()
 
+    def lost_weights(self, sent: Mapping[str, int]) -> list[str]:
+        """Return a phrase for each weight that a worker of the server has not received as it was sent."""
+        answer = self._ask("collective_rpc", {"method": "lost_weights", "args": [sent]})
+        return [*dict.fromkeys(phrase for lost in json.loads(answer)["results"] for phrase in lost)]
+
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+        self._ask(path, json)
+
+    def _ask(self, path: str, body: dict[str, Any] | None) -> bytes:
         with self.ending:
             if self.ended:
                 raise Unavailable("it was given up")
-            answer = self.server.from_thread(self.server.post(f"/{path}", json, bytes))
+            answer = self.server.from_thread(self.server.post(f"/{path}", body, bytes))
             self.asked.add(answer)
         try:
-            answer.result()
+            return answer.result()
         finally:
             self.asked.discard(answer)
 
 
 def send(server: Server, weights: Weights) -> None:
-    """Send the weights, whose tensors the device has made, to the server. Raises Unavailable if that fails.
+    """Send the weights, whose tensors the device has made, to the server. Raises Unavailable if that fails, EngineError
+    if the server has received other tensors.
 
     Several servers may be sent to concurrently, each from its own thread over its own communicator: they have only
     this device and its streams in common, and no server waits for another, so there can be no deadlock.
@@ -114,22 +125,25 @@ def send(server: Server, weights: Weights) -> None:
                     f"{server.url} was given another model's weights since it was started, and the base of a sharded "
                     "model is not sent to servers; start it again"
                 )
-            send(server, Weights(weights.version, weights.base()))
-        _try(server, partial(_send_adapter, server, weights.version, weights.adapter, snapshot))
+            base = weights.base()
+            send(server, Weights(weights.version, base, checksums=checksums_of(base)))
+        _try(server, partial(_send_adapter, server, weights.version, weights.adapter, snapshot), weights.checksums)
     else:
-        _try(server, partial(_send_snapshot, server, snapshot))
+        _try(server, partial(_send_snapshot, server, snapshot), weights.checksums)
 
 
-def _try(server: Server, give: Callable[[Transfer], None]) -> None:
-    """Send to the server by `give`. Raises Unavailable if that fails."""
+def _try(server: Server, give: Callable[[Transfer], None], checksums: Mapping[str, int]) -> None:
+    """Send to the server by `give`. Raises what `send` raises."""
     if server.transfer is None:
         server.transfer = Transfer(server)
     transfer: Transfer = server.transfer
     try:
         give(transfer)
+        lost = transfer.lost_weights(checksums)
     except Exception as error:  # of the server, sockets, the rendezvous, NCCL: none says whether the server is to blame
         transfer.end()
         raise Unavailable(f"weights cannot be sent: {type(error).__name__}: {error} (see the server's log)") from error
+    refuse_lost(lost)
 
 
 def _send_snapshot(server: Server, snapshot: Mapping[str, Tensor], transfer: Transfer) -> None:

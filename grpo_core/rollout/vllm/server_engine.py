@@ -32,6 +32,7 @@ from grpo_core.model.four_bit import is_quantised
 from grpo_core.model.loading import base_weights, copy_of_whole_weights, in_checkpoint_layout
 from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.sampling_ahead import choose_groups
+from grpo_core.rollout.checksums import checksums_of
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream, token_limit, with_ages
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of
@@ -130,6 +131,7 @@ class VLLMServerEngine:
         adapter: Mapping[str, Any] | None = None
         base: Callable[[], Mapping[str, Tensor]] | None = None
         snapshot: Mapping[str, Tensor] | None
+        checksums: Mapping[str, int] | None = None
         if self.adapter_rank:
             adapter, tensors = adapter_of(model, self.dtype)
             snapshot = tensors if self.sends else None
@@ -141,13 +143,16 @@ class VLLMServerEngine:
                     "are sent to servers from the memory of one machine; set train.sharding to 'hybrid', or "
                     "rollout.engine to 'vllm'"
                 )
-            snapshot = take_snapshot(model, self.dtype, mine=self.sends)
+            snapshot = of_shards = take_snapshot(model, self.dtype, mine=self.sends)
+            checksums = of_shards.checksums if of_shards else {}
         else:
             snapshot = None
             if self.sends:
                 snapshot = _made(dict(in_checkpoint_layout(model, copy_of_whole_weights(model).items())))
+        if checksums is None:
+            checksums = checksums_of(snapshot or {})
         over = OVER_4BIT if is_quantised(model) else OVER_BASE
-        self._hand_over(Weights(self.version, snapshot, adapter, base, over))
+        self._hand_over(Weights(self.version, snapshot, adapter, base, over, checksums))
         return (
             ("adapter " if adapter else "")
             + "sent by "

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from grpo_core.rollout.checksums import checksum, differences, read
+
 Copies = tuple[list[Tensor], list[Tensor]]  # where to, where from
 
 # Layers that vLLM runs with the very parameters that it loads. Others (experts, quantised or latent attention) derive
@@ -94,7 +96,7 @@ def find_copies(engine_model: Any, weights: Mapping[str, Tensor]) -> Copies | No
             return None
     with _Noting() as noting:
         try:
-            engine_model.load_weights(iter(weights.items()))
+            type(engine_model).load_weights(engine_model, iter(weights.items()))  # without what notes it
         except (AssertionError, AttributeError, KeyError, RuntimeError, ValueError):  # parameters were replaced
             return None
     targets, sources = noting.copies
@@ -145,6 +147,21 @@ def unshare_memory(model: nn.Module) -> None:
 @torch.no_grad()
 def run_copies(copies: Copies) -> None:
     torch._foreach_copy_(*copies)
+
+
+def lost_copies(copies: Copies, weights: Mapping[str, Tensor]) -> list[str]:
+    """Return a phrase for each of the copies of `weights` whose target does not hold what its source does."""
+    names = {_storage(tensor): name for name, tensor in weights.items()}
+    # One of them may bring a part of a weight only.
+    numbered = [f"copy {n} of {names[_storage(source)]}" for n, source in enumerate(copies[1])]
+    sent = [checksum(source.to(target.dtype)) for target, source in zip(*copies, strict=True)]
+    received = map(checksum, copies[0])
+    return differences(*(read(dict(zip(numbered, found, strict=True))) for found in (sent, received)))
+
+
+def have_same_memory(engine_model: nn.Module, weights: Mapping[str, Tensor]) -> bool:
+    """True if each parameter of the engine lies in the memory of these weights."""
+    return {_storage(parameter) for parameter in engine_model.parameters()} <= {*map(_storage, weights.values())}
 
 
 def _storage(tensor: Tensor) -> int:

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from grpo_core.distributed import gathered_in_block, shard_count, wait_for_all
 from grpo_core.model.loading import weight_shards
+from grpo_core.rollout.checksums import checksum, read, sums
 
 
 class Snapshot(Mapping[str, Tensor]):
-    """Name → whole weight, made on `device` whenever it is asked for."""
+    """Name → whole weight, made on `device` whenever it is asked for. `checksums`: of each, as the trainer has it."""
 
-    def __init__(self, shards: list[dict[str, Tensor]], device: torch.device):
-        self.shards, self.device = shards, device
+    def __init__(self, shards: list[dict[str, Tensor]], device: torch.device, checksums: Mapping[str, int]):
+        self.shards, self.device, self.checksums = shards, device, checksums
 
     def __getitem__(self, name: str) -> Tensor:
         parts = [shard[name].to(self.device) for shard in self.shards if name in shard]
@@ -45,13 +46,18 @@ def take_snapshot(model: Any, dtype: torch.dtype, *, mine: bool) -> Snapshot | N
     """Return the weights of a sharded model, as `dtype`, in processes with `mine`; None in the others. Called by every
     process. Those that share one copy of the model see each other's file descriptors: they are on one machine."""
     parameter = next(model.parameters())
+    checksums = dict[str, Tensor]()
     with os.fdopen(os.memfd_create("grpo-share"), "wb") as file:
-        torch.save({name: shard.cpu() for name, shard in weight_shards(model, dtype)}, file)
+        shards = dict[str, Tensor]()
+        for name, first_row, shard in weight_shards(model, dtype):
+            checksums[name], shards[name] = checksum(shard, first_row), shard.cpu()
+        torch.save(shards, file)
         file.flush()
-        paths = gathered_in_block([f"/proc/{os.getpid()}/fd/{file.fileno()}"], shard_count(model))
+        here = f"/proc/{os.getpid()}/fd/{file.fileno()}", read(checksums)
+        parts = gathered_in_block([here], shard_count(model))
         found = None
         if mine:
-            shards = [torch.load(path, mmap=True, weights_only=True) for (path,) in paths]
-            found = Snapshot(shards, parameter.device)
+            files = [torch.load(path, mmap=True, weights_only=True) for [(path, _)] in parts]
+            found = Snapshot(files, parameter.device, sums([noted for [(_, noted)] in parts]))
         wait_for_all()  # the memory lives on as long as it is mapped
     return found

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from grpo_core.rollout.checksums import note_loading
 from grpo_core.rollout.vllm import over_http  # noqa: F401  # registers this transfer, and that by shared memory
 from grpo_core.rollout.vllm.adapter import hold_adapter
 from grpo_core.rollout.vllm.logprobs import ignore_truncation
@@ -33,7 +34,8 @@ class TrainerLease:
         if own in ("", token) or until <= now:
             self._lease = token, holder, now + seconds
         own, name, until = self._lease
-        if not hasattr(self, "_truncation_problem"):
+        if not hasattr(self, "_received"):
+            self._received = note_loading(self.get_model())
             self._truncation_problem = ignore_truncation(self.model_runner)
         config = self.vllm_config
         transfer = config.weight_transfer_config
@@ -62,7 +64,18 @@ class TrainerLease:
         the connection by which it came, whose communicator NCCL would keep."""
         if self._weight_update_active:
             self.finish_weight_update()
+        self._received.take({})
         self.shutdown_weight_transfer_engine()
+
+    def lost_weights(self: Any, sent: dict[str, int]) -> list[str]:
+        """Return a phrase for each weight that has not been received as it was sent. Raises RuntimeError instead in
+        copies of the model other than the first, whose answers vLLM does not pass on."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()  # NCCL's weights are loaded on streams of their own
+        lost = self._received.take(sent)
+        if lost and self.vllm_config.parallel_config.data_parallel_index:
+            raise RuntimeError(f"weights are lost: {', '.join(lost)}")
+        return lost
 
     def take_adapter_part(self: Any, number: int, config: dict[str, Any], path: str | None, data: str) -> None:
         """Hold a part of an adapter, number 0 the first, until vLLM loads it: what torch.save wrote of its tensors, in
@@ -70,7 +83,7 @@ class TrainerLease:
         source = path or io.BytesIO(base64.b64decode(data))
         self._adapter = {} if number == 0 else self._adapter
         self._adapter |= torch.load(source, mmap=bool(path), weights_only=True)
-        hold_adapter(self, config, self._adapter)
+        hold_adapter(self, config, self._adapter, self._received)
 
     def release_lease(self: Any, token: str) -> None:
         """Give the lease back, if it is `token`'s."""

@@ -128,6 +128,7 @@ def connected_to(transfer: Any, **engine: Any) -> Server:
     server = make_server("http://127.0.0.1:1")
     server.transfer = transfer.Transfer(server)
     server.transfer.engine = mock.Mock(**engine)
+    server.transfer.lost_weights = lambda sent: []
     return server
 
 

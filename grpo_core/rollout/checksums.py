@@ -1,0 +1,114 @@
+"""Whether each weight reaches the engine: its checksum where it leaves the trainer, and where the engine's loading
+function receives it, before it is fused or packed.
+
+Checksums are computed on the weights' device. They are compared once per hand-over, when all of them are there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_core.errors import EngineError
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
+WORD = 8  # bytes that are added up as one integer
+# Odd numbers without a pattern (the constants of splitmix64), as int64.
+NUMBER, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+SHOWN = 5  # names in a message
+
+
+def checksum(tensor: Tensor, first_row: int = 0) -> Tensor:
+    """Return the checksum of the tensor's bits: an int64 on its device. Other values change it, and so do the same rows
+    in another order. Checksums of consecutive rows add up to the whole tensor's, modulo 2⁶⁴; `first_row`: the number of
+    the first."""
+    rows = tensor.detach().reshape(len(tensor) if tensor.ndim else 1, math.prod(tensor.shape[1:]))
+    if not rows.is_contiguous() or rows.storage_offset() * rows.itemsize % WORD:
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    if rows.shape[1] * rows.itemsize % WORD == 0:
+        sums = rows.view(torch.int64).sum(1)  # as words: no element is converted
+    else:
+        sums = rows.view(INTEGERS[rows.itemsize]).sum(1, dtype=torch.int64)
+    numbers = torch.arange(first_row, first_row + len(sums), device=sums.device)
+    mixed = (sums ^ (numbers * NUMBER)) * FIRST
+    return ((mixed ^ (mixed >> 29)) * SECOND).sum()
+
+
+def sums(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Return the whole tensors' checksums, given those of their parts."""
+    totals: dict[str, int] = {}
+    for name, value in itertools.chain(*(part.items() for part in parts)):
+        totals[name] = (totals.get(name, 0) + value + 2**63) % 2**64 - 2**63  # as int64 does
+    return totals
+
+
+def noted(weights: Iterable[tuple[str, Tensor]], checksums: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Pass named weights on, and note the checksum of each."""
+    for name, tensor in weights:
+        checksums[name] = checksum(tensor)
+        yield name, tensor
+
+
+def checksums_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the checksum of each weight."""
+    return read({name: checksum(tensor) for name, tensor in weights.items()})
+
+
+def read(checksums: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return checksums as numbers, after one wait for their device."""
+    return dict(zip(checksums, torch.stack([*checksums.values()]).tolist(), strict=True)) if checksums else {}
+
+
+@dataclass
+class Received:
+    """What an engine's loading functions have received since the last `take`."""
+
+    checksums: dict[str, Tensor] = field(default_factory=dict)
+    unloaded: set[str] = field(default_factory=set)  # of the engine's parameters, those that nothing was loaded into
+    unknown: set[str] = field(default_factory=set)  # modules of an adapter that the engine does not have
+
+    def take(self, sent: Mapping[str, int]) -> list[str]:
+        """Return a phrase for each weight that has not arrived as it was sent, and forget what was received."""
+        lost = differences(sent, read(self.checksums))
+        lost += [f"nothing was loaded into the engine's {name}" for name in sorted(self.unloaded)]
+        lost += [f"the engine has no {name}, which the adapter changes" for name in sorted(self.unknown)]
+        self.checksums, self.unloaded, self.unknown = {}, set(), set()
+        return lost
+
+
+def note_loading(model: Any) -> Received:
+    """Make a model of vLLM note from now on what its `load_weights` receives, in what is returned."""
+    received, load = Received(), model.load_weights
+
+    def load_and_note(weights: Iterable[tuple[str, Tensor]]) -> Any:
+        if not received.checksums:
+            received.unloaded = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+        loaded = load(noted(weights, received.checksums))
+        received.unloaded = set() if loaded is None else received.unloaded - loaded
+        return loaded
+
+    model.load_weights = load_and_note
+    return received
+
+
+def differences(sent: Mapping[str, int], received: Mapping[str, int]) -> list[str]:
+    """Return a phrase for each weight that has not arrived as it was sent."""
+    lost = [f"{name} did not arrive" for name in sent if name not in received]
+    lost += [f"{name} was not sent" for name in received if name not in sent]
+    return lost + [f"{name} arrived with other values" for name in sent if received.get(name, sent[name]) != sent[name]]
+
+
+def refuse_lost(lost: list[str]) -> None:
+    """Raises EngineError, which names the weights, if some are lost."""
+    if lost:
+        more = f", and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+        raise EngineError(
+            f"the engine does not have the trainer's weights: {', '.join(lost[:SHOWN])}{more}. Nothing was sampled "
+            "with them; try rollout.engine = 'transformers', and report this"
+        )
