@@ -1,5 +1,5 @@
 """Compares two ways to hand a LoRA over to a vLLM server on this machine's CPU: the adapter alone, or merged
-weights."""
+weights; and says which part of the time goes into checksums."""
 
 from __future__ import annotations
 
@@ -33,22 +33,25 @@ def main() -> None:
     sizes = MODEL | ({"num_hidden_layers": 1} if arguments.tiny else {})
     with tempfile.TemporaryDirectory() as scratch:
         found = measure(Path(scratch), sizes, arguments.rank, arguments.rounds, arguments.transfer)
-        for way, (size, seconds) in found.items():
+        for way, (size, seconds, of_checksums) in found.items():
             milliseconds = [1000 * second for second in seconds]
+            median, checksums = statistics.median(milliseconds), 1000 * statistics.median(of_checksums)
             print(
-                f"{way}: {size / 1e6:.2f} MB, {statistics.median(milliseconds):.0f} ms "
-                f"({min(milliseconds):.0f} to {max(milliseconds):.0f})"
+                f"{way}: {size / 1e6:.2f} MB, {median:.0f} ms ({min(milliseconds):.0f} to {max(milliseconds):.0f}), "
+                f"of which checksums on both sides: {checksums:.1f} ms ({checksums / median:.1%})"
             )
 
 
 def measure(
     folder: Path, sizes: dict[str, Any], rank: int, rounds: int, transfer: str
-) -> dict[str, tuple[int, list[float]]]:
-    """Measure bytes of the tensors and seconds of each hand-over, both ways in turn, to the same server."""
+) -> dict[str, tuple[int, list[float], list[float]]]:
+    """Measure bytes of the tensors and seconds of each hand-over, both ways in turn, to the same server; and twice the
+    seconds that the checksums of what was sent take here."""
     import torch
 
     from grpo_core.config.files import load_config
     from grpo_core.model.loading import copy_of_whole_weights, load_model, trainable_state, with_adapter
+    from grpo_core.rollout.checksums import checksums_of
     from grpo_core.rollout.vllm.adapter import adapter_of
     from grpo_core.rollout.vllm.server_engine import VLLMServerEngine
 
@@ -63,9 +66,9 @@ def measure(
     with policy_server(run / "config.toml", port, folder / "server.log"):
         engine = VLLMServerEngine(config, model, 32)
         rank = engine.adapter_rank
-        found: dict[str, tuple[int, list[float]]] = {
-            "adapter": (_bytes(adapter_of(model, torch.float32)[1]), []),
-            "merged": (_bytes(copy_of_whole_weights(model)), []),
+        found: dict[str, tuple[int, list[float], list[float]]] = {
+            "adapter": (_bytes(adapter_of(model, torch.float32)[1]), [], []),
+            "merged": (_bytes(copy_of_whole_weights(model)), [], []),
         }
         for _ in range(rounds):
             # After full weights, the first hand-over of an adapter includes the base.
@@ -77,6 +80,9 @@ def measure(
                 engine.sync_weights(model)
                 if way in found:
                     found[way][1].append(time.perf_counter() - start)
+                    start = time.perf_counter()
+                    checksums_of(engine.servers[0].wanted.snapshot or {})
+                    found[way][2].append(2 * (time.perf_counter() - start))
         engine.close()
     return found
 

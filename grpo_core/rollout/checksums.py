@@ -57,28 +57,35 @@ def noted(weights: Iterable[tuple[str, Tensor]], checksums: dict[str, Tensor]) -
 
 def checksums_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the checksum of each weight."""
-    return read({name: checksum(tensor) for name, tensor in weights.items()})
+    [found] = read({name: checksum(tensor) for name, tensor in weights.items()})
+    return found
 
 
-def read(checksums: Mapping[str, Tensor]) -> dict[str, int]:
+def read(*several: Mapping[str, Tensor]) -> list[dict[str, int]]:
     """Return checksums as numbers, after one wait for their device."""
-    return dict(zip(checksums, torch.stack([*checksums.values()]).tolist(), strict=True)) if checksums else {}
+    scalars = [scalar for checksums in several for scalar in checksums.values()]
+    values = iter(torch.stack(scalars).tolist() if scalars else [])
+    return [{name: next(values) for name in checksums} for checksums in several]
 
 
 @dataclass
 class Received:
-    """What an engine's loading functions have received since the last `take`."""
+    """What an engine's loading functions have received since the last `take`. `sent`: what was sent to them, if that
+    was from this process."""
 
     checksums: dict[str, Tensor] = field(default_factory=dict)
+    sent: dict[str, Tensor] = field(default_factory=dict)
     unloaded: set[str] = field(default_factory=set)  # of the engine's parameters, those that nothing was loaded into
     unknown: set[str] = field(default_factory=set)  # modules of an adapter that the engine does not have
 
-    def take(self, sent: Mapping[str, int]) -> list[str]:
-        """Return a phrase for each weight that has not arrived as it was sent, and forget what was received."""
-        lost = differences(sent, read(self.checksums))
+    def take(self, elsewhere: Mapping[str, int] | None = None) -> list[str]:
+        """Return a phrase for each weight that has not arrived as it was sent, here or from another process. Forget
+        both."""
+        sent, received = read(self.sent, self.checksums)
+        lost = differences({**sent, **(elsewhere or {})}, received)
         lost += [f"nothing was loaded into the engine's {name}" for name in sorted(self.unloaded)]
         lost += [f"the engine has no {name}, which the adapter changes" for name in sorted(self.unknown)]
-        self.checksums, self.unloaded, self.unknown = {}, set(), set()
+        self.checksums, self.sent, self.unloaded, self.unknown = {}, {}, set(), set()
         return lost
 
 

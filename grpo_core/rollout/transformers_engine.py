@@ -21,7 +21,7 @@ from grpo_core.errors import EngineError
 from grpo_core.model.loading import whole_weights
 from grpo_core.model.precision import in_float32
 from grpo_core.model.sharded import is_sharded
-from grpo_core.rollout.checksums import checksums_of, differences, noted, read, refuse_lost
+from grpo_core.rollout.checksums import checksum, differences, noted, read, refuse_lost
 from grpo_core.rollout.group_cache import GroupCache, why_not_captured, why_not_plain, why_not_shared
 from grpo_core.rollout.plain_cache import PlainCache
 from grpo_core.rollout.rows import Rows, advance, begin_rows, completions, join, select
@@ -52,7 +52,8 @@ class TransformersEngine:
             own, sent = self.model.state_dict(), dict[str, torch.Tensor]()
             for name, weights in noted(whole_weights(model, self.model.dtype), sent):
                 own[name].copy_(weights)
-            refuse_lost(differences(read(sent), checksums_of(own)))
+            held = {name: checksum(weights) for name, weights in self.model.state_dict().items()}
+            refuse_lost(differences(*read(sent, held)))
             return "copied"
         if model is not self.model:
             self._use_model(model)

@@ -29,7 +29,7 @@ from grpo_core.errors import EngineError, TrainingError
 from grpo_core.model.four_bit import is_quantised
 from grpo_core.model.loading import base_weights, in_checkpoint_layout, whole_weights
 from grpo_core.model.sharded import is_sharded
-from grpo_core.rollout.checksums import checksums_of, note_loading, noted, read, refuse_lost
+from grpo_core.rollout.checksums import checksum, note_loading, noted, refuse_lost
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream, token_limit
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of, hold_adapter, sends_adapter_alone, supported_rank
@@ -191,12 +191,12 @@ class VLLMEngine:
         from vllm.lora.request import LoRARequest
 
         config, tensors = adapter_of(model, self.llm.llm_engine.model_config.dtype)
-        sent = checksums_of(tensors)  # before vLLM scales them in place
+        self.received.sent = {name: checksum(tensor) for name, tensor in tensors.items()}  # vLLM scales them in place
         self.llm.collective_rpc(hold_adapter, args=(config, tensors, self.received))
         number = next(self.adapter_ids)  # under a number that it knows, vLLM would not load the adapter again
         self.adapter = LoRARequest(ADAPTER, number, f"{ADAPTER}-{number}")
         self.llm.llm_engine.add_lora(self.adapter)  # in place of the former one: there is room for one
-        refuse_lost(self.received.take(sent))
+        refuse_lost(self.received.take())
         return "adapter"
 
     def _take_weights(self, model: nn.Module) -> str:
@@ -223,10 +223,9 @@ class VLLMEngine:
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Have vLLM's own loader take the weights, layer by layer."""
-        sent = dict[str, Tensor]()
         with unpacked_linear_layers():  # as when the engine was made
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": noted(weights, sent)})
-        refuse_lost(self.received.take(read(sent)))
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": noted(weights, self.received.sent)})
+        refuse_lost(self.received.take())
 
     def _find_copies(self, weights: dict[str, Tensor]) -> Copies | None:
         (copies,) = self.llm.apply_model(lambda engine_model: find_copies(engine_model, weights))

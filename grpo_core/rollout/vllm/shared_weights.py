@@ -156,7 +156,7 @@ def lost_copies(copies: Copies, weights: Mapping[str, Tensor]) -> list[str]:
     numbered = [f"copy {n} of {names[_storage(source)]}" for n, source in enumerate(copies[1])]
     sent = [checksum(source.to(target.dtype)) for target, source in zip(*copies, strict=True)]
     received = map(checksum, copies[0])
-    return differences(*(read(dict(zip(numbered, found, strict=True))) for found in (sent, received)))
+    return differences(*read(*(dict(zip(numbered, found, strict=True)) for found in (sent, received))))
 
 
 def have_same_memory(engine_model: nn.Module, weights: Mapping[str, Tensor]) -> bool:

@@ -53,7 +53,7 @@ def take_snapshot(model: Any, dtype: torch.dtype, *, mine: bool) -> Snapshot | N
             checksums[name], shards[name] = checksum(shard, first_row), shard.cpu()
         torch.save(shards, file)
         file.flush()
-        here = f"/proc/{os.getpid()}/fd/{file.fileno()}", read(checksums)
+        here = f"/proc/{os.getpid()}/fd/{file.fileno()}", read(checksums)[0]
         parts = gathered_in_block([here], shard_count(model))
         found = None
         if mine:

@@ -64,7 +64,7 @@ class TrainerLease:
         the connection by which it came, whose communicator NCCL would keep."""
         if self._weight_update_active:
             self.finish_weight_update()
-        self._received.take({})
+        self._received.take()
         self.shutdown_weight_transfer_engine()
 
     def lost_weights(self: Any, sent: dict[str, int]) -> list[str]:

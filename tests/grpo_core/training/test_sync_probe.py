@@ -170,10 +170,19 @@ def test_tokens_of_which_a_policy_is_certain_hide_no_engine_that_stays_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", [pytest.param("no", marks=pytest.mark.e2e), "bf16"])
-def test_a_training_notices_a_hand_over_that_does_nothing_in_the_first_update(tmp_path: Path, precision: str) -> None:
-    """Whatever the learning rate; a hand-over as it should be is not blamed."""
-    rows = measure("copy", precision, tmp_path, updates=5)
-    assert [row.learning_rate for row in rows] == list(LEARNING_RATES)
-    assert [row.stopped for row in rows] == [None] * 4
-    assert [row.stopped_lost for row in rows] == [1] * 4
+@pytest.mark.parametrize(
+    ("precision", "rates", "losses"),
+    [
+        ("bf16", LEARNING_RATES, ["nothing arrives"]),
+        ("no", (1e-6,), ["one MLP stays", "the embedding stays", "lm_head stays", "half the rows of lm_head stay"]),
+        pytest.param("no", LEARNING_RATES, ["nothing arrives"], marks=pytest.mark.e2e),
+    ],
+)
+def test_the_probe_alone_notices_in_the_first_update(
+    tmp_path: Path, precision: str, rates: Sequence[float], losses: list[str]
+) -> None:
+    """A hand-over as it should be is not blamed."""
+    rows = measure("copy", precision, tmp_path, updates=5, updates_lost=1, learning_rates=rates, losses=losses)
+    assert [row.learning_rate for row in rows] == [rate for rate in rates for _ in ("", *losses)]
+    for row in rows:
+        assert (row.lost, row.noticed, row.by) == ((1, 1, "probe") if row.loss else (None, None, "")), row
