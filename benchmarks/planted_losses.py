@@ -27,12 +27,13 @@ class Transport:
 
     def arriving(self, sent: Weights) -> Weights:
         """Return what arrives of these weights."""
-        sent = {name: tensor.detach().clone() for name, tensor in sent.items()}
+        own, sent = sent, {name: tensor.detach().clone() for name, tensor in sent.items()}
         self.first = self.first or sent
         found = self.loss(sent, self) if self.loss else sent
-        self.has_lost |= found.keys() != sent.keys() or any(not sent[name].equal(found[name]) for name in found)
+        unchanged = {name: own[name] for name in found if sent[name].equal(found[name])}
+        self.has_lost |= len(unchanged) < len(sent)
         self.last = sent
-        return found
+        return {**found, **unchanged}
 
 
 Loss = Callable[[Weights, Transport], Weights]  # what arrives of what is sent

@@ -1,14 +1,15 @@
-"""Whether each weight reaches the engine: its checksum where it leaves the trainer, and where the engine's loading
-function receives it, before it is fused or packed.
+"""Whether each weight reaches the engine: what is noted of it where it leaves the trainer, and where the engine's
+loading function receives it, before it is fused or packed, is compared once per hand-over.
 
-Checksums are computed on the weights' device. They are compared once per hand-over, when all of them are there.
+That is its checksum, computed on its device. An engine in this process receives the very tensors that leave the
+trainer: there, it is their place in memory, which costs nothing.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,10 +49,18 @@ def sums(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
     return totals
 
 
-def noted(weights: Iterable[tuple[str, Tensor]], checksums: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Pass named weights on, and note the checksum of each."""
+def place(tensor: Tensor) -> tuple[Any, ...]:
+    """Return where the tensor lies in this process's memory."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+Note = Callable[[Tensor], Any]  # checksum or place
+
+
+def noted(weights: Iterable[tuple[str, Tensor]], notes: dict[str, Any], note: Note) -> Iterator[tuple[str, Tensor]]:
+    """Pass named weights on, and note each."""
     for name, tensor in weights:
-        checksums[name] = checksum(tensor)
+        notes[name] = note(tensor)
         yield name, tensor
 
 
@@ -70,33 +79,30 @@ def read(*several: Mapping[str, Tensor]) -> list[dict[str, int]]:
 
 @dataclass
 class Received:
-    """What an engine's loading functions have received since the last `take`. `sent`: what was sent to them, if that
-    was from this process."""
+    """What an engine's loading functions have received since the last `take`."""
 
-    checksums: dict[str, Tensor] = field(default_factory=dict)
-    sent: dict[str, Tensor] = field(default_factory=dict)
+    note: Note
+    notes: dict[str, Any] = field(default_factory=dict)
     unloaded: set[str] = field(default_factory=set)  # of the engine's parameters, those that nothing was loaded into
     unknown: set[str] = field(default_factory=set)  # modules of an adapter that the engine does not have
 
-    def take(self, elsewhere: Mapping[str, int] | None = None) -> list[str]:
-        """Return a phrase for each weight that has not arrived as it was sent, here or from another process. Forget
-        both."""
-        sent, received = read(self.sent, self.checksums)
-        lost = differences({**sent, **(elsewhere or {})}, received)
+    def take(self, sent: Mapping[str, Any]) -> list[str]:
+        """Return a phrase for each weight that has not arrived as it was sent, and forget what was received."""
+        lost = differences(sent, read(self.notes)[0] if self.note is checksum else self.notes)
         lost += [f"nothing was loaded into the engine's {name}" for name in sorted(self.unloaded)]
         lost += [f"the engine has no {name}, which the adapter changes" for name in sorted(self.unknown)]
-        self.checksums, self.sent, self.unloaded, self.unknown = {}, {}, set(), set()
+        self.notes, self.unloaded, self.unknown = {}, set(), set()
         return lost
 
 
-def note_loading(model: Any) -> Received:
+def note_loading(model: Any, note: Note) -> Received:
     """Make a model of vLLM note from now on what its `load_weights` receives, in what is returned."""
-    received, load = Received(), model.load_weights
+    received, load = Received(note), model.load_weights
 
     def load_and_note(weights: Iterable[tuple[str, Tensor]]) -> Any:
-        if not received.checksums:
+        if not received.notes:
             received.unloaded = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
-        loaded = load(noted(weights, received.checksums))
+        loaded = load(noted(weights, received.notes, note))
         received.unloaded = set() if loaded is None else received.unloaded - loaded
         return loaded
 
@@ -104,7 +110,7 @@ def note_loading(model: Any) -> Received:
     return received
 
 
-def differences(sent: Mapping[str, int], received: Mapping[str, int]) -> list[str]:
+def differences(sent: Mapping[str, Any], received: Mapping[str, Any]) -> list[str]:
     """Return a phrase for each weight that has not arrived as it was sent."""
     lost = [f"{name} did not arrive" for name in sent if name not in received]
     lost += [f"{name} was not sent" for name in received if name not in sent]

@@ -50,7 +50,7 @@ class TransformersEngine:
     def sync_weights(self, model: nn.Module) -> str:
         if is_sharded(model):
             own, sent = self.model.state_dict(), dict[str, torch.Tensor]()
-            for name, weights in noted(whole_weights(model, self.model.dtype), sent):
+            for name, weights in noted(whole_weights(model, self.model.dtype), sent, checksum):
                 own[name].copy_(weights)
             held = {name: checksum(weights) for name, weights in self.model.state_dict().items()}
             refuse_lost(differences(*read(sent, held)))

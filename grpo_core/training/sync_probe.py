@@ -35,8 +35,8 @@ LEAST_ROUNDING = {"no": 1e-6, "bf16": 1e-3}  # by mixed_precision
 # Share of the rounding: if the trainer's scores change by more, on the mean, an engine's cannot all stay the same.
 NOTICEABLE = 0.1
 GROWTH = 4.0  # times the rounding at the reference: how far the two may come apart; independent rounding makes 1.4
-# By mixed_precision: share of the policy's movement that may be missing in the engine. In float32, rounding is less than
-# a ten-thousandth of what an update at a usual learning rate changes.
+# By mixed_precision: share of the policy's movement that may be missing in the engine. In float32, rounding is less
+# than a thousandth of what an update at a usual learning rate changes.
 SHARE = {"no": 0.02, "bf16": 0.25}
 
 

@@ -71,7 +71,7 @@ def _adapter_from_tensors(
     mapper = getattr(layers.model, "hf_to_vllm_mapper", None)
     adapter = LoRAModel.from_lora_tensors(
         lora_model_id=request.lora_int_id,
-        tensors=dict(noted(tensors.items(), received.checksums)),
+        tensors=dict(noted(tensors.items(), received.notes, received.note)),
         peft_helper=helper,
         device="cpu",
         dtype=manager.lora_config.lora_dtype,

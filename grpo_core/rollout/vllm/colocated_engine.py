@@ -29,7 +29,7 @@ from grpo_core.errors import EngineError, TrainingError
 from grpo_core.model.four_bit import is_quantised
 from grpo_core.model.loading import base_weights, in_checkpoint_layout, whole_weights
 from grpo_core.model.sharded import is_sharded
-from grpo_core.rollout.checksums import checksum, note_loading, noted, refuse_lost
+from grpo_core.rollout.checksums import Received, note_loading, noted, place, refuse_lost
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream, token_limit
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of, hold_adapter, sends_adapter_alone, supported_rank
@@ -120,7 +120,8 @@ class VLLMEngine:
                 f"training compares, since {problem}; set top_p to 1, top_k and min_p to 0, or rollout.engine to "
                 "'transformers'"
             )
-        (self.received,) = self.llm.apply_model(note_loading)
+        self.received: Received
+        (self.received,) = self.llm.apply_model(lambda engine_model: note_loading(engine_model, place))
         self.copies: Copies | None = None  # that bring the weights; None: vLLM's own loader has to
         self.copied_from: list[int] = []
         self.shares_with: nn.Module | None = None  # the model whose weights are the engine's own
@@ -191,12 +192,11 @@ class VLLMEngine:
         from vllm.lora.request import LoRARequest
 
         config, tensors = adapter_of(model, self.llm.llm_engine.model_config.dtype)
-        self.received.sent = {name: checksum(tensor) for name, tensor in tensors.items()}  # vLLM scales them in place
         self.llm.collective_rpc(hold_adapter, args=(config, tensors, self.received))
         number = next(self.adapter_ids)  # under a number that it knows, vLLM would not load the adapter again
         self.adapter = LoRARequest(ADAPTER, number, f"{ADAPTER}-{number}")
         self.llm.llm_engine.add_lora(self.adapter)  # in place of the former one: there is room for one
-        refuse_lost(self.received.take())
+        refuse_lost(self.received.take({name: place(tensor) for name, tensor in tensors.items()}))
         return "adapter"
 
     def _take_weights(self, model: nn.Module) -> str:
@@ -223,9 +223,10 @@ class VLLMEngine:
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Have vLLM's own loader take the weights, layer by layer."""
+        sent = dict[str, Any]()
         with unpacked_linear_layers():  # as when the engine was made
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": noted(weights, self.received.sent)})
-        refuse_lost(self.received.take())
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": noted(weights, sent, place)})
+        refuse_lost(self.received.take(sent))
 
     def _find_copies(self, weights: dict[str, Tensor]) -> Copies | None:
         (copies,) = self.llm.apply_model(lambda engine_model: find_copies(engine_model, weights))

@@ -26,6 +26,7 @@ from grpo_core.rollout.checksums import (
     differences,
     note_loading,
     noted,
+    place,
     read,
     refuse_lost,
     sums,
@@ -74,10 +75,10 @@ def test_each_bit_and_the_order_of_rows_count(dtype: torch.dtype, shape: tuple[i
     tensor = torch.randn(shape).to(dtype)
     whole, integers = int(checksum(tensor)), {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     others = {int(checksum(tensor.flip(0)))}
-    for place in range(tensor.numel()):
+    for n in range(tensor.numel()):
         for bit in range(8 * dtype.itemsize):
             other = tensor.clone()
-            other.view(integers).view(-1)[place] ^= 1 << bit if bit < 8 * dtype.itemsize - 1 else -(1 << bit)
+            other.view(integers).view(-1)[n] ^= 1 << bit if bit < 8 * dtype.itemsize - 1 else -(1 << bit)
             others.add(int(checksum(other)))
     assert whole not in others
     opposite = tensor.view(integers).clone()  # changes that cancel in a plain sum
@@ -102,11 +103,15 @@ def test_the_device_is_waited_for_once_per_hand_over() -> None:
     with pretend_gpu() as gpu:
         weights = {str(n): torch.randn(3, n + 1, device="cuda") for n in range(9)}
         gpu.waits.clear()
-        received = Received()
-        assert dict(noted(noted(weights.items(), received.sent), received.checksums)).keys() == weights.keys()
+        sent, received = dict[str, Any](), Received(checksum)
+        assert dict(noted(noted(weights.items(), sent, checksum), received.notes, checksum)).keys() == weights.keys()
         assert not gpu.waits
-        assert received.take() == []
+        assert differences(*read(sent, received.notes)) == []
         assert len(gpu.waits) == 1, gpu.waits
+        sent, received = {}, Received(place)
+        assert dict(noted(noted(weights.items(), sent, place), received.notes, place)).keys() == weights.keys()
+        assert received.take(sent) == []
+        assert len(gpu.waits) == 1, "places need no device"
         assert not gpu.mismatches
 
 
@@ -127,7 +132,8 @@ class Loading(nn.Module):
 
     def __init__(self, passes_over: str = "", says_so: bool = True):
         super().__init__()
-        self.one, self.base_layer, self.passes_over, self.says_so = nn.Linear(2, 2), nn.Linear(2, 2), passes_over, says_so
+        self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.passes_over, self.says_so = passes_over, says_so
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
         loaded = {name for name, _ in weights if name != self.passes_over}
@@ -137,18 +143,18 @@ class Loading(nn.Module):
 def test_a_parameter_that_the_loading_function_passes_over_is_lost() -> None:
     weights = [(name, each.detach()) for name, each in Loading().named_parameters()]
     for passes_over, lost in (("", []), ("one.bias", ["nothing was loaded into the engine's one.bias"])):
-        received = note_loading(model := Loading(passes_over))
+        received = note_loading(model := Loading(passes_over), checksum)
         for _ in range(2):
             for part in (weights[:1], weights[1:]):
                 model.load_weights(part)
             assert received.take(checksums_of(dict(weights))) == lost
-    received = note_loading(model := Loading("one.bias", says_so=False))
+    received = note_loading(model := Loading("one.bias", says_so=False), checksum)
     model.load_weights(weights)
     assert received.take(checksums_of(dict(weights))) == [], "it does not say what it loads"
 
 
 def test_a_module_of_an_adapter_that_the_engine_does_not_have_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, received = {"lora_A": torch.ones(2)}, Received()
+    tensors, received = {"lora_A": torch.ones(2)}, Received(checksum)
     made = SimpleNamespace(loras={"layers.0.q_proj": 0, "layers.0.o_proj": 0, "layers.0.gate": 0})
     layers = mock.Mock(modules={"layers.0.qkv_proj": 0, "layers.0.o_proj": 0})
     layers.packed_modules = {"layers.0.qkv_proj": ["layers.0.q_proj", "layers.0.k_proj"]}
@@ -176,34 +182,24 @@ def test_copies_and_shared_memory_that_are_not_the_weights_are_noticed() -> None
     assert not shared_weights.have_same_memory(engine, shared)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (lambda name, it: [] if name == "model.norm.weight" else [(name, it)], "model.norm.weight was not sent"),
-        (lambda name, it: [(name, it)], ""),
-    ],
-    ids=["left out", "all"],
-)
+@pytest.mark.slow
 def test_the_transformers_engine_s_own_copy_of_a_sharded_model_is_compared(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, changed: Any, message: str
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, own = [AutoModelForCausalLM.from_pretrained(model_folder) for _ in range(2)]
     engine = TransformersEngine(own, AutoTokenizer.from_pretrained(model_folder))
+    sent = {name: tensor + 1 for name, tensor in policy.state_dict().items()}
     monkeypatch.setattr(transformers_engine, "is_sharded", lambda model: True)
-
-    def weights(model: Any, dtype: torch.dtype) -> Any:
-        for name, tensor in model.state_dict().items():
-            yield from changed(name, tensor + 1)
-
-    monkeypatch.setattr(transformers_engine, "whole_weights", weights)
-    if message:
-        with pytest.raises(EngineError, match=message):
-            engine.sync_weights(policy)
-        return
+    monkeypatch.setattr(transformers_engine, "whole_weights", lambda model, dtype: iter(sent.items()))
     assert engine.sync_weights(policy) == "copied"
-    monkeypatch.setattr(own, "state_dict", lambda: {name: each.clone() for name, each in nn.Module.state_dict(own).items()})
-    monkeypatch.setattr(transformers_engine, "whole_weights", lambda model, dtype: iter(policy.state_dict().items()))
-    with pytest.raises(EngineError, match="model.embed_tokens.weight arrived with other values"):
+    assert all(tensor.equal(sent[name]) for name, tensor in own.state_dict().items())
+    norm = sent.pop("model.norm.weight")
+    with pytest.raises(EngineError, match=r"weights: model\.norm\.weight was not sent\."):
+        engine.sync_weights(policy)
+    sent["model.norm.weight"] = norm + 1
+    copies = [{name: each.clone() for name, each in own.state_dict().items()} for _ in range(2)]
+    monkeypatch.setattr(own, "state_dict", lambda: copies.pop())  # what is copied into is not what is sampled with
+    with pytest.raises(EngineError, match=r"weights: model\.norm\.weight arrived with other values\."):
         engine.sync_weights(policy)
 
 
@@ -225,7 +221,7 @@ def test_a_snapshot_of_shards_has_the_checksums_of_the_whole_weights(
         if snapshot is not None:
             assert snapshot.checksums == checksums_of(expected) == checksums_of(snapshot)
             snapshot.shards.reverse()
-            snapshot.shards[0] |= {name: snapshot.shards[1][name] for name in snapshot.shards[1].keys() - snapshot.shards[0].keys()}
+            snapshot.shards[0] |= snapshot.shards[1] | snapshot.shards[0]  # which has what is not sharded
             assert differences(snapshot.checksums, checksums_of(snapshot))
 
     in_two_processes(tmp_path, work)

@@ -136,8 +136,8 @@ def test_without_a_lost_sync_nothing_stops(
 def test_a_weight_that_does_not_reach_vllm_stops_the_training_in_the_update_that_loses_it(
     tmp_path: Path, engine: str, precision: str
 ) -> None:
-    """Whichever it is, also at a lower learning rate than is used, on any processor. vLLM that gets all of them does not
-    stop it."""
+    """Whichever it is, at lower learning rates than are used too, and on any processor. vLLM that gets all of them does
+    not stop it."""
     rows = forked.call(measure, engine, precision, tmp_path, 3, 2, (1e-7, 1e-5))
     for row in rows:
         assert row.noticed == row.lost, row
