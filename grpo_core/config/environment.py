@@ -14,8 +14,8 @@ OWN_REWARD = "environment"  # name of the built-in reward that gives what an env
 class EnvironmentConfig(Section):
     environment_factory: str | dict[str, str] | None = None
     """A class, or a function that makes an instance, as `package.module:Class`, or a built-in environment's name: one
-    instance per completion, whose public methods are the tools. Several by name: `{ maze = "my_envs:Maze", … }`; the column `environment` of each row then
-    names the one that the row is for. Default: none."""
+    instance per completion, whose public methods are the tools. Several by name: `{ maze = "my_envs:Maze", … }`; the
+    column `environment` of each row then names the one that the row is for. Default: none."""
     environment_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the class or function; with several environments, a table for each name."""
     tools: list[str] = Field(default_factory=list)

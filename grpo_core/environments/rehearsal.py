@@ -237,9 +237,9 @@ def _poorly_described(label: str, tools: Mapping[str, Any]) -> Iterator[str]:
             kind = kind.get("items", kind)
             if "object" in kind.get("type", ()) and not kind.keys() & {"properties", "additionalProperties"}:
                 yield (
-                    f"{label}: the policy is told that the argument {argument!r} of the tool {name!r} is an object, and "
-                    "not what is in it, and the tool gets a dictionary, whatever class it names; describe it by str, "
-                    "int, float, bool, Literal[…], list[…] or dict[str, …]"
+                    f"{label}: the policy is told that the argument {argument!r} of the tool {name!r} is an object, "
+                    "and not what is in it, and the tool gets a dictionary, whatever class it names; write str, int, "
+                    "float, bool, Literal[…], list[…] or dict[str, …]"
                 )
 
 

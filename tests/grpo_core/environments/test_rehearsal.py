@@ -105,8 +105,8 @@ def test_what_the_policy_is_told_too_little_of_is_warned_of(rehearsed: Any) -> N
     none, side, others = rehearsed("Silent", "Vague")["warnings"]
     assert none.startswith("Silent: it has no tools, so each conversation ends after one turn")
     for warning, argument in ((side, "side"), (others, "others")):
-        assert warning.startswith(f"Vague: the policy is told that the argument {argument!r} of the tool 'go' is an obj")
-    with pytest.raises(EnvironmentsError, match=r"the tool 'go' takes '\*\*kwargs: .*int.*', and the policy gives each"):
+        assert warning.startswith(f"Vague: the policy is told that the argument {argument!r} of the tool 'go' is an ")
+    with pytest.raises(EnvironmentsError, match=r"the tool 'go' takes '\*\*kwargs: .*int.*', and the policy gives"):
         rehearsed("Starred")
 
 
