@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed import DistributedConfig, mixin
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.distributed import (
@@ -27,11 +29,13 @@ from grpo_core.distributed import (
     shard_like,
 )
 from grpo_core.errors import ConfigError
+from grpo_core.model.capabilities import decoder
 from grpo_core.model.float32_logits import make_logits_float32
 from grpo_core.model.four_bit import dequantised, keep_gradients, nf4_config
 from grpo_core.model.precision import make_bfloat16
 from grpo_core.model.pretrained import from_pretrained
 
+NAMED = 3  # weights that an error names
 # Parts of the names of tensors that bitsandbytes saves beside 4-bit weights.
 OF_4BIT = (".weight.absmax", ".weight.quant_", ".weight.nested_")
 
@@ -50,7 +54,8 @@ def load_model(
     another dtype or place.
 
     `shard`: applied to the model while it has no weights yet; each process then reads only its own shard of them.
-    `in_4bit`: linear layers have 4-bit weights, and compute in `dtype`.
+    `in_4bit`: linear layers have 4-bit weights, and compute in `dtype`. Raises ConfigError if the saved weights are not
+    those of the whole model, or not finite.
     """
     device = torch.device(device)
     options: dict[str, Any] = {}
@@ -61,10 +66,22 @@ def load_model(
     if in_4bit:
         options["quantization_config"] = nf4_config(dtype)
     with nullcontext() if shard is None else _sharding_by(shard):
-        attention = attention_of(path, revision)
-        model = from_pretrained(
-            AutoModelForCausalLM, path, revision, dtype=dtype, attn_implementation=attention, **options
-        ).eval()
+        model, found = from_pretrained(
+            AutoModelForCausalLM,
+            path,
+            revision,
+            dtype=dtype,
+            attn_implementation=attention_of(path, revision),
+            ignore_mismatched_sizes=True,  # else transformers raises without a name
+            output_loading_info=True,
+            **options,
+        )
+    if problem := misfit(model, found) or not_finite(model):
+        raise ConfigError(
+            f"{path}: {problem}. Name a sound checkpoint, as transformers' save_pretrained writes it (without a prefix such "
+            "as 'module.')"
+        )
+    model.eval()
     if shard is not None:
         del model.config.distributed_config  # it would be saved with the model
     elif dtype == torch.bfloat16:
@@ -75,6 +92,52 @@ def load_model(
         for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
             setattr(module, name, 0.0)
     return model
+
+
+def misfit(model: nn.Module, found: Mapping[str, Any]) -> str:
+    """Problem of saved weights that are not those of the model, whose own would be random in their place; "" if they
+    are. `found`: transformers' `output_loading_info`, without tied weights and others that it knows to be harmless.
+
+    Saved weights without a place are a problem inside a layer, or a module with weights. Elsewhere they are other parts
+    of the checkpoint: towers for images, layers that predict further tokens.
+    """
+    modules, buffers = dict(model.named_modules()), dict(model.named_buffers())  # which older checkpoints have too
+    layers = tuple(f"{name}." for name, module in modules.items() if isinstance(module, GradientCheckpointingLayer))
+
+    def is_of_a_part(key: str) -> bool:
+        home = modules.get(key.rpartition(".")[0])
+        return key.startswith(layers) or (home is not None and bool(home._parameters))
+
+    unknown = {key for key in found["unexpected_keys"] if key not in buffers and is_of_a_part(key)}
+    problems = {
+        "are missing": {*found["missing_keys"]},
+        "have another shape than config.json says": {key for key, *_ in found["mismatched_keys"]},
+        "have no place in the model": {*found["unexpected_keys"]} if found["missing_keys"] else unknown,
+    }
+    said = [
+        f"{len(keys)} weights {what}, such as {', '.join(sorted(keys)[:NAMED])}"
+        for what, keys in problems.items()
+        if keys
+    ]
+    if not said:
+        return ""
+    return f"its weights are not those of {type(model).__name__}, and random ones would take their place: " + "; ".join(
+        said
+    )
+
+
+@torch.no_grad()
+def not_finite(model: nn.Module) -> str:
+    """Problem of weights that are NaN or infinite; "" if all are finite. Those of a shard are this process's."""
+    bounds = {
+        name: torch.stack(torch.aminmax(weights))
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point() and (weights := own_shard(parameter)).numel()
+    }
+    if not bounds or (finite := torch.stack([*bounds.values()]).isfinite().all(-1)).all():
+        return ""
+    bad = [name for name, is_finite in zip(bounds, finite.tolist(), strict=True) if not is_finite]
+    return f"{len(bad)} of its weights hold NaN or infinity, such as {', '.join(bad[:NAMED])}"
 
 
 @contextmanager
@@ -107,7 +170,7 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
 
     The adapter starts as no change at all, its input side drawn from torch's global random state; or, given
     `config.adapter`, as the one in that folder. Modules that are trained whole are float32 copies of the base's. Raises
-    ConfigError if the model has no such module, or the module has 4-bit weights.
+    ConfigError if the model has no such module, or the module has 4-bit weights; and for an adapter of tied weights.
     """
     if not config.use_peft:
         return model
@@ -128,6 +191,7 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
         use_rslora=config.use_rslora,
         lora_dropout=config.lora_dropout,
         target_modules=config.lora_target_modules or "all-linear",
+        exclude_modules=_beside_the_text_model(model),
         modules_to_save=config.lora_modules_to_save and [*config.lora_modules_to_save],  # peft adds to the list
         # Else a copy of a tied embedding would be trained without the head, or the head without the embedding.
         ensure_weight_tying=bool(config.lora_modules_to_save and model.config.get_text_config().tie_word_embeddings),
@@ -137,6 +201,7 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
     adapted.peft_config["default"].modules_to_save = config.lora_modules_to_save
     for module, name, parameter in base:
         module._parameters[name] = parameter.requires_grad_(False)
+    _check_untied(adapted, Counter(id(parameter) for _, _, parameter in base))
     for module in [each for each in adapted.modules() if isinstance(each, ModulesToSaveWrapper)]:
         for own, parameter in zip(
             module.modules_to_save.parameters(), module.original_module.parameters(), strict=True
@@ -161,6 +226,33 @@ def _check_modules_to_save(model: nn.Module, config: ModelConfig) -> None:
                 f"model.lora_modules_to_save names {wanted!r} with model.load_in_4bit = true: weights of 4 bits cannot "
                 "be trained; name embedding, head or norms only, or set load_in_4bit to false"
             )
+
+
+def _beside_the_text_model(model: Any) -> str | None:
+    """Regular expression of names beside the text model and its head, such as those in a tower for images, which text
+    would not train; None if no linear layer has one."""
+    text = [name for name, module in model.named_modules() if module in (decoder(model), model.get_output_embeddings())]
+    beside = rf"(?!({'|'.join(map(re.escape, text))})(\.|$)).*"
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return beside if any(re.fullmatch(beside, name) for name in linear) else None
+
+
+def _check_untied(adapted: nn.Module, holders: Mapping[int, int]) -> None:
+    """Raises ConfigError for an adapter of weights that several modules hold. `holders`: how many, by the id of the
+    weights."""
+    for name, module in adapted.named_modules():
+        if hasattr(module, "get_delta_weight") and holders[id(_adapted_weight(module))] > 1:
+            own = name.removeprefix("base_model.model.")
+            raise ConfigError(
+                f"model.lora_target_modules puts an adapter on {own}, whose weights are tied to another module's: merged "
+                "into them it would change both, and the saved model would not be the trained one. Leave "
+                f"{own.rpartition('.')[2]!r} out, or train it whole: lora_modules_to_save = ['embed_tokens']"
+            )
+
+
+def _adapted_weight(module: Any) -> Tensor:
+    """Weights that a module of peft adapts. It names the parameter where experts are one tensor."""
+    return getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight"))
 
 
 def saved_name(name: str) -> str:
@@ -271,9 +363,8 @@ def _named_weights(model: Any) -> Iterator[tuple[str, Tensor, list[Callable[[], 
     changes: dict[int, list[Callable[[], Tensor]]] = defaultdict(list)
     for module in base.modules():
         if hasattr(module, "get_delta_weight"):
-            # peft names the parameter that it adapts where experts are one tensor; elsewhere it is a layer's weight.
-            parameter = getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight"))
-            changes[id(parameter)] += [partial(module.get_delta_weight, adapter) for adapter in module.active_adapters]
+            found = [partial(module.get_delta_weight, adapter) for adapter in module.active_adapters]
+            changes[id(_adapted_weight(module))] += found
     for name, tensor in base.state_dict(keep_vars=True).items():
         if not any(part in name for part in (".lora_", ".original_module.", *OF_4BIT)):
             own = name.replace(".base_layer", "").replace(".modules_to_save.default", "")

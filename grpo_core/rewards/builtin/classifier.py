@@ -70,7 +70,7 @@ def _load(model: str, revision: str | None, dtype: str, device: str) -> tuple[An
     import torch
     import transformers
 
-    from grpo_core.model.loading import attention_of
+    from grpo_core.model.loading import attention_of, misfit, not_finite
     from grpo_core.model.pretrained import from_pretrained
 
     try:
@@ -82,16 +82,14 @@ def _load(model: str, revision: str | None, dtype: str, device: str) -> tuple[An
                 revision,
                 dtype=dtype,
                 attn_implementation=attention_of(model, revision),
+                ignore_mismatched_sizes=True,  # else transformers raises without a name
                 output_loading_info=True,
             )
         tokenizer = from_pretrained(transformers.AutoTokenizer, model, revision)
     except (OSError, ValueError) as error:
         raise RewardError(f"model {model!r} cannot be loaded: {error}") from error
-    if found["missing_keys"]:
-        raise RewardError(
-            f"model {model!r} lacks weights of {', '.join(sorted(found['missing_keys']))}: its scores would be random. "
-            "Give one that was trained to classify, or as a reward model"
-        )
+    if problem := misfit(loaded, found) or not_finite(loaded):
+        raise RewardError(f"model {model!r}: {problem}. Give one that was trained to classify, or as a reward model")
     tokenizer.truncation_side = "left"
     return loaded.eval().to(device), tokenizer
 

@@ -1,0 +1,134 @@
+"""Checkpoints that others made: those whose weights are not the model's are refused, harmless differences are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from grpo_core.config.inputs import ModelConfig
+from grpo_core.errors import ConfigError
+from grpo_core.model.loading import load_model, trainable_state, with_adapter
+from tests.conftest import make_model
+
+LAYER = "model.layers.1."
+
+
+def _rewritten(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], **changes: Any) -> Path:
+    """Make a model, and write its weights again as `change` gives them."""
+    make_model(folder, **changes)
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    return folder
+
+
+def _without(part: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda weights: {name: each for name, each in weights.items() if part not in name}
+
+
+def _with(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda weights: weights | {name: tensor}
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], dict[str, Any], str]] = {
+    "prefixed": (
+        lambda weights: {f"module.{name}": each for name, each in weights.items()},
+        {},
+        r"27 weights are missing, such as lm_head.weight, .*; 27 weights have no place in the model, such as module\.",
+    ),
+    "a layer missing": (_without(LAYER), {}, rf"12 weights are missing, such as {LAYER}"),
+    "tied, and both missing": (_without("embed_tokens"), {"tie_word_embeddings": True}, "weights are missing"),
+    "of another shape": (_with("model.norm.weight", torch.ones(8)), {}, r"1 weights have another shape .* model\.norm"),
+    "scale of a quantised layer": (
+        _with(f"{LAYER}mlp.up_proj.weight_scale", torch.ones(1)),
+        {},
+        r"1 weights have no place in the model, such as .*weight_scale",
+    ),
+    "part of a layer": (
+        _with(f"{LAYER}indexer.k.weight", torch.ones(1)),
+        {},
+        "no place in the model, such as .*indexer",
+    ),
+    "not a number": (
+        _with("model.norm.weight", torch.full((64,), torch.nan)),
+        {},
+        "NaN or infinity, .*model.norm.weight",
+    ),
+    "infinite": (
+        _with("lm_head.weight", torch.full((15, 64), -torch.inf)),
+        {},
+        "NaN or infinity, such as lm_head.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_checkpoint_that_is_not_the_whole_model_is_refused_with_its_weights_names(case: str, tmp_path: Path) -> None:
+    change, changes, said = WRONG[case]
+    folder = _rewritten(tmp_path / "model", change, **changes)
+    with pytest.raises(ConfigError, match=said) as refused:
+        load_model(folder)
+    assert str(folder) in str(refused.value)
+
+
+HARMLESS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], dict[str, Any]]] = {
+    "head tied to the embedding": (_without("lm_head"), {"tie_word_embeddings": True}),
+    "frequencies of older releases": (_with(f"{LAYER}self_attn.rotary_emb.inv_freq", torch.ones(16)), {}),
+    "tower for images": (_with("model.visual.patch.weight", torch.ones(8)), {}),
+    "layer that predicts a further token": (_with("model.layers.2.mlp.up_proj.weight", torch.ones(8)), {}),
+    "classifier beside the head": (_with("score.weight", torch.ones(2, 64)), {}),
+}
+
+
+@pytest.mark.parametrize("case", HARMLESS)
+def test_what_a_checkpoint_has_beside_the_model_or_ties_is_no_reason_to_refuse_it(case: str, tmp_path: Path) -> None:
+    folder = _rewritten(tmp_path / "model", *HARMLESS[case][:1], **HARMLESS[case][1])
+    make_model(tmp_path / "own", **HARMLESS[case][1])
+    found, expected = load_model(folder).state_dict(), load_model(tmp_path / "own").state_dict()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ["embed_tokens"]])
+def test_an_adapter_of_tied_weights_is_refused_and_of_untied_ones_is_not(targets: list[str], tmp_path: Path) -> None:
+    """Merged, its change would be in both, and in what engines are sent."""
+    for tied in (True, False):
+        folder = make_model(tmp_path / f"{tied}", tie_word_embeddings=tied)
+        config = ModelConfig(name_or_path=str(folder), use_peft=True, lora_r=2, lora_target_modules=targets)
+        refused = (
+            pytest.raises(ConfigError, match=rf"on .*{targets[-1]}, whose .* lora_modules_to_save")
+            if tied
+            else nullcontext()
+        )
+        with refused:
+            with_adapter(load_model(folder), config)
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj"]])
+def test_an_adapter_leaves_the_tower_for_images_of_a_multimodal_base_alone(
+    targets: list[str] | None, tmp_path: Path
+) -> None:
+    """Text would never train it; a layer has the same name there as in the text model."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    text = sizes | {"vocab_size": 15, "num_key_value_heads": 1, "head_dim": 16}
+    changes = {
+        "text_config": text,
+        "vision_config": sizes | {"image_size": 28, "patch_size": 14},
+        "mm_tokens_per_image": 4,
+    }
+    model = load_model(make_model(tmp_path, "Gemma3", **changes))
+    assert any("vision_tower" in name for name, _ in model.named_parameters())
+    config = ModelConfig(name_or_path=str(tmp_path), use_peft=True, lora_r=2, lora_target_modules=targets)
+    names = [*trainable_state(with_adapter(model, config))]
+    assert len(names) == 2 * (1 if targets else 7)
+    assert all(".language_model.layers.0." in name for name in names)
