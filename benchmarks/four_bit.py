@@ -1,5 +1,5 @@
-"""Measures the effect of a 4-bit base: trains a LoRA over it on the quickstart's sums, and compares the policy before
-and after merging into the original base."""
+"""Measures the effect of a 4-bit base: trains a LoRA over it on the quickstart's sums, and compares the policy with the
+saved model, and with the adapter over the original base."""
 
 from __future__ import annotations
 
@@ -55,21 +55,28 @@ def measure(folder: Path, sums: Path, updates: int) -> dict[str, tuple[float, fl
 
     tokenizer, rows = load_tokenizer(config.model), pq.read_table(sums / "eval.parquet").to_pylist()
     goes_on = config.model.model_copy(update={"adapter": str(run / "training" / "adapter")})
-    found = {}
-    for name, codes, plain in [
-        ("base", load_model(sums / "base", in_4bit=True), load_model(sums / "base")),
-        (
-            "trained",
-            with_adapter(load_model(sums / "base", in_4bit=True), goes_on),
-            load_model(run / "training" / "model"),
+
+    def trained(*, in_4bit: bool) -> Any:
+        keys = goes_on.model_copy(update={"load_in_4bit": in_4bit})
+        return with_adapter(load_model(sums / "base", in_4bit=in_4bit), keys)
+
+    policies = {
+        "base": (
+            load_model(sums / "base", in_4bit=True),
+            {"as it was given": load_model(sums / "base")},
         ),
-    ]:
+        "trained": (
+            trained(in_4bit=True),
+            {"saved": load_model(run / "training" / "model"), "over the original base": trained(in_4bit=False)},
+        ),
+    }
+    found = {}
+    for name, (codes, others) in policies.items():
         answers = _answers(codes, tokenizer, rows)
         found[f"{name}, 4 bits"] = _right(answers, tokenizer, rows), 0.0
-        found[f"{name}, full precision"] = (
-            _right(_answers(plain, tokenizer, rows), tokenizer, rows),
-            _distance(codes, plain, answers),
-        )
+        for how, plain in others.items():
+            right = _right(_answers(plain, tokenizer, rows), tokenizer, rows)
+            found[f"{name}, {how}"] = right, _distance(codes, plain, answers)
     return found
 
 

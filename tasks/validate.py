@@ -24,7 +24,14 @@ from grpo_core.rewards import rehearsal
 from grpo_core.rewards.composition import range_of_sum
 from grpo_core.rewards.contract import Reward, check_environments, rewards_of
 from tasks.data.contract import Part, check, needed_columns
-from tasks.data.lengths import ModelError, OptionsByEnvironment, load_tokenizer_and_context, sample_lengths
+from tasks.data.lengths import (
+    ModelError,
+    OptionsByEnvironment,
+    beyond,
+    embedding_rows,
+    load_tokenizer_and_context,
+    sample_lengths,
+)
 from tasks.data.own_schema import hold_against, load_schema
 from tasks.data.path_or_hub import data_set
 from tasks.data.repeats import NONE, keys_of
@@ -86,7 +93,9 @@ def _work(context: Context) -> dict[str, Any]:
         log.warning("%s: %d rows break %s; they are %s", found["dataset"], found["rows"], rule, done)
     rehearsal = report["rehearsal"] = _rehearse(context)
     counts = report["num_prompts"] | {name: part["num_prompts"] for name, part in report["parts"].items()}
-    rehearsal["warnings"] += too_few_to_promote(context.config, counts, rehearsal["zero_or_one"])
+    rehearsal["warnings"] += report.pop("warnings") + too_few_to_promote(
+        context.config, counts, rehearsal["zero_or_one"]
+    )
     for warning in rehearsal["warnings"]:
         log.warning(warning)
     _show(report, markdown(report, screened.findings, context.partial))
@@ -162,6 +171,17 @@ def screen(config: RunConfig) -> Screened:
         rows, kept, dropped = pooled(rows), pooled(kept), pooled(dropped)
         shape = [*_promotion_overlaps(config, kept)]
     countable = {} if shape else {name: own for name, own in kept.items() if own.height}
+    known, tokens = embedding_rows(config.model), 1 + max(tokenizer.get_vocab().values())
+    unknown = (
+        {name: beyond(known, own, tokenizer, options) for name, own in countable.items()} if tokens > known else {}
+    )
+    rows_of = f"the embedding of {config.model.name_or_path!r} has {known:,} rows, and its tokenizer {tokens:,} tokens"
+    shape = [
+        f"{name}: {count:,} prompts hold tokens that the model does not know: {rows_of}. Resize the model "
+        "(resize_token_embeddings) and save it, or leave these tokens out"
+        for name, count in unknown.items()
+        if count
+    ] or shape
     lengths = {name: sample_lengths(own, tokenizer, options) for name, own in countable.items()}
     report = {
         "num_prompts": {name: own.height for name, own in kept.items()},
@@ -176,6 +196,7 @@ def screen(config: RunConfig) -> Screened:
         "shared": count_shared(findings),
         "lengths": length_figures(lengths, kept),
         "room": room,
+        "warnings": [f"{rows_of}: a text with one of the others ends the training"] if tokens > known else [],
     }
     return Screened(kept, dropped, shape, findings, lengths, room, report)
 

@@ -25,6 +25,8 @@ from benchmarks.side_ours import run_directory
 from benchmarks.workload import Workload, write
 from grpo_core import run_files
 from grpo_core.config.files import load_config
+from grpo_core.model.four_bit import dequantised
+from grpo_core.model.loading import load_model
 from tasks.processes.launch import process_environment
 
 STOP_AFTER = 3  # updates
@@ -225,7 +227,7 @@ def adapters(scratch: Path, report: Report) -> None:
         if not adapter or not merged:
             report(Row(f"{name}: adapter and model", "none", "there", False))
             continue
-        base = _tensors(data / "model")
+        base = _held_base(data / "model", in_4bit=bool(keys.get("model.load_in_4bit")))
         config = json.loads((run / "training" / run_files.ADAPTER / "adapter_config.json").read_text())
         scale, without, bases, changes = config["lora_alpha"] / config["r"], [], [], []
         for key in (key for key in adapter if key.endswith("lora_A.weight")):
@@ -233,12 +235,21 @@ def adapters(scratch: Path, report: Report) -> None:
             changes.append(scale * adapter[key.replace("lora_A", "lora_B")].float() @ adapter[key].float())
             without.append(merged[place].float() - changes[-1])
             bases.append(base[place].float())
-        bound = 1e-2  # of bfloat16; also what is trained on codes of 4 bits is merged into the base as it was given
+        bound = 1e-2  # of bfloat16, in which the base is held
         size = (sum(x.norm() ** 2 for x in changes) / sum(x.norm() ** 2 for x in bases)) ** 0.5
         found = f"{size:.2f}"  # so large that its absence would show in the next row
         report(Row(f"{name}: B A, relative to the base", found, f"more than {2 * bound:g}", bool(size > 2 * bound)))
         at_most(report, f"{name}: merged model without B A, from the base", distance(without, bases), bound)
         at_most(report, f"{name}: engine from trainer, probe", _drift(run), 0.1 if ON_GPU else 1e-3)
+
+
+def _held_base(folder: Path, *, in_4bit: bool) -> dict[str, Tensor]:
+    """The base's weights by name; those that a training holds in 4 bits as their codes stand for them."""
+    if not in_4bit:
+        return _tensors(folder)
+    dtype = torch.bfloat16 if PRECISION == "bf16" else torch.float32
+    model = load_model(folder, dtype=dtype, device="cuda" if ON_GPU else "cpu", in_4bit=True)
+    return {name: dequantised(parameter).detach().cpu() for name, parameter in model.named_parameters()}
 
 
 def eight_bits(scratch: Path, report: Report) -> None:

@@ -81,6 +81,8 @@ def _check_run(file: Path, overrides: list[str] | None) -> None:
     screened = screen(run)
     if screened.refused:
         refuse(refusal(screened))
+    for warning in screened.report["warnings"]:
+        say(warning)
     for found in screened.report["findings"]:
         done = {"warn": "kept", "drop": "left out"}[found["severity"]]
         say(f"{found['dataset']}: {found['rows']:,} rows break {found['check']} ({found['rule']}); they are {done}")

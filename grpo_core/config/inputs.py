@@ -49,7 +49,8 @@ class ModelConfig(Section):
     and metrics are those of the policy without dropout, for which each update computes one forward pass more."""
     lora_target_modules: list[str] | None = Field(None, min_length=1)
     """Names of the linear layers that get an adapter; default: all except the output layer, as peft's `all-linear`
-    finds them (in some mixtures of experts without the experts and the router)."""
+    finds them (in some mixtures of experts without the experts and the router). Only those of the text model, and none
+    whose weights are tied to another module's."""
     lora_modules_to_save: list[str] | None = Field(None, min_length=1)
     """Modules that are trained whole beside the adapter and saved with it, such as `["embed_tokens", "lm_head"]`: every
     module whose name ends in one of these. An embedding that is tied to the head stays tied: either name trains both.
@@ -57,8 +58,8 @@ class ModelConfig(Section):
 
     load_in_4bit: bool = False
     """Hold the frozen base in 4 bits (QLoRA, arXiv:2305.14314): nf4 with double quantisation, by bitsandbytes. The
-    adapter is sampled and trained over these weights; the saved model is the adapter merged into the original base,
-    never into 4 bits. Saves memory with the transformers engine and with servers: vLLM in the training process shares
+    adapter is sampled and trained over these weights; the saved model is the adapter merged, in float32, into the
+    weights that the 4 bits stand for. Saves memory with the transformers engine and with servers: vLLM in the training process shares
     its base with the training only if that is not in 4 bits."""
 
     @model_validator(mode="after")

@@ -54,6 +54,14 @@ def dequantised(tensor: Tensor) -> Tensor:
     return nn.Parameter(dequantize_4bit(tensor.data, state), requires_grad=False)
 
 
+@torch.no_grad()
+def take_dequantised(plain: nn.Module, quantised: nn.Module) -> None:
+    """Give a plain model the weights that the codes of its 4-bit twin stand for; the others stay as they are."""
+    for name, parameter in quantised.named_parameters():
+        if hasattr(parameter, "quant_state"):
+            plain.get_parameter(name).copy_(dequantised(parameter))
+
+
 def is_quantised(model: nn.Module) -> bool:
     """True if linear layers of the model have 4-bit weights."""
     return bool(_layers(model))

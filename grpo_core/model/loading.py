@@ -19,6 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed import DistributedConfig, mixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from grpo_core.config.base_model import quantisation_problem
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.distributed import (
     copy_into_shard,
@@ -31,7 +32,7 @@ from grpo_core.distributed import (
 from grpo_core.errors import ConfigError
 from grpo_core.model.capabilities import decoder
 from grpo_core.model.float32_logits import make_logits_float32
-from grpo_core.model.four_bit import dequantised, keep_gradients, nf4_config
+from grpo_core.model.four_bit import dequantised, keep_gradients, nf4_config, take_dequantised
 from grpo_core.model.precision import make_bfloat16
 from grpo_core.model.pretrained import from_pretrained
 
@@ -55,8 +56,10 @@ def load_model(
 
     `shard`: applied to the model while it has no weights yet; each process then reads only its own shard of them.
     `in_4bit`: linear layers have 4-bit weights, and compute in `dtype`. Raises ConfigError if the saved weights are not
-    those of the whole model, or not finite.
+    those of the whole model, not finite, or quantised.
     """
+    if problem := quantisation_problem(AutoConfig.from_pretrained(path, revision=revision).to_dict()):
+        raise ConfigError(f"{path}: {problem}")
     device = torch.device(device)
     options: dict[str, Any] = {}
     if shard is not None:
@@ -272,12 +275,16 @@ def _read_adapter(adapted: nn.Module, folder: Path) -> dict[str, Tensor]:
 def load_starting_policy(
     config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, shard: Any = None
 ) -> Any:
-    """Load the policy that a training starts from, without an adapter: the base, or the base with `config.adapter`
-    merged in float32 and then rounded to `dtype`."""
+    """Load the policy that a training starts from, without an adapter: the base as it was given, or the base that the
+    training holds with `config.adapter` merged in float32 and then rounded to `dtype`."""
     merges = config.adapter is not None
     held = torch.float32 if merges else dtype
     model = load_model(config.name_or_path, config.revision, dtype=held, device=device, shard=shard)
     if merges:
+        if config.load_in_4bit:
+            take_dequantised(
+                model, load_model(config.name_or_path, config.revision, dtype=dtype, device=device, in_4bit=True)
+            )
         model = with_adapter(model, config).merge_and_unload()
     return make_bfloat16(model) if merges and dtype == torch.bfloat16 else model
 

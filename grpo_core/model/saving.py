@@ -18,6 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from grpo_core import run_files
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.distributed import gathered, wait_for_all
+from grpo_core.model.four_bit import take_dequantised
 from grpo_core.model.loading import (
     load_model,
     load_trainable_state,
@@ -36,7 +37,8 @@ def save_model(
     """Write the model and its tokenizer. Called by every process.
 
     An adapter is written to a folder `adapter` beside it, and merged into the float32 base, which is loaded for that:
-    the training may hold a bfloat16 one. `shard`: how the model is sharded, for that base. A sharded model is never
+    the training may hold a bfloat16 one. Weights that it holds in 4 bits are those that the codes stand for: over them
+    the adapter was trained. `shard`: how the model is sharded, for that base. A sharded model is never
     whole in one process: each writes files of its own, of weights that are gathered one by one.
     """
     is_main = PartialState().is_main_process
@@ -48,6 +50,7 @@ def save_model(
     if config.use_peft and (is_main or shard is not None):
         new = config.model_copy(update={"adapter": None})  # the first adapter's folder may be gone by now
         merged = with_adapter(load_model(config.name_or_path, config.revision, shard=shard), new)
+        take_dequantised(merged, model)
         load_trainable_state(merged, trainable_state(model))
         model = merged if shard is not None else merged.merge_and_unload()
     if is_sharded(model):

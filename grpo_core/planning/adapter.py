@@ -1,12 +1,15 @@
-"""Check that an adapter to continue with is the one that the configuration describes. Imports no torch."""
+"""Check that a base can be trained, and that an adapter to continue with is the one that the configuration describes.
+Imports no torch."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_core.config.base_model import quantisation_problem
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.errors import ConfigError, install
 from grpo_core.planning.shapes import ForecastError, config_file
@@ -22,9 +25,16 @@ DESCRIBED = {"r": "lora_r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslor
 
 def check_adapter(model: ModelConfig) -> None:
     """Raises ConfigError unless `model.adapter`, if there is one, is a LoRA of the rank, scale and layers that the
-    other keys give, and the base can be held in 4 bits, if that is wanted."""
+    other keys give, and the base is not quantised, and can be held in 4 bits, if that is wanted. A base whose
+    config.json is not on this machine passes."""
+    try:
+        values = json.loads(config_file(model.name_or_path, model.revision).read_text())
+    except (ForecastError, ValueError):
+        values = {}
+    if problem := quantisation_problem(values):
+        raise ConfigError(f"model.name_or_path = {model.name_or_path!r}: {problem}")
     if model.load_in_4bit:
-        _check_4bit(model)
+        _check_4bit(model.name_or_path, values)
     if model.adapter is None:
         return
     folder = Path(model.adapter)
@@ -65,22 +75,12 @@ def check_adapter(model: ModelConfig) -> None:
         )
 
 
-def _check_4bit(model: ModelConfig) -> None:
-    """Raises ConfigError if bitsandbytes is not installed, or would leave most of the base as it is. A base whose
-    config.json is not on this machine passes."""
+def _check_4bit(name: str, values: Mapping[str, Any]) -> None:
+    """Raises ConfigError if bitsandbytes is not installed, or would leave most of the base as it is."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(f"model.load_in_4bit = true needs bitsandbytes, not installed here: {install('qlora')}")
-    try:
-        values = json.loads(config_file(model.name_or_path, model.revision).read_text())
-    except (ForecastError, ValueError):
-        return
-    if "quantization_config" in values:
+    if any(values.get("text_config", values).get(key) for key in EXPERTS):
         raise ConfigError(
-            f"model.load_in_4bit = true: {model.name_or_path} is quantised already, and the adapter is to be merged "
-            "into a base in full precision; name that one"
-        )
-    if any(values.get("text_config", values).get(name) for name in EXPERTS):
-        raise ConfigError(
-            f"model.load_in_4bit = true: {model.name_or_path} is a mixture of experts, which are single tensors in "
+            f"model.load_in_4bit = true: {name} is a mixture of experts, which are single tensors in "
             "transformers 5, and bitsandbytes quantises linear layers only; set it to false, or take a dense model"
         )

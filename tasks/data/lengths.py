@@ -8,6 +8,7 @@ from typing import Any
 
 import polars as pl
 
+from grpo_core.config.base_model import quantisation_problem
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.data.chat import NO_OPTIONS, encode_prompts, is_conversation, turns, without_gaps
 from grpo_core.data.prompts import load_tokenizer
@@ -38,7 +39,8 @@ class ModelError(GrpoError):
 
 
 def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
-    """Load the tokenizer; returns it and the largest number of tokens in a sequence (None: no limit)."""
+    """Load the tokenizer; returns it and the largest number of tokens in a sequence (None: no limit). Raises ModelError
+    for a model whose saved weights are quantised."""
     with importing():
         from transformers import AutoConfig, logging
 
@@ -53,7 +55,31 @@ def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
         raise ModelError(
             f"model.name_or_path = {config.name_or_path!r}: its tokenizer and config cannot be loaded: {error}"
         ) from error
+    if problem := quantisation_problem(model.to_dict()):
+        raise ModelError(f"model.name_or_path = {config.name_or_path!r}: {problem}")
     return tokenizer, usable_positions(model)
+
+
+def embedding_rows(config: ModelConfig) -> int:
+    """Number of tokens that the model's embedding has a row for."""
+    from transformers import AutoConfig
+
+    model = AutoConfig.from_pretrained(config.name_or_path, revision=config.revision)
+    return model.get_text_config().vocab_size
+
+
+def beyond(known: int, rows: Rows, tokenizer: Any, options: OptionsByEnvironment) -> int:
+    """Count the prompts with a token whose number is not below `known`."""
+    largest = [
+        by_environment(frame, options, lambda prompts, given: _largest_tokens(prompts, tokenizer, given))
+        for frame in rows.slices()
+        if frame.height
+    ]
+    return sum(int((each >= known).sum()) for each in largest)
+
+
+def _largest_tokens(prompts: pl.Series, tokenizer: Any, options: Options) -> pl.Series:
+    return pl.Series([max(ids) for ids in encode_prompts(prompts.to_list(), tokenizer, options)], dtype=pl.Int64)
 
 
 def by_environment(
