@@ -15,8 +15,9 @@ def quantisation_problem(values: Mapping[str, Any]) -> str:
     for part in (values, values.get("text_config") or {}):
         if found := part.get("quantization_config") or part.get("compression_config"):
             return (
-                f"its weights are quantised (quant_method = {found.get('quant_method')!r}), and no training here is made "
-                "for that; name the checkpoint that it was made from, or a dequantised copy (transformers loads fp8 and "
-                "mxfp4 with `dequantize=True`, and save_pretrained writes it). model.load_in_4bit quantises a base itself"
+                f"its weights are quantised (quant_method = {found.get('quant_method')!r}), and no training here is "
+                "made for that; name the checkpoint that it was made from, or a dequantised copy (transformers loads "
+                "fp8 and mxfp4 with `dequantize=True`, and save_pretrained writes it). model.load_in_4bit quantises a "
+                "base itself"
             )
     return ""

@@ -59,8 +59,8 @@ class ModelConfig(Section):
     load_in_4bit: bool = False
     """Hold the frozen base in 4 bits (QLoRA, arXiv:2305.14314): nf4 with double quantisation, by bitsandbytes. The
     adapter is sampled and trained over these weights; the saved model is the adapter merged, in float32, into the
-    weights that the 4 bits stand for. Saves memory with the transformers engine and with servers: vLLM in the training process shares
-    its base with the training only if that is not in 4 bits."""
+    weights that the 4 bits stand for. Saves memory with the transformers engine and with servers: vLLM in the training
+    process shares its base with the training only if that is not in 4 bits."""
 
     @model_validator(mode="after")
     def _adapter_keys_need_an_adapter(self) -> ModelConfig:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from grpo_core.errors import ConfigError
 from grpo_core.model.float32_logits import Float32Logits
@@ -17,6 +19,11 @@ from grpo_core.model.sharded import call_as_forward, forward
 from grpo_core.model.to_device import to_device
 
 PROBED = 100  # tokens of the sequences that two ways to compute are compared on: several blocks of flex attention
+LONGEST = 1024  # tokens of the longest sequences that are tried; an update has more
+# Attributes of configurations and layers: keys, or blocks of keys, that sparse attention selects (DeepSeek, MiniMax M3,
+# Qwen 4), and the tokens after which Llama 4 scales queries by their position.
+THRESHOLDS = ("index_topk", "index_topk_blocks", "topk_blocks", "indexer_budget", "token_budget", "block_topk")
+THRESHOLDS += ("floor_scale",)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # relative, between two ways to compute the same
 # Deep models in bfloat16 differ by more from rounding alone: this times the difference between transformers' eager and
 # fused attention is allowed. At 28 layers a correct packed batch had 1.0 times that, one that mixes completions 10+.
@@ -25,10 +32,17 @@ NOT_TO_ALL = "a layer attends to a window of tokens only, or carries a state"
 
 
 def decoder(model: Any) -> Any:
-    """Return the module that gives the last hidden states, with the adapter in place if there is one."""
+    """Return the module that gives the last hidden states, with the adapter in place if there is one. Raises
+    ConfigError if transformers does not say which it is."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    found = base.get_decoder()
-    return base.model if found is base else found  # transformers does not find that of Llama 4's text model
+    # It does not find that of Llama 4's text model, and calls the head of ModernBERT so.
+    for found in (base.get_decoder(), getattr(base, "model", None)):
+        if isinstance(found, PreTrainedModel) and found is not base:
+            return found
+    raise ConfigError(
+        f"{type(base).__name__}: none of its modules is the one that gives hidden states, by what transformers says; "
+        "choose a model of another architecture"
+    )
 
 
 @torch.no_grad()
@@ -60,40 +74,72 @@ def attends_to_all(config: Any, max_length: float = math.inf) -> bool:
     return all(bound is None or bound >= max_length for bound in bounds)
 
 
+def random_ids(model: Any, shape: tuple[int, int]) -> Tensor:
+    """Token ids to try a model on, always the same, on the CPU. (rows, tokens)"""
+    vocabulary = model.config.get_text_config().vocab_size
+    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(0))
+
+
+@contextmanager
+def shortened(model: Any, length: int, max_length: float) -> Iterator[None]:
+    """Inside, a sequence of `length` tokens is to the model what one of `max_length` is outside: lengths from which on
+    it computes otherwise are as many times shorter."""
+    configs = (decoder(model).config, model.config.get_text_config())
+    holders = [vars(each) for each in (*model.modules(), *configs)]
+    own = [(holder, name, holder[name]) for holder in holders for name in THRESHOLDS if holder.get(name)]
+    factor = length / max_length if length < max_length < math.inf else 1.0
+    for holder, name, value in own:
+        holder[name] = max(1, int(value * factor))
+    try:
+        yield
+    finally:
+        for holder, name, value in own:
+            holder[name] = value
+
+
 @torch.no_grad()
 def check_padding(model: Any, max_length: float) -> None:
     """Raises ConfigError if padding on the right changes the hidden states of a row, as it can in sparse attention when
-    sequences are longer than the number of keys that it selects. The check is strictest in float32."""
+    sequences are longer than the number of keys that it selects: tried on the run's longest sequence, or where that is
+    longer than LONGEST, on as many tokens with the model's own lengths shortened. The check is strictest in float32."""
     config = decoder(model).config
-    selected = getattr(config, "index_topk", None) or 0  # keys that DeepSeek's sparse attention selects
-    width = _probe_width(config, max_length, max(PROBED, 2 * selected))
+    width = probe_width(config, max_length, LONGEST)
     length = 3 * width // 4
-    row = torch.arange(width, device=model.device).remainder(config.vocab_size)[None]
-    padded = row.repeat(2, 1)
-    padded[1, length:] = 0
+    rows = random_ids(model, (2, length)).to(model.device)
+    padded = nn.functional.pad(rows, (0, width - length))
 
     def states(ids: Tensor) -> Tensor:
         return decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
 
     def differ() -> tuple[Tensor, Tensor]:
-        bare = call_as_forward(model, states, row[:, :length])[0]
-        return bare, call_as_forward(model, states, padded)[1, :length] - bare
+        bare = call_as_forward(model, states, rows)
+        return bare, call_as_forward(model, states, padded)[:, :length] - bare
 
-    bare, difference = differ()
-    allowed = TOLERANCE[bare.dtype] * bare.norm()
-    if bare.dtype != torch.float32 and not difference.norm() < allowed:  # rounding may send a token to other experts
-        usual, config._attn_implementation = config._attn_implementation, "eager"
-        allowed = torch.maximum(allowed, ROUNDING * (differ()[0] - bare).norm())
-        config._attn_implementation = usual
+    with shortened(model, width, max_length):
+        bare, difference = differ()
+        allowed = TOLERANCE[bare.dtype] * bare.norm()
+        if bare.dtype != torch.float32 and not difference.norm() < allowed:
+            # Rounding may send a token to other experts.
+            usual, config._attn_implementation = config._attn_implementation, "eager"
+            allowed = torch.maximum(allowed, ROUNDING * (differ()[0] - bare).norm())
+            config._attn_implementation = usual
+    if not bare.isfinite().all():
+        raise ConfigError(
+            f"{type(model).__name__} gives hidden states that are NaN or infinite for {length} random tokens: its "
+            "weights are broken, or too large for its precision; choose another model"
+        )
     if not difference.norm() < allowed:
+        keys = {key: getattr(config, key, None) for key in THRESHOLDS}
+        found = ", ".join(f"{key} = {value}" for key, value in keys.items() if value)
         raise ConfigError(
             f"{type(model).__name__} gives a sequence of {length} tokens other hidden states when it is padded to "
             f"{width}: its log-probabilities would depend on what shares a forward pass with it. Choose another "
-            "model" + (f", or keep prompt plus completion within {selected} tokens (index_topk)" if selected else "")
+            "model"
+            + (f", or keep prompt plus completion within what all its layers attend to ({found})" if found else "")
         )
 
 
-def _probe_width(config: Any, max_length: float, wanted: int) -> int:
+def probe_width(config: Any, max_length: float, wanted: int) -> int:
     """Tokens of a probe: as many as wanted, within the model's positions and the run's longest sequence."""
     return int(min(wanted, getattr(config, "max_position_embeddings", None) or wanted, max_length))
 
@@ -109,15 +155,22 @@ def make_packable(model: Any, kinds: Sequence[Kind], *, max_length: float = math
     config = decoder(model).config
     if not attends_to_all(config, max_length):
         return None, NOT_TO_ALL
-    length = _probe_width(config, max_length, PROBED)
+    length = probe_width(config, max_length, PROBED)
     prompt, completion = length // 2, length - length // 2
-    ids = torch.arange(2 * (prompt + completion)).remainder(config.vocab_size).view(2, -1).repeat_interleave(2, 0)
-    ids[1::2, prompt + 1 :] = 0
+    ids = random_ids(model, (4, length))
+    ids[1::2, :prompt] = ids[::2, :prompt]
     sequences = Sequences(ids, torch.full((4,), prompt), torch.full((4,), completion), torch.arange(4) // 2)
 
+    with shortened(model, length, max_length):
+        return _first_match(model, kinds, sequences)
+
+
+def _first_match(model: Any, kinds: Sequence[Kind], sequences: Sequences) -> tuple[Kind | None, str]:
+    """Do as `make_packable` says. The sequences are of one length, their prompts too."""
+    ids, config, start = sequences.input_ids.to(model.device), decoder(model).config, int(sequences.prompt_lengths[0])
+
     def states() -> Tensor:
-        found = decoder(model)(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
-        return found[:, prompt - 1 : -1].flatten(0, 1)
+        return decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[:, start - 1 : -1].flatten(0, 1)
 
     plain, usual = call_as_forward(model, states), config._attn_implementation
     reasons: list[str] = []

@@ -81,8 +81,8 @@ def load_model(
         )
     if problem := misfit(model, found) or not_finite(model):
         raise ConfigError(
-            f"{path}: {problem}. Name a sound checkpoint, as transformers' save_pretrained writes it (without a prefix such "
-            "as 'module.')"
+            f"{path}: {problem}. Name a sound checkpoint, as transformers' save_pretrained writes it (without a prefix "
+            "such as 'module.')"
         )
     model.eval()
     if shard is not None:
@@ -247,8 +247,8 @@ def _check_untied(adapted: nn.Module, holders: Mapping[int, int]) -> None:
         if hasattr(module, "get_delta_weight") and holders[id(_adapted_weight(module))] > 1:
             own = name.removeprefix("base_model.model.")
             raise ConfigError(
-                f"model.lora_target_modules puts an adapter on {own}, whose weights are tied to another module's: merged "
-                "into them it would change both, and the saved model would not be the trained one. Leave "
+                f"model.lora_target_modules puts an adapter on {own}, whose weights are tied to another module's: "
+                "merged into them it would change both, and the saved model would not be the trained one. Leave "
                 f"{own.rpartition('.')[2]!r} out, or train it whole: lora_modules_to_save = ['embed_tokens']"
             )
 

@@ -7,17 +7,20 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float32, Int, Int64
+from jaxtyping import Float, Float32, Int, Int64
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.errors import ConfigError
 from grpo_core.model.capabilities import decoder, make_packable, plain_output_layer
 from grpo_core.model.compilation import compile_layers, compiled
 from grpo_core.model.float32_logits import gives_float32_logits
+from grpo_core.model.gradients import check_recomputing, why_not_packed
 from grpo_core.model.loading import adapter_dropouts
 from grpo_core.model.logprobs import chosen_logprobs
 from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
@@ -87,10 +90,11 @@ class Policy(nn.Module):
             with nullcontext() if on_gpu or sharded else in_float32(model):
                 found, self.why_not = make_packable(model, kinds, max_length=max_length)
         self.packs, self.attention = found is not None, found or kinds[0]
+        self.recomputable, self.recomputed = _outermost_layers(model), 0
+        if self.packs and (why_not := why_not_packed(self)):
+            self.packs, self.why_not = False, why_not
         self.zero_grad()
         self.dropouts = adapter_dropouts(model)
-        self.recomputable = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        self.recomputed = 0
         if gradient_checkpointing:
             if not self.recomputable:
                 raise ConfigError(
@@ -144,7 +148,7 @@ class Policy(nn.Module):
         float32 whatever the model's dtype; 0 past a completion's end. The entropy has a gradient only when asked to.
         """
         tokens, targets = inputs.tokens, inputs.targets
-        with self._checkpointing(), compiled():
+        with self.recomputing(), compiled():
             if self.output_layer is None:
                 logits = forward(self.model, input_ids=tokens.input_ids, use_cache=False).logits.flatten(0, 1)
                 logprobs, entropy = _logprobs_and_entropy(logits[tokens.predicts].float() / self.temperature, targets)
@@ -161,12 +165,14 @@ class Policy(nn.Module):
     ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
         """Log-probabilities of the targets and entropies, without the model's own forward pass."""
         assert self.output_layer is not None
+        return chosen_logprobs(self.hidden_states(tokens), self.output_layer.weight, targets, self.temperature)
+
+    def hidden_states(self, tokens: PackedBatch | PaddedRows) -> Float[Tensor, "N h"]:
+        """Last hidden states that predict the completion tokens, row by row."""
         if isinstance(tokens, PackedBatch):
-            hidden = packed_states(decoder(self.model), tokens)  # (N, h)
-        else:
-            states = decoder(self.model)(input_ids=tokens.input_ids, use_cache=False).last_hidden_state
-            hidden = states.flatten(0, 1).index_select(0, tokens.predicts)
-        return chosen_logprobs(hidden, self.output_layer.weight, targets, self.temperature)
+            return packed_states(decoder(self.model), tokens)
+        states = decoder(self.model)(input_ids=tokens.input_ids, use_cache=False).last_hidden_state
+        return states.flatten(0, 1).index_select(0, tokens.predicts)
 
     @contextmanager
     def dropout(self) -> Iterator[None]:
@@ -185,10 +191,12 @@ class Policy(nn.Module):
             refresh(self.model, self.master)
 
     def recompute(self, layers: int) -> None:
-        """Compute the activations of the first `layers` layers again in the backward pass, instead of keeping them."""
-        if self.recomputed == 0 < layers:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        """Compute the activations of the first `layers` layers again in the backward pass, instead of keeping them.
+        Raises ConfigError if that would change gradients, which is tried once."""
+        tried = self.recomputed > 0
         self.recomputed = layers
+        if layers and not tried:
+            check_recomputing(self)
 
     def at_temperature(self, temperature: float) -> Policy:
         """Return the same policy at another temperature."""
@@ -197,14 +205,28 @@ class Policy(nn.Module):
         return other
 
     @contextmanager
-    def _checkpointing(self) -> Iterator[None]:
-        """transformers recomputes activations only in layers in training mode; their parts stay in evaluation mode, so
-        that no dropout comes on. Outside, sampling with the same model needs the layers' key-value cache, which
-        recomputing turns off."""
-        for layer in self.recomputable[: self.recomputed]:
-            layer.training = torch.is_grad_enabled()
+    def recomputing(self) -> Iterator[None]:
+        """Inside, the activations of the first `recomputed` layers are computed again in the backward pass: of whole,
+        outermost layers. transformers' own way depends on training mode, in which some layers
+        apply dropout, and which has to last until a backward pass is done where such layers nest."""
+        replaced: list[tuple[nn.Module, Any, Any]] = []
+        for layer in self.recomputable[: self.recomputed] if torch.is_grad_enabled() else []:
+            recomputed = partial(checkpoint, layer.forward, use_reentrant=False)
+            replaced.append((layer, recomputed, vars(layer).get("forward")))
+            layer.forward = recomputed
         try:
             yield
         finally:
-            for layer in self.recomputable[: self.recomputed]:
-                layer.training = False
+            for layer, recomputed, own in replaced:
+                if layer.forward is not recomputed:  # a compiled layer has given up
+                    continue
+                del layer.forward
+                if own is not None:
+                    layer.forward = own
+
+
+def _outermost_layers(model: nn.Module) -> list[nn.Module]:
+    """Layers that transformers can recompute, without those inside of others."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
+    return [layer for layer in layers if id(layer) not in inner]

@@ -24,8 +24,17 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_core.model.capabilities import NOT_TO_ALL, TOLERANCE, attends_to_all, decoder, shown
-from grpo_core.model.sequences import pad
+from grpo_core.model.capabilities import (
+    NOT_TO_ALL,
+    PROBED,
+    TOLERANCE,
+    attends_to_all,
+    decoder,
+    probe_width,
+    random_ids,
+    shortened,
+    shown,
+)
 
 NAME = "grpo_group_cache"
 FIRST_CAPACITY = 64  # initial capacity, in tokens of a completion
@@ -288,37 +297,44 @@ def why_not_shared(model: Any, max_length: float, *, captures: bool = False) -> 
     """
     if not attends_to_all(model.config.get_text_config(), max_length):
         return NOT_TO_ALL
-    return why_not_plain(model, partial(GroupCache, model, captures=captures))
+    return why_not_plain(model, partial(GroupCache, model, captures=captures), max_length)
 
 
 @torch.no_grad()
-def why_not_plain(model: Any, make_cache: Callable[..., Any]) -> str:
+def why_not_plain(model: Any, make_cache: Callable[..., Any], max_length: float) -> str:
     """Reason why logits with the cache are not those of a plain pass; "" if they are, for prompts of different lengths,
-    one of which joins after the others have been decoded for a step. Raises torch.OutOfMemoryError if memory runs out,
-    which says nothing about the model."""
-    prompts, later = [[0, 1, 2], [3, 1, 0, 2, 1], [2, 3]], [[1, 2, 0], [0, 3, 3], [2, 0, 1], [3, 2]]
-    steps = [torch.tensor(tokens, device=model.device) for tokens in ([1, 0, 2], [2, 3, 0, 3], [0, 3, 1, 2])]
-    try:
-        cache = make_cache(prompts[:2], [1, 2], max_tokens=4)
-        # A captured step writes its logits to the same place each time.
-        cached = [cache.prefill(), cache.decode(steps[0]).clone()]
-        joining = make_cache(prompts[2:], [1], max_tokens=4)
-        cached[1] = torch.cat([cached[1], joining.prefill()])
-        cache.join(joining)
-        cached += [cache.decode(tokens).clone() for tokens in steps[1:]]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever another architecture raises
-        return shown(error)
-    starts = [prompts[0], prompts[1], *prompts[1:]]
-    # Padded on the right, where a causal model's other positions do not see it: one pass for all rows.
-    ids = pad([prompt + tokens for prompt, tokens in zip(starts, later, strict=True)], torch.int64)
-    every = model(input_ids=ids.to(model.device), use_cache=False).logits.float()
-    allowed = TOLERANCE[model.dtype]
-    for row, (prompt, tokens) in enumerate(zip(starts, later, strict=True)):
-        plain = every[row, len(prompt) - 1 : len(prompt) + len(tokens)]
-        found = torch.stack([logits[row] for logits in cached[-len(plain) :]])
-        difference = float((plain - found).norm() / plain.norm())
-        if not difference < allowed:
-            return f"logits differ from a plain pass's by {difference:.2g}, and {allowed:.2g} is allowed"
+    one of which joins after the others have been decoded for a step. One is as long as PROBED tokens allow, which are
+    to the model what the longest sequence of `max_length` tokens will be. Raises torch.OutOfMemoryError if memory runs
+    out, which says nothing about the model."""
+    width = probe_width(decoder(model).config, max_length, PROBED)
+    rows = random_ids(model, (4, max(width, 9)))
+    rows[2] = rows[1]  # two completions of one prompt
+    lengths = [max(width - 3, 3), 5, 5, 2]
+    prompts = [ids[:length].tolist() for ids, length in zip(rows, lengths, strict=True)]
+    later = [ids[5:8].tolist() for ids in rows]
+    later[2], later[3] = later[2][::-1], later[3][:2]
+    steps = [torch.tensor([ids[0] for ids in later[:3]])]
+    steps += [torch.tensor([*(ids[step] for ids in later[:3]), later[3][step - 1]]) for step in (1, 2)]
+    steps = [step.to(model.device) for step in steps]
+    with shortened(model, width, max_length):
+        try:
+            cache = make_cache(prompts[:2], [1, 2], max_tokens=4)
+            # A captured step writes its logits to the same place each time.
+            cached = [cache.prefill(), cache.decode(steps[0]).clone()]
+            joining = make_cache(prompts[3:], [1], max_tokens=4)
+            cached[1] = torch.cat([cached[1], joining.prefill()])
+            cache.join(joining)
+            cached += [cache.decode(tokens).clone() for tokens in steps[1:]]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever another architecture raises
+            return shown(error)
+        allowed = TOLERANCE[model.dtype]
+        for row, (prompt, tokens) in enumerate(zip(prompts, later, strict=True)):
+            ids = torch.tensor([prompt + tokens], device=model.device)
+            plain = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
+            found = torch.stack([logits[row] for logits in cached[-len(plain) :]])
+            difference = float((plain - found).norm() / plain.norm())
+            if not difference < allowed:
+                return f"logits differ from a plain pass's by {difference:.2g}, and {allowed:.2g} is allowed"
     return ""

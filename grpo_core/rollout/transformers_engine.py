@@ -69,7 +69,9 @@ class TransformersEngine:
         if why_not:
             with in_float32(model):  # where rounding sends no token to another expert
                 why_not = self._share_cache()
-                wrong = why_not and why_not_plain(model, partial(PlainCache, model, pad_id=self.pad_id))
+                wrong = why_not and why_not_plain(
+                    model, partial(PlainCache, model, pad_id=self.pad_id), self.max_length
+                )
         if wrong:
             raise EngineError(
                 f"{type(model).__name__} gives other logits for a padded prompt than for the prompt alone, as layers "

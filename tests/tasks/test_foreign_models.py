@@ -54,11 +54,10 @@ def test_prompts_with_tokens_beyond_the_embedding_are_refused(
     tokenizer.save_pretrained(folder)
     write_sums(tmp_path / "train.parquet", 0, 20)
     write_sums(tmp_path / "eval.parquet", 20, 30)
-    rows = pq.read_table(tmp_path / "train.parquet").to_pylist() + [{"prompt": token, "answer": "7"}]
+    rows = [*pq.read_table(tmp_path / "train.parquet").to_pylist(), {"prompt": token, "answer": "7"}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     screened = screen(parse_config(config_values(folder, tmp_path)))
     assert screened.refused == bool(count)
-    embedding = r"the embedding of .* has 15 rows, and its tokenizer 16 tokens"
     said = refusal(screened) if count else " ".join(screened.report["warnings"])
     assert re.search(r"1 prompts hold tokens" if count else "ends the training", said)
     assert re.search(r"the embedding of .* has 15 rows, and its tokenizer 16 tokens", said)

@@ -6,13 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_core.errors import ConfigError
+from grpo_core.errors import ConfigError, EngineError
+from grpo_core.model import capabilities
 from grpo_core.model.capabilities import check_padding
 from grpo_core.model.loading import load_model
 from grpo_core.model.policy import Policy
@@ -58,6 +60,36 @@ MODELS: dict[str, tuple[str, dict[str, Any], bool, bool]] = {
     "window of the longest": ("Mistral", {"sliding_window": 17}, False, True),
     "experts": ("Qwen3Moe", {**EXPERTS, "head_dim": 32}, False, True),
 }
+ZAMBA2 = {"n_mamba_heads": 4, "mamba_headdim": 32, "mamba_d_state": 8, "mamba_ngroups": 1, "chunk_size": 8}
+ZAMBA2 |= {"hybrid_layer_ids": [1], "layer_types": ["mamba", "hybrid"], "num_mem_blocks": 1, "adapter_rank": 4}
+# Those that the transformers engine refuses, and those that transformers would recompute wrongly or not at all.
+TRAINED: dict[str, tuple[str, dict[str, Any], bool, bool]] = {
+    "layers in layers": ("Zamba2", ZAMBA2 | {"num_attention_heads": 4, "num_key_value_heads": 4}, False, False),
+    "no recomputing by itself": (
+        "JetMoe",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16, "num_key_value_heads": 2},
+        False,
+        True,
+    ),
+    "head called decoder": (
+        "ModernBertDecoder",
+        {
+            "layer_types": ["full_attention"] * 2,
+            "num_key_value_heads": 2,
+            "bos_token_id": 0,
+            "cls_token_id": 0,
+            "sep_token_id": 0,
+        },
+        True,
+        False,
+    ),
+    "dropout from the configuration": (
+        "Falcon",
+        {"hidden_dropout": 0.5, "attention_dropout": 0.5, "new_decoder_architecture": True, "num_kv_heads": 1},
+        False,
+        False,
+    ),
+}
 ALL_MODELS = pytest.mark.parametrize("folder", MODELS, indirect=True)
 
 
@@ -68,7 +100,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def of(name: str) -> Path:
         if name not in made:
-            architecture, changes, *_ = MODELS[name]
+            architecture, changes, *_ = (MODELS | TRAINED)[name]
             made[name] = make_model(tmp_path_factory.mktemp("model"), architecture, **changes)
         return made[name]
 
@@ -119,12 +151,12 @@ def _gradient(model: Any) -> list[Tensor]:
 
 
 @pytest.mark.slow
-@ALL_MODELS
+@pytest.mark.parametrize("folder", MODELS | TRAINED, indirect=True)
 @pytest.mark.parametrize("gradient_checkpointing", [False, True], ids=["kept", "recomputed"])
 def test_log_probabilities_and_gradient_are_those_of_bare_rows(
     folder: Path, gradient_checkpointing: bool, request: pytest.FixtureRequest
 ) -> None:
-    _, _, makes_logits, packs = MODELS[request.node.callspec.params["folder"]]
+    _, _, makes_logits, packs = (MODELS | TRAINED)[request.node.callspec.params["folder"]]
     policy = Policy(
         load_model(folder), TEMPERATURE, max_length=_max_length(), gradient_checkpointing=gradient_checkpointing
     )
@@ -182,9 +214,37 @@ def test_a_training_in_which_padding_changes_a_row_is_refused(values: dict[str, 
     sparse = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16, "n_shared_experts": 1}
     values["model"]["name_or_path"] = str(make_model(tmp_path / "model", "DeepseekV32", **LATENT, **sparse))
     run = make_run(tmp_path / "run", with_keys(values, max_completion_length=40))
-    with pytest.raises(ConfigError, match=r"DeepseekV32ForCausalLM .* padded .* within 8 tokens \(index_topk\)"):
+    with pytest.raises(ConfigError, match=r"DeepseekV32ForCausalLM .* padded .* attend to \(index_topk = 8\)"):
         load_session(run)
     check_padding(load_model(tmp_path / "model"), max_length=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("longest", [130, 2000], ids=["at its length", "shortened"])
+def test_sparse_attention_by_blocks_is_refused_where_sequences_have_more_blocks(tmp_path: Path, longest: int) -> None:
+    """DeepSeek V4 keeps `index_topk` blocks of 4 tokens: the run's longest sequence decides."""
+    sizes = {"num_hidden_layers": 4, "moe_intermediate_size": 16, "head_dim": 32, "qk_rope_head_dim": 8}
+    sizes |= {"q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    sparse = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 16 if longest == 130 else 250}
+    folder = make_model(tmp_path, "DeepseekV4", **sizes, **sparse, max_position_embeddings=4096)
+    model = load_model(folder)
+    check_padding(model, max_length=64 if longest == 130 else 100)
+    with mock.patch.object(capabilities, "LONGEST", 130), pytest.raises(ConfigError, match=r"padded .*index_topk = "):
+        check_padding(model, max_length=longest)
+    kept = {vars(module)["index_topk"] for module in model.modules() if "index_topk" in vars(module)}
+    assert kept == {sparse["index_topk"]}
+
+
+def test_queries_scaled_by_their_position_are_not_sampled_with_padding_before_a_prompt(tmp_path: Path) -> None:
+    """Llama 4 scales after `floor_scale` tokens, and transformers counts padding among them: too short a probe sees
+    nothing."""
+    llama4 = {"intermediate_size_mlp": 64, "num_local_experts": 2, "head_dim": 32, "attention_chunk_size": 16}
+    llama4 |= {"num_hidden_layers": 4, "floor_scale": 2000, "attn_scale": 5.0, "max_position_embeddings": 8192}
+    model = load_model(make_model(tmp_path, "Llama4Text", **llama4))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert not TransformersEngine(model, tokenizer, 1000).shares_cache
+    with pytest.raises(EngineError, match=r"other logits for a padded prompt .* 'vllm'"):
+        TransformersEngine(model, tokenizer, 8000)
 
 
 ROPE = {
