@@ -347,8 +347,8 @@ def plain_block_mask(compiled: bool) -> Any:
 
 def _load_and_move(path: Any, *, device_map: Any = None, **options: Any) -> Any:
     """transformers' loader, which fills a device's memory from threads of its own."""
-    model = _LOAD(path, **options)
-    return model if device_map is None else model.to(device_map[""])
+    model, found = _LOAD(path, **options)
+    return model if device_map is None else model.to(device_map[""]), found
 
 
 _LOAD = AutoModelForCausalLM.from_pretrained

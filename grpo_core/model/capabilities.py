@@ -19,7 +19,7 @@ from grpo_core.model.sharded import call_as_forward, forward
 from grpo_core.model.to_device import to_device
 
 PROBED = 100  # tokens of the sequences that two ways to compute are compared on: several blocks of flex attention
-LONGEST = 1024  # tokens of the longest sequences that are tried; an update has more
+LONGEST = 512  # tokens of the longest sequences that are tried: in float32, a small part of what an update takes
 # Attributes of configurations and layers: keys, or blocks of keys, that sparse attention selects (DeepSeek, MiniMax M3,
 # Qwen 4), and the tokens after which Llama 4 scales queries by their position.
 THRESHOLDS = ("index_topk", "index_topk_blocks", "topk_blocks", "indexer_budget", "token_budget", "block_topk")

@@ -24,6 +24,7 @@ from grpo_core.distributed import any_process, from_main, start_processes
 from grpo_core.environments.setting import Setting, make_setting
 from grpo_core.errors import TrainingError
 from grpo_core.model.capabilities import check_padding
+from grpo_core.model.checkpoint_fit import left_out
 from grpo_core.model.loading import copy_of_trainable_state, load_model, with_adapter
 from grpo_core.model.logprobs import FUSED
 from grpo_core.model.parallelize import sharding
@@ -168,7 +169,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     reference = _reference(config, accelerator, max_length)
     optimizer = make_optimizer(model, config.train)
     if accelerator.is_main_process:
-        for note in fallbacks(engine, policy):
+        for note in [*left_out(model_path, config.model.revision, base), *fallbacks(engine, policy)]:
             print(note, flush=True)
     return Session(
         config=config,

@@ -70,7 +70,8 @@ def _load(model: str, revision: str | None, dtype: str, device: str) -> tuple[An
     import torch
     import transformers
 
-    from grpo_core.model.loading import attention_of, misfit, not_finite
+    from grpo_core.model.checkpoint_fit import misfit, not_finite
+    from grpo_core.model.loading import attention_of
     from grpo_core.model.pretrained import from_pretrained
 
     try:

@@ -11,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.errors import ConfigError
+from grpo_core.model.checkpoint_fit import left_out
 from grpo_core.model.loading import load_model, trainable_state, with_adapter
 from tests.conftest import make_model
 
@@ -92,6 +94,20 @@ def test_what_a_checkpoint_has_beside_the_model_or_ties_is_no_reason_to_refuse_i
     make_model(tmp_path / "own", **HARMLESS[case][1])
     found, expected = load_model(folder).state_dict(), load_model(tmp_path / "own").state_dict()
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_multimodal_base_of_which_only_the_text_model_is_loaded_is_named(tmp_path: Path) -> None:
+    text = {"vocab_size": 15, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "linear_num_value_heads": 2}
+    text |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    config = Qwen3_5Config(text_config=text, vision_config={"depth": 1, "hidden_size": 32, "out_hidden_size": 32})
+    Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    said = left_out(tmp_path, None, load_model(tmp_path))
+    assert said == [
+        f"{tmp_path} is a multimodal model (qwen3_5): only its text model (qwen3_5_text) is trained and saved"
+    ]
+    own = make_model(tmp_path / "own")
+    assert left_out(own, None, load_model(own)) == []
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ["embed_tokens"]])

@@ -116,6 +116,8 @@ def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(packed_attention, "varlen_attn", lambda q, k, v, *_, **options: _Varlen.apply(q, k, v))
     monkeypatch.setattr(policies, "make_packable", packed)
+    monkeypatch.setattr(policies, "why_not_packed", lambda _: "")
+    monkeypatch.setattr(policies, "check_recomputing", lambda _: None)
     monkeypatch.setattr(policies, "plain_output_layer", lambda model: model.get_output_embeddings())
     monkeypatch.setattr(logprobs, "FUSED", ("cpu",))
     monkeypatch.setattr(fused_logprobs, "_statistics_kernel", Kernel())

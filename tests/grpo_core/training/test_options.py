@@ -20,6 +20,7 @@ from grpo_core.data.order import rollout_prompts
 from grpo_core.data.prompts import Prompts
 from grpo_core.distributed import range_of_process
 from grpo_core.errors import TrainingError
+from grpo_core.model import policy as policies_module
 from grpo_core.model.loading import load_model
 from grpo_core.model.policy import PassInputs, Policy
 from grpo_core.model.sequences import Sequences
@@ -179,6 +180,8 @@ def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(
         return forward(self, *args, **options)
 
     monkeypatch.setattr(Qwen2DecoderLayer, "forward", counted)
+    monkeypatch.setattr(policies_module, "why_not_packed", lambda _: "")  # which computes gradients too
+    monkeypatch.setattr(policies_module, "check_recomputing", lambda _: None)
     plain = trained_run(tmp_path / "plain", two_layers)
     once = calls.copy()
     calls.clear()
