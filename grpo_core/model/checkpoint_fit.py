@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.distributed import own_shard
+from grpo_core.model.pretrained import from_pretrained
 
 NAMED = 3  # weights that an error names
 
@@ -64,7 +65,7 @@ def not_finite(model: nn.Module) -> str:
 
 def left_out(path: Path | str, revision: str | None, model: Any) -> list[str]:
     """A sentence if the model is only the text part of what is saved at `path`, and so will be what is saved of it."""
-    saved = AutoConfig.from_pretrained(path, revision=revision).model_type
+    saved = from_pretrained(AutoConfig, path, revision).model_type
     if saved == model.config.model_type:
         return []
     return [

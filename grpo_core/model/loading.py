@@ -57,7 +57,7 @@ def load_model(
     `in_4bit`: linear layers have 4-bit weights, and compute in `dtype`. Raises ConfigError if the saved weights are not
     those of the whole model, not finite, or quantised.
     """
-    if problem := quantisation_problem(AutoConfig.from_pretrained(path, revision=revision).to_dict()):
+    if problem := quantisation_problem(from_pretrained(AutoConfig, path, revision).to_dict()):
         raise ConfigError(f"{path}: {problem}")
     device = torch.device(device)
     options: dict[str, Any] = {}

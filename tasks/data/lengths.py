@@ -64,7 +64,9 @@ def embedding_rows(config: ModelConfig) -> int:
     """Number of tokens that the model's embedding has a row for."""
     from transformers import AutoConfig
 
-    model = AutoConfig.from_pretrained(config.name_or_path, revision=config.revision)
+    from grpo_core.model.pretrained import from_pretrained
+
+    model = from_pretrained(AutoConfig, config.name_or_path, config.revision)
     return model.get_text_config().vocab_size
 
 
