@@ -54,7 +54,7 @@ class TurnFormat:
         *before, last = messages
 
         def render(contents: Sequence[str]) -> str:
-            end = {**last, "content": last["content"] + contents[0]}
+            end = {**last, "content": last["content"] + contents[0]} if added else last
             return self._render([*before, end], tools=list(tools) or None, add_generation_prompt=True)
 
         return self._encode_rendered(render, [added or ""])

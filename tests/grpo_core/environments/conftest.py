@@ -12,7 +12,7 @@ from tests.grpo_core.environments.talking import COUNTING, make_model
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
+    return make_model(tmp_path_factory.mktemp("model"), short_turns=False)
 
 
 @pytest.fixture(scope="module")

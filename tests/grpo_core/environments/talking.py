@@ -32,9 +32,9 @@ COUNTING = "tests.grpo_core.environments.playing:Counting"
 DICE = {"environment_factory": "tests.grpo_core.environments.playing:Dice", "max_turns": 5, "max_tool_calls": 6}
 
 
-def make_model(folder: Path, **changes: Any) -> Path:
+def make_model(folder: Path, short_turns: bool = True, **changes: Any) -> Path:
     """A random model that writes any text, in ChatML. Every fifth token ends a turn, as an engine takes it from
-    generation_config.json."""
+    generation_config.json; without `short_turns`, the template's end token alone, so that calls can be written."""
     torch.manual_seed(0)
     tokenizer = tiny.make_tokenizer([("x", "y")], vocab_size=300, template=TEMPLATE)
     ids: dict[str, Any] = {"bos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
@@ -51,7 +51,7 @@ def make_model(folder: Path, **changes: Any) -> Path:
         **ids,
     }
     model = Qwen2ForCausalLM(Qwen2Config(**{**values, **changes}))
-    ends = [tokenizer.eos_token_id, *range(20, 80)]
+    ends = [tokenizer.eos_token_id, *range(20, 80 if short_turns else 20)]
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=ends, **ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
