@@ -21,18 +21,18 @@ class Transport:
     """What arrives of the weights that are sent. `loss`: None if all of it does."""
 
     loss: Loss | None = None
-    first: Weights = field(default_factory=dict)  # the weights that were sent first
-    last: Weights = field(default_factory=dict)  # and before these
+    first: Weights = field(default_factory=dict)  # each weight as it was sent first
+    last: Weights = field(default_factory=dict)  # and as it was sent before
     has_lost: bool = False  # whether something other than what was sent has arrived
 
     def arriving(self, sent: Weights) -> Weights:
         """Return what arrives of these weights."""
         own, sent = sent, {name: tensor.detach().clone() for name, tensor in sent.items()}
-        self.first = self.first or sent
+        self.first, self.last = {**sent, **self.first}, {**sent, **self.last}
         found = self.loss(sent, self) if self.loss else sent
         unchanged = {name: own[name] for name in found if sent[name].equal(found[name])}
         self.has_lost |= len(unchanged) < len(sent)
-        self.last = sent
+        self.last = {**self.last, **sent}
         return {**found, **unchanged}
 
 
@@ -79,7 +79,7 @@ def left_out(pattern: str) -> Loss:
 
 LOSSES: dict[str, Loss] = {
     "nothing arrives": stays("."),
-    "each update arrives one late": lambda sent, transport: transport.last,
+    "each update arrives one late": lambda sent, transport: {name: transport.last[name] for name in sent},
     "layer 1 arrives as layer 0 too": copied("layers.1.", "layers.0."),
     "two matrices are swapped": swapped("layers.0.mlp.gate_proj", "layers.0.mlp.up_proj"),
     "the upper half of the layers stays": stays(r"layers\.1\."),
