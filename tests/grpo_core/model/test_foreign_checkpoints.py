@@ -96,6 +96,7 @@ def test_what_a_checkpoint_has_beside_the_model_or_ties_is_no_reason_to_refuse_i
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_multimodal_base_of_which_only_the_text_model_is_loaded_is_named(tmp_path: Path) -> None:
     text = {"vocab_size": 15, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
     text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "linear_num_value_heads": 2}
@@ -110,6 +111,7 @@ def test_a_multimodal_base_of_which_only_the_text_model_is_loaded_is_named(tmp_p
     assert left_out(own, None, load_model(own)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ["embed_tokens"]])
 def test_an_adapter_of_tied_weights_is_refused_and_of_untied_ones_is_not(targets: list[str], tmp_path: Path) -> None:
     """Merged, its change would be in both, and in what engines are sent."""
@@ -125,6 +127,7 @@ def test_an_adapter_of_tied_weights_is_refused_and_of_untied_ones_is_not(targets
             with_adapter(load_model(folder), config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", [None, ["q_proj"]])
 def test_an_adapter_leaves_the_tower_for_images_of_a_multimodal_base_alone(
     targets: list[str] | None, tmp_path: Path

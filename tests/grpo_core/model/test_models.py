@@ -3,10 +3,10 @@ transformers' eager attention one by one, without padding and without anything o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.errors import ConfigError, EngineError
-from grpo_core.model import capabilities
 from grpo_core.model.capabilities import check_padding
 from grpo_core.model.loading import load_model
+from grpo_core.model.packed_attention import _Gather
 from grpo_core.model.policy import Policy
 from grpo_core.model.positions import check_context
 from grpo_core.model.sequences import Sequences
@@ -220,21 +220,24 @@ def test_a_training_in_which_padding_changes_a_row_is_refused(values: dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("longest", [130, 2000], ids=["at its length", "shortened"])
-def test_sparse_attention_by_blocks_is_refused_where_sequences_have_more_blocks(tmp_path: Path, longest: int) -> None:
+@pytest.mark.parametrize(
+    ("topk", "within", "longest"), [(48, 150, 300), (250, 100, 2000)], ids=["as it is", "shortened"]
+)
+def test_sparse_attention_by_blocks_is_refused_where_sequences_have_more_blocks(
+    tmp_path: Path, topk: int, within: int, longest: int
+) -> None:
     """DeepSeek V4 keeps `index_topk` blocks of 4 tokens: the run's longest sequence decides."""
     sizes = {"num_hidden_layers": 4, "moe_intermediate_size": 16, "head_dim": 32, "qk_rope_head_dim": 8}
     sizes |= {"q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
-    sparse = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 16 if longest == 130 else 250}
-    folder = make_model(tmp_path, "DeepseekV4", **sizes, **sparse, max_position_embeddings=4096)
-    model = load_model(folder)
-    check_padding(model, max_length=64 if longest == 130 else 100)
-    with mock.patch.object(capabilities, "LONGEST", 130), pytest.raises(ConfigError, match=r"padded .*index_topk = "):
+    sparse = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": topk}
+    model = load_model(make_model(tmp_path, "DeepseekV4", **sizes, **sparse, max_position_embeddings=4096))
+    check_padding(model, max_length=within)
+    with pytest.raises(ConfigError, match=rf"padded .*index_topk = {topk}"):
         check_padding(model, max_length=longest)
-    kept = {vars(module)["index_topk"] for module in model.modules() if "index_topk" in vars(module)}
-    assert kept == {sparse["index_topk"]}
+    assert {each.index_topk for each in model.modules() if hasattr(each, "index_topk")} == {topk}
 
 
+@pytest.mark.slow
 def test_queries_scaled_by_their_position_are_not_sampled_with_padding_before_a_prompt(tmp_path: Path) -> None:
     """Llama 4 scales after `floor_scale` tokens, and transformers counts padding among them: too short a probe sees
     nothing."""
@@ -245,6 +248,37 @@ def test_queries_scaled_by_their_position_are_not_sampled_with_padding_before_a_
     assert not TransformersEngine(model, tokenizer, 1000).shares_cache
     with pytest.raises(EngineError, match=r"other logits for a padded prompt .* 'vllm'"):
         TransformersEngine(model, tokenizer, 8000)
+
+
+def test_packed_passes_with_other_gradients_give_way_to_padded_rows(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states are right: no comparison of them would show it."""
+    backward = _Gather.backward
+
+    def doubled(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return 2 * backward(ctx, gradient)[0], None
+
+    monkeypatch.setattr(_Gather, "backward", doubled)
+    for model, packs in ((load_model(model_folder), False), (load_model(model_folder).requires_grad_(False), True)):
+        policy = Policy(model, 1.0)
+        assert policy.packs == packs
+        assert policy.why_not.startswith("gradients differ by") != packs
+
+
+@pytest.mark.parametrize("from_the_start", [True, False])
+def test_layers_that_do_not_give_the_same_twice_cannot_be_recomputed(model_folder: Path, from_the_start: bool) -> None:
+    """Nor after memory has run out, when a training recomputes as its last resort."""
+    model = load_model(model_folder)
+    mlp, calls = model.model.layers[0].mlp, itertools.count(1)
+    forward = mlp.forward
+    policy = Policy(model, 1.0)
+    mlp.forward = lambda x: forward(x) * next(calls)
+    with pytest.raises(ConfigError, match=r"other gradients when activations are computed again, by \d+%"):
+        if from_the_start:
+            Policy(model, 1.0, gradient_checkpointing=True)
+        else:
+            policy.recompute(1)
 
 
 ROPE = {
