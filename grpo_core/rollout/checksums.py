@@ -1,7 +1,7 @@
 """Whether each weight reaches the engine: what is noted of it where it leaves the trainer, and where the engine's
 loading function receives it, before it is fused or packed, is compared once per hand-over.
 
-That is its checksum, computed on its device. An engine in this process receives the very tensors that leave the
+That is its checksum, from sums on its device. An engine in this process receives the very tensors that leave the
 trainer: there, it is their place in memory, which costs nothing.
 """
 
@@ -25,20 +25,30 @@ NUMBER, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECC
 SHOWN = 5  # names in a message
 
 
-def checksum(tensor: Tensor, first_row: int = 0) -> Tensor:
-    """Return the checksum of the tensor's bits: an int64 on its device. Other values change it, and so do the same rows
-    in another order. Checksums of consecutive rows add up to the whole tensor's, modulo 2⁶⁴; `first_row`: the number of
-    the first."""
+def row_sums(tensor: Tensor) -> Tensor:
+    """Return, for each row of the tensor, the sum of its bits, which `read` makes a checksum of. (R,) int64, on the
+    tensor's device, which is not waited for."""
     rows = tensor.detach().reshape(len(tensor) if tensor.ndim else 1, math.prod(tensor.shape[1:]))
     if not rows.is_contiguous() or rows.storage_offset() * rows.itemsize % WORD:
         rows = rows.clone(memory_format=torch.contiguous_format)
     if rows.shape[1] * rows.itemsize % WORD == 0:
-        sums = rows.view(torch.int64).sum(1)  # as words: no element is converted
-    else:
-        sums = rows.view(INTEGERS[rows.itemsize]).sum(1, dtype=torch.int64)
-    numbers = torch.arange(first_row, first_row + len(sums), device=sums.device)
-    mixed = (sums ^ (numbers * NUMBER)) * FIRST
-    return ((mixed ^ (mixed >> 29)) * SECOND).sum()
+        return rows.view(torch.int64).sum(1)  # as words: no element is converted
+    return rows.view(INTEGERS[rows.itemsize]).sum(1, dtype=torch.int64)
+
+
+def read(*several: Mapping[str, Tensor], first_rows: Mapping[str, int] | None = None) -> list[dict[str, int]]:
+    """Return each tensor's checksum, given the sums of its rows, after one wait for their device. Other values change
+    it, and so do the same rows in another order. Checksums of consecutive rows, given the number of the first, add up
+    to the whole tensor's, modulo 2⁶⁴."""
+    named = [(name, sums) for notes in several for name, sums in notes.items()]
+    firsts = [(first_rows or {}).get(name, 0) for name, _ in named]
+    numbers = [torch.arange(first, first + len(sums)) for first, (_, sums) in zip(firsts, named, strict=True)]
+    bits = torch.cat([sums for _, sums in named] or [torch.arange(0)]).cpu()
+    mixed = (bits ^ (torch.cat([*numbers, bits[:0]]) * NUMBER)) * FIRST
+    totals = torch.cat([bits.new_zeros(1), ((mixed ^ (mixed >> 29)) * SECOND).cumsum(0)])
+    ends = totals[torch.tensor([0, *itertools.accumulate(len(sums) for _, sums in named)])]
+    values = iter(ends.diff().tolist())
+    return [{name: next(values) for name in notes} for notes in several]
 
 
 def sums(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
@@ -54,7 +64,7 @@ def place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-Note = Callable[[Tensor], Any]  # checksum or place
+Note = Callable[[Tensor], Any]  # row_sums or place
 
 
 def noted(weights: Iterable[tuple[str, Tensor]], notes: dict[str, Any], note: Note) -> Iterator[tuple[str, Tensor]]:
@@ -66,15 +76,7 @@ def noted(weights: Iterable[tuple[str, Tensor]], notes: dict[str, Any], note: No
 
 def checksums_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the checksum of each weight."""
-    [found] = read({name: checksum(tensor) for name, tensor in weights.items()})
-    return found
-
-
-def read(*several: Mapping[str, Tensor]) -> list[dict[str, int]]:
-    """Return checksums as numbers, after one wait for their device."""
-    scalars = [scalar for checksums in several for scalar in checksums.values()]
-    values = iter(torch.stack(scalars).tolist() if scalars else [])
-    return [{name: next(values) for name in checksums} for checksums in several]
+    return read({name: row_sums(tensor) for name, tensor in weights.items()})[0]
 
 
 @dataclass
@@ -88,7 +90,7 @@ class Received:
 
     def take(self, sent: Mapping[str, Any]) -> list[str]:
         """Return a phrase for each weight that has not arrived as it was sent, and forget what was received."""
-        lost = differences(sent, read(self.notes)[0] if self.note is checksum else self.notes)
+        lost = differences(sent, read(self.notes)[0] if self.note is row_sums else self.notes)
         lost += [f"nothing was loaded into the engine's {name}" for name in sorted(self.unloaded)]
         lost += [f"the engine has no {name}, which the adapter changes" for name in sorted(self.unknown)]
         self.notes, self.unloaded, self.unknown = {}, set(), set()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_core.distributed import gathered_in_block, shard_count, wait_for_all
 from grpo_core.model.loading import weight_shards
-from grpo_core.rollout.checksums import checksum, read, sums
+from grpo_core.rollout.checksums import read, row_sums, sums
 
 
 class Snapshot(Mapping[str, Tensor]):
@@ -46,14 +46,14 @@ def take_snapshot(model: Any, dtype: torch.dtype, *, mine: bool) -> Snapshot | N
     """Return the weights of a sharded model, as `dtype`, in processes with `mine`; None in the others. Called by every
     process. Those that share one copy of the model see each other's file descriptors: they are on one machine."""
     parameter = next(model.parameters())
-    checksums = dict[str, Tensor]()
+    notes, first_rows = dict[str, Tensor](), dict[str, int]()
     with os.fdopen(os.memfd_create("grpo-share"), "wb") as file:
         shards = dict[str, Tensor]()
         for name, first_row, shard in weight_shards(model, dtype):
-            checksums[name], shards[name] = checksum(shard, first_row), shard.cpu()
+            notes[name], first_rows[name], shards[name] = row_sums(shard), first_row, shard.cpu()
         torch.save(shards, file)
         file.flush()
-        here = f"/proc/{os.getpid()}/fd/{file.fileno()}", read(checksums)[0]
+        here = f"/proc/{os.getpid()}/fd/{file.fileno()}", read(notes, first_rows=first_rows)[0]
         parts = gathered_in_block([here], shard_count(model))
         found = None
         if mine:

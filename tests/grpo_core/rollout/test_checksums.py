@@ -21,7 +21,6 @@ from grpo_core.model.parallelize import sharding
 from grpo_core.rollout import transformers_engine
 from grpo_core.rollout.checksums import (
     Received,
-    checksum,
     checksums_of,
     differences,
     note_loading,
@@ -29,6 +28,7 @@ from grpo_core.rollout.checksums import (
     place,
     read,
     refuse_lost,
+    row_sums,
     sums,
 )
 from grpo_core.rollout.transformers_engine import TransformersEngine
@@ -58,6 +58,10 @@ def plain_checksum(tensor: Tensor) -> int:
     return _signed(total)
 
 
+def checksum(tensor: Tensor, first_row: int = 0) -> int:
+    return read({"": row_sums(tensor)}, first_rows={"": first_row})[0][""]
+
+
 def _signed(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
@@ -66,36 +70,36 @@ def _signed(value: int) -> int:
 def test_checksums_are_those_of_plain_integers(dtype: torch.dtype) -> None:
     for shape in SHAPES:
         tensor = torch.randn(shape).mul(100).to(dtype)
-        assert int(checksum(tensor)) == plain_checksum(tensor), shape
+        assert checksum(tensor) == plain_checksum(tensor), shape
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(7,), (6, 8), (5, 3)], ids=str)
 def test_each_bit_and_the_order_of_rows_count(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape).to(dtype)
-    whole, integers = int(checksum(tensor)), {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    others = {int(checksum(tensor.flip(0)))}
+    whole, integers = checksum(tensor), {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    others = {checksum(tensor.flip(0))}
     for n in range(tensor.numel()):
         for bit in range(8 * dtype.itemsize):
             other = tensor.clone()
             other.view(integers).view(-1)[n] ^= 1 << bit if bit < 8 * dtype.itemsize - 1 else -(1 << bit)
-            others.add(int(checksum(other)))
+            others.add(checksum(other))
     assert whole not in others
     opposite = tensor.view(integers).clone()  # changes that cancel in a plain sum
     opposite[0] += 1
     opposite[1] -= 1
-    assert int(checksum(opposite.view(dtype))) != whole
+    assert checksum(opposite.view(dtype)) != whole
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 8), (7, 3)], ids=str)
 def test_a_checksum_follows_from_values_alone_and_from_those_of_its_rows(shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape).bfloat16()
-    whole = int(checksum(tensor))
+    whole = checksum(tensor)
     strided = torch.stack([tensor, tensor], -1)[..., 0]
     odd = torch.cat([torch.zeros(1, dtype=torch.bfloat16), tensor.flatten()])[1:].view(shape)  # at no word's beginning
     assert not strided.is_contiguous()
-    assert [int(checksum(other)) for other in (strided, odd)] == [whole] * 2
-    parts = [{"a": int(checksum(rows, first))} for rows, first in ((tensor[:4], 0), (tensor[4:], 4), (tensor[7:], 7))]
+    assert [checksum(other) for other in (strided, odd)] == [whole] * 2
+    parts = [{"a": checksum(rows, first)} for rows, first in ((tensor[:4], 0), (tensor[4:], 4), (tensor[7:], 7))]
     assert sums(parts) == {"a": whole}
 
 
@@ -103,8 +107,8 @@ def test_the_device_is_waited_for_once_per_hand_over() -> None:
     with pretend_gpu() as gpu:
         weights = {str(n): torch.randn(3, n + 1, device="cuda") for n in range(9)}
         gpu.waits.clear()
-        sent, received = dict[str, Any](), Received(checksum)
-        assert dict(noted(noted(weights.items(), sent, checksum), received.notes, checksum)).keys() == weights.keys()
+        sent, received = dict[str, Any](), Received(row_sums)
+        assert dict(noted(noted(weights.items(), sent, row_sums), received.notes, row_sums)).keys() == weights.keys()
         assert not gpu.waits
         assert differences(*read(sent, received.notes)) == []
         assert len(gpu.waits) == 1, gpu.waits
@@ -143,18 +147,18 @@ class Loading(nn.Module):
 def test_a_parameter_that_the_loading_function_passes_over_is_lost() -> None:
     weights = [(name, each.detach()) for name, each in Loading().named_parameters()]
     for passes_over, lost in (("", []), ("one.bias", ["nothing was loaded into the engine's one.bias"])):
-        received = note_loading(model := Loading(passes_over), checksum)
+        received = note_loading(model := Loading(passes_over), row_sums)
         for _ in range(2):
             for part in (weights[:1], weights[1:]):
                 model.load_weights(part)
             assert received.take(checksums_of(dict(weights))) == lost
-    received = note_loading(model := Loading("one.bias", says_so=False), checksum)
+    received = note_loading(model := Loading("one.bias", says_so=False), row_sums)
     model.load_weights(weights)
     assert received.take(checksums_of(dict(weights))) == [], "it does not say what it loads"
 
 
 def test_a_module_of_an_adapter_that_the_engine_does_not_have_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, received = {"lora_A": torch.ones(2)}, Received(checksum)
+    tensors, received = {"lora_A": torch.ones(2)}, Received(row_sums)
     made = SimpleNamespace(loras={"layers.0.q_proj": 0, "layers.0.o_proj": 0, "layers.0.gate": 0})
     layers = mock.Mock(modules={"layers.0.qkv_proj": 0, "layers.0.o_proj": 0})
     layers.packed_modules = {"layers.0.qkv_proj": ["layers.0.q_proj", "layers.0.k_proj"]}
