@@ -21,6 +21,7 @@ from grpo_core.model.positions import check_context
 from grpo_core.model.precision import in_float32, with_precision_of
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rewards.contract import rewards_of
+from grpo_core.rewards.trl_arguments import UNKNOWN_PLAN, TrainerState
 from grpo_core.rollout.collect import Sample, Scoring, sample_and_score
 from grpo_core.rollout.factory import make_engine
 from grpo_core.rollout.fallbacks import fallbacks
@@ -50,9 +51,11 @@ class Base:
         return sample_and_score(self.engine, requests, rows, sampling, self.sets[name], self.scoring)
 
 
-def load_base(config: RunConfig, files: Mapping[str, Path], completion: int) -> Base:
+def load_base(
+    config: RunConfig, files: Mapping[str, Path], completion: int, state: TrainerState = UNKNOWN_PLAN
+) -> Base:
     """Start the processes and load all that is needed to sample completions of up to `completion` tokens of the prompts
-    in `files`, by set."""
+    in `files`, by set. `state`: what rewards are told of the training."""
     expect(config.train.hang_timeout, phase_limits(config))
     # vLLM, which samples in the evaluation after a training on a recording, has operations that could not be repeated.
     repeated = config.train.deterministic and config.rollout.engine == "transformers"
@@ -63,7 +66,7 @@ def load_base(config: RunConfig, files: Mapping[str, Path], completion: int) -> 
     setting = make_setting(config, tokenizer)
     encode, options = setting.encode if setting else None, config.data.chat_template_kwargs
     sets = {name: load_prompts(path, tokenizer, options, encode) for name, path in files.items()}
-    scoring = Scoring(tokenizer, rewards_of(config), setting)
+    scoring = Scoring(tokenizer, rewards_of(config), setting, state)
     dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
     model = load_starting_policy(config.model, dtype=dtype, device=processes.device, shard=shard)
     max_length = max(prompts.max_length for prompts in sets.values()) + completion

@@ -18,6 +18,8 @@ from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.samples import answer_columns, answers_of, prompt_columns, samples_table
 from grpo_core.fingerprint import environment_parts, reward_parts
+from grpo_core.planning.plan import load_plan
+from grpo_core.rewards.trl_arguments import TrainerState
 from grpo_core.system.processes import importing
 
 if TYPE_CHECKING:
@@ -51,10 +53,15 @@ def evaluate(
 
     config = load_config(run / run_files.CONFIG)
     files = {name: run_files.prompts(run, file) for name, file in config.evaluation_files.items()}
-    loaded = load_base(config, files, config.evaluation_length)
+    plan = load_plan(run / run_files.PLAN)
+    state = TrainerState.after(plan.max_steps, plan)
+    loaded = load_base(config, files, config.evaluation_length, state)
     config, processes, engine, base = loaded.config, loaded.processes, loaded.engine, loaded.model
     sets, rewards, is_main = loaded.sets, loaded.scoring.rewards, processes.is_main_process
     sampling, n = evaluation_sampling(config), config.evaluation.num_samples
+    follows_plan = any(reward.reads_state for reward in rewards)
+    if follows_plan:  # the earlier rewards are of another training's end
+        earlier = None
     as_base = {"dtype": loaded.dtype, "device": processes.device, "shard": loaded.shard}
     columns = {name: prompt_columns(name, prompts.rows, config) for name, prompts in sets.items()}
     policies: list[str] = []
@@ -116,7 +123,7 @@ def evaluate(
     _print_means(found, policies, config.promotion.metric or default_metric)
     processes.end_training()
     return {
-        "key": outcomes_key(config, files),
+        "key": outcomes_key(config, files, state if follows_plan else None),
         "policies": policies,
         "champion": None,
         "accuracy_reward": config.accuracy_reward,
@@ -137,15 +144,16 @@ def _print_means(found: Mapping[str, Mapping[str, Any]], policies: Sequence[str]
         print(f"{metric} on {name}: {', '.join(means)}", flush=True)
 
 
-def outcomes_key(config: RunConfig, files: Mapping[str, Path]) -> str:
+def outcomes_key(config: RunConfig, files: Mapping[str, Path], state: TrainerState | None = None) -> str:
     """Hash of everything except the policy that outcomes follow from: two policies' recorded outcomes may be paired if
     it is the same. The seed is not part of it: prompts are the unit, whichever completions are drawn of them. `files`:
-    the prompts of each set."""
+    the prompts of each set; `state`: the place in the training, if a reward reads it."""
     sampling = config.evaluation.model_dump(include={"num_samples", "temperature", "top_p", "top_k"})
     parts: list[Any] = [sampling, config.evaluation_length, reward_parts(config), config.accuracy_reward]
     optional = (
         *(environment_parts(config), config.data.chat_template_kwargs, config.rollout.stop),
         config.source_rules,
+        state and vars(state),
     )
     parts += [held for held in optional if held]
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)

@@ -25,7 +25,7 @@ SHOWN = ("opening", "conversation", "turns", "tool_calls", "failed_tool_calls", 
 
 def answer_columns(policy: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> dict[str, list[Any]]:
     """Columns of samples.parquet for one policy, except its KL."""
-    from grpo_core.rollout.records import conversation_columns
+    from grpo_core.rollout.records import conversation_columns, logged_columns
 
     columns: dict[str, list[Any]] = {
         f"{policy}/completion": [sample.text for sample in samples],
@@ -36,7 +36,7 @@ def answer_columns(policy: str, samples: Sequence[Sample], rewards: Sequence[Rew
     for k, reward in enumerate(rewards):
         values = [sample.rewards[k] for sample in samples]
         columns[f"{policy}/rewards/{reward.name}"] = [None if math.isnan(value) else value for value in values]
-    return columns
+    return columns | {f"{policy}/{name}": texts for name, texts in logged_columns(samples).items()}
 
 
 def answers_of(policy: str, samples: Path, columns: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, dict[str, Any]]:
@@ -54,6 +54,7 @@ def answers_of(policy: str, samples: Path, columns: Mapping[str, Mapping[str, li
 def samples_table(columns: Mapping[str, list[Any]], scores: Iterable[str]) -> pl.DataFrame:
     """The samples of one set, with the same types even for empty columns; `scores`: the columns of rewards."""
     types: dict[str, Any] = {"answer": pl.String, "category": pl.String, **dict.fromkeys(scores, pl.Float64)}
+    types |= {name: pl.String for name in columns if name.partition("/")[2].startswith("logged/")}
     return pl.DataFrame(columns, schema_overrides={name: kind for name, kind in types.items() if name in columns})
 
 

@@ -1,8 +1,9 @@
 """The reward contract: resolve a function by name and know which columns it reads.
 
 A reward has TRL's signature `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, `async def` or
-not; None means "does not apply to this row". It may take fewer of these arguments; every other parameter without a
-default is a column of the data or one of the config's `args`. The annotation of a column's parameter says what it may
+not; None means "does not apply to this row". It may take fewer of these arguments, and those of `trl_arguments`; every
+other parameter without a default is a column of the data or one of the config's `args`. What it gets is its own: if it
+changes its arguments, nothing else changes. The annotation of a column's parameter says what it may
 hold: `Sequence[str]` takes text, `list[float]` numbers, `Sequence[str | None]` text with gaps.
 
 A function is called once for all completions of a generation batch that its process samples. If it is `async def`, it
@@ -35,7 +36,10 @@ from grpo_core.system.own_code import code_of
 if TYPE_CHECKING:  # a third of what the process of an isolated reward would import
     from grpo_core.config.run import RunConfig
 
-ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids", "environments")
+ROLLOUT_ARGUMENTS = (
+    *("prompts", "completions", "completion_ids", "environments"),
+    *("trainer_state", "log_extra", "log_metric"),
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Reward:
     value_problems: Mapping[str, Callable[[str], str]]
     process: RewardProcess | None = None
     needs_environments: bool = False  # it cannot be called without them
+    reads_state: bool = False  # its values may follow from the place in the training
     sources: frozenset[str] | None = None  # of the rows that it scores; None: of all
 
     def scores(self, row: Mapping[str, Any]) -> bool:
@@ -120,6 +125,7 @@ def resolve(config: RewardConfig) -> Reward:
         value_problems=_value_problems(config),
         process=process,
         needs_environments=found["needs_environments"],
+        reads_state=found["reads_state"],
     )
 
 
@@ -148,6 +154,7 @@ def resolve_here(config: RewardConfig) -> Reward:
         is_async=_is_async(function),
         value_problems=_value_problems(config),
         needs_environments=any(p.name == "environments" and p.default is p.empty for p in named),
+        reads_state="trainer_state" in accepts,
     )
 
 

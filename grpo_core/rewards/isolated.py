@@ -26,6 +26,7 @@ from typing import Any
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.errors import RewardError
 from grpo_core.rewards.random_draws import draws_state, set_draws_state
+from grpo_core.rewards.trl_arguments import CallLog
 from grpo_core.system.guard import END_SECONDS, end_guarded, start_guarded
 
 START_SECONDS = 300.0  # for a process to start and import the function's module
@@ -86,8 +87,9 @@ class RewardProcess:
         self._running = None
         self._end()
 
-    async def call(self, batch: Any) -> Any:
-        """Return the function's values for the batch, or the RewardError that says what is wrong with them.
+    async def call(self, batch: Any, log: CallLog) -> Any:
+        """Return the function's values for the batch, or the RewardError that says what is wrong with them. `log` gets
+        what it has logged.
 
         Raises what the function raises, as an exception of the same name and text, and ProcessDiedError. Cancelling a
         call ends the process.
@@ -105,6 +107,7 @@ class RewardProcess:
             raise _error_named(name)(text)
         if "refused" in answer:
             raise RewardError(answer["refused"])
+        log.columns, log.figures = answer["logged"]
         return RewardError(answer["broken"]) if "broken" in answer else answer["values"]
 
     async def _describe(self, request: Any) -> Any:

@@ -27,6 +27,7 @@ from grpo_core.rewards.contract import Reward, files_here, resolve_here
 from grpo_core.rewards.isolated import kind_names
 from grpo_core.rewards.random_draws import draws_state, set_draws_state
 from grpo_core.rewards.scoring import Batch, checked, message_of, plain_answer
+from grpo_core.rewards.trl_arguments import CallLog
 from grpo_core.system.guard import guarded
 
 OPEN_FILES = 1024
@@ -58,9 +59,9 @@ def serve(control: socket.socket) -> None:
         return
     while connection := _next(control):
         batch, state = pickle.loads(_read(connection))
-        carried = set_draws_state(state)
+        carried, log = set_draws_state(state), CallLog()
         try:
-            answer = _result(reward, plain_answer(reward, batch), batch)
+            answer = _result(reward, plain_answer(reward, batch, log), batch, log)
         except BaseException as error:
             answer = _failure(error)
         _send(connection, _message(me, answer | _draws(carried)))
@@ -81,8 +82,9 @@ async def _serve_concurrently(reward: Reward, control: socket.socket, me: int) -
         batch, state = pickle.loads(b"".join(parts))
         if state:  # no other call is under way
             carried = set_draws_state(state)
+        log = CallLog()
         try:
-            answer = _result(reward, await reward.function(**batch.arguments(reward)), batch)
+            answer = _result(reward, await reward.function(**batch.arguments(reward, log)), batch, log)
         except BaseException as error:
             answer = _failure(error)
         with connection:
@@ -107,16 +109,18 @@ def describe(config: RewardConfig, reward: Reward) -> dict[str, Any]:
         "accepts": None if reward.accepts is None else sorted(reward.accepts),
         "is_async": reward.is_async,
         "needs_environments": reward.needs_environments,
+        "reads_state": reward.reads_state,
         "files": files_here(config),
     }
 
 
-def _result(reward: Reward, values: Any, batch: Batch) -> dict[str, Any]:
+def _result(reward: Reward, values: Any, batch: Batch, log: CallLog) -> dict[str, Any]:
+    logged = {"logged": [log.columns, log.figures]}
     try:
         numbers = checked(reward, values, batch)
     except RewardError as error:
-        return {"broken": str(error)}
-    return {"values": [None if math.isnan(number) else number for number in numbers]}
+        return {"broken": str(error), **logged}
+    return {"values": [None if math.isnan(number) else number for number in numbers], **logged}
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

@@ -7,6 +7,7 @@ function runs in its own process, which is ended, with all that it has started, 
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import math
 import signal
@@ -14,12 +15,13 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from grpo_core.errors import RewardError
 from grpo_core.rewards.contract import Reward
 from grpo_core.rewards.isolated import ProcessDiedError
+from grpo_core.rewards.trl_arguments import UNKNOWN_PLAN, CallLog, Logged, TrainerState
 from grpo_core.system.progress import REWARDS, moved, phase
 
 SHOWN = 200  # characters of a prompt or completion in a message
@@ -41,6 +43,9 @@ FAILURES = (
 )  # that count as the reward's failure; an interrupt does not
 
 
+BY_ROW = ("rows", "completions", "completion_ids", "environments")  # fields of a batch that have an entry per row
+
+
 @dataclass(frozen=True)
 class Batch:
     """B completions with their prompts and columns, row by row."""
@@ -49,19 +54,19 @@ class Batch:
     completions: Sequence[Any]  # texts, or conversations for conversational prompts
     completion_ids: Sequence[list[int]]
     environments: Sequence[Any] = ()  # of conversations with tools or an environment
+    state: TrainerState = UNKNOWN_PLAN  # when they are scored
 
     def only(self, i: int) -> Batch:
-        own = self.environments[i : i + 1]
-        return Batch([self.rows[i]], [self.completions[i]], [self.completion_ids[i]], own)
+        return self._at([i])
 
     def scored_by(self, reward: Reward) -> Batch:
         """The rows whose source the reward is for."""
         places = [i for i, row in enumerate(self.rows) if reward.scores(row)]
-        if len(places) == len(self.rows):
-            return self
-        return Batch(
-            *([values[i] for i in places if values] for values in (getattr(self, f.name) for f in fields(self)))
-        )
+        return self if len(places) == len(self.rows) else self._at(places)
+
+    def _at(self, places: Sequence[int]) -> Batch:
+        chosen = {name: [values[i] for i in places] for name in BY_ROW if (values := getattr(self, name))}
+        return replace(self, **chosen)
 
     def read_by(self, reward: Reward) -> Batch:
         """The part of the batch that the reward, and messages about it, need: what is sent to its process."""
@@ -70,19 +75,26 @@ class Batch:
         columns = {"prompt", *reward.accepts}
         rows = [{key: value for key, value in row.items() if key in columns} for row in self.rows]
         ids = self.completion_ids if "completion_ids" in columns else [[] for _ in rows]
-        return Batch(rows, self.completions, ids)
+        return Batch(rows, self.completions, ids, state=self.state)
 
-    def arguments(self, reward: Reward) -> dict[str, Any]:
-        available = {
+    def arguments(self, reward: Reward, log: CallLog) -> dict[str, Any]:
+        """The function's arguments, which it may change: rows, completions and args are copies."""
+        copied = {
             **{key: [row[key] for row in self.rows] for key in self.rows[0] if key != "prompt"},
             "prompts": [row["prompt"] for row in self.rows],
-            "completions": list(self.completions),
-            "completion_ids": list(self.completion_ids),
-            **({"environments": list(self.environments)} if self.environments else {}),
-            **reward.args,
+            "completions": self.completions,
         }
-        accepts = reward.accepts
-        return available if accepts is None else {k: v for k, v in available.items() if k in accepts}
+        given = {
+            "completion_ids": [list(ids) for ids in self.completion_ids],
+            **({"environments": list(self.environments)} if self.environments else {}),
+            **({"trainer_state": self.state} if reward.reads_state else {}),
+            "log_extra": log.log_extra,
+            "log_metric": log.log_metric,
+            **copy.deepcopy(dict(reward.args)),
+        }
+        accepts = {*copied, *given} if reward.accepts is None else reward.accepts
+        own = {key: [copy.deepcopy(value) for value in values] for key, values in copied.items() if key in accepts}
+        return own | {key: value for key, value in given.items() if key in accepts}
 
     def shown(self, i: int) -> str:
         return f"prompt {short(self.rows[i]['prompt'])}, completion {short(self.completions[i])}"
@@ -90,16 +102,25 @@ class Batch:
 
 def score(rewards: Sequence[Reward], batch: Batch) -> list[list[float]]:
     """The B values per reward, NaN for None. Raises as `score_arriving` does."""
-    _, _, columns = score_arriving(rewards, ([part] for part in (batch,)), lambda parts: parts[0])
+    _, _, columns, _ = score_arriving(rewards, ([part] for part in (batch,)), lambda parts: parts[0])
     return columns
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A function's checked values for the rows that it scores, and what it logged in that call."""
+
+    values: list[float]
+    log: CallLog
 
 
 def score_arriving(
     rewards: Sequence[Reward],
     arriving: Generator[Sequence[Item], None, None],
     batch_of: Callable[[list[Item]], Batch],
-) -> tuple[list[Item], Batch, list[list[float]]]:
-    """Score the items that `arriving` gives. Returns all items, as one batch too, and the values per reward.
+) -> tuple[list[Item], Batch, list[list[float]], list[Logged]]:
+    """Score the items that `arriving` gives. Returns all items, as one batch too, the values per reward, and what the
+    rewards logged per row.
 
     Functions that are `async def` are called with the items that have just arrived, and progress whenever `arriving`
     yields, even an empty list. The others run one after the other at the end, in this thread, with all items; a
@@ -109,7 +130,7 @@ def score_arriving(
     """
     asynchronous = [reward for reward in rewards if reward.is_async]
     items: list[Item] = []
-    parts: list[tuple[Batch, dict[str, Any]]] = []  # with the values that asynchronous functions gave
+    parts: list[tuple[Batch, dict[str, _Answer]]] = []  # with the answers of asynchronous functions
     with closing(_Loop()) as loop:
         with closing(arriving):
             for new in arriving:
@@ -124,18 +145,20 @@ def score_arriving(
         at_the_end = {reward.name: _run(reward, own) for reward, own in synchronous if own.rows}
         loop.finish()
     called = {reward.name: parts if reward.is_async else [(whole_batch, at_the_end)] for reward in rewards}
-    columns = [
-        [value for part, found in called[reward.name] for value in _values_of_rows(reward, found, part)]
-        for reward in rewards
-    ]
-    return items, whole_batch, columns
-
-
-def _values_of_rows(reward: Reward, found: Mapping[str, Any], batch: Batch) -> list[float]:
-    """The reward's values for all rows of a batch, from those that are `found`: NaN for rows of other sources."""
-    own = batch.scored_by(reward)
-    values = iter(checked(reward, found[reward.name], own) if own.rows else ())
-    return [next(values) if reward.scores(row) else math.nan for row in batch.rows]
+    columns: list[list[float]] = []
+    logged = [Logged() for _ in whole_batch.rows]
+    for reward in rewards:
+        columns.append([math.nan] * len(logged))
+        first = 0
+        for part, answers in called[reward.name]:
+            places = [first + i for i, row in enumerate(part.rows) if reward.scores(row)]
+            first += len(part.rows)
+            if places:
+                answer = answers[reward.name]
+                answer.log.add_to([logged[place] for place in places], reward.name)
+                for place, value in zip(places, answer.values, strict=True):
+                    columns[-1][place] = value
+    return items, whole_batch, columns, logged
 
 
 class _Loop:
@@ -149,18 +172,20 @@ class _Loop:
         self.failed: list[tuple[Reward, Batch, BaseException]] = []  # in the order in which they did
         self.deadline = self.stopped = time.monotonic()
 
-    def start(self, rewards: Sequence[Reward], batch: Batch) -> dict[str, Any]:
-        """Call the functions with the rows that they score. Returns what their values will be put into, by name."""
-        values = dict[str, Any]()
+    def start(self, rewards: Sequence[Reward], batch: Batch) -> dict[str, _Answer]:
+        """Call the functions with the rows that they score. Returns what their answers will be put into, by name."""
+        answers = dict[str, _Answer]()
         for reward in rewards:
             if (own := batch.scored_by(reward)).rows:
-                self._start_call(reward, own, values)
-        return values
+                self._start_call(reward, own, answers)
+        return answers
 
-    def _start_call(self, reward: Reward, batch: Batch, values: dict[str, Any]) -> None:
+    def _start_call(self, reward: Reward, batch: Batch, answers: dict[str, _Answer]) -> None:
         async def call() -> None:
+            log = CallLog()
             try:
-                values[reward.name] = await _awaited(reward, batch, reward.timeout, self.scopes)
+                values = await _awaited(reward, batch, log, reward.timeout, self.scopes)
+                answers[reward.name] = _Answer(checked(reward, values, batch), log)
             except FAILURES as error:
                 self.failed.append((reward, batch, error))
 
@@ -218,22 +243,23 @@ class _Loop:
             raise _explained(reward, batch, error) from error
 
 
-def _run(reward: Reward, batch: Batch) -> Any:
+def _run(reward: Reward, batch: Batch) -> _Answer:
+    log = CallLog()
     with phase(REWARDS, reward.name):
         try:
-            return _call(reward, batch, reward.timeout)
+            return _Answer(checked(reward, _call(reward, batch, log, reward.timeout), batch), log)
         except FAILURES as error:
             raise _explained(reward, batch, error) from error
 
 
-def _call(reward: Reward, batch: Batch, seconds: float) -> Any:
+def _call(reward: Reward, batch: Batch, log: CallLog, seconds: float) -> Any:
     """The function's answer. Raises _TimeIsUpError if there is none after `seconds`."""
     _make_ready(reward)
     if reward.process or reward.is_async:
         with _time_limit(seconds + GRACE):
-            return asyncio.run(_awaited(reward, batch, seconds, set()))
+            return asyncio.run(_awaited(reward, batch, log, seconds, set()))
     with _time_limit(seconds):
-        return plain_answer(reward, batch)
+        return plain_answer(reward, batch, log)
 
 
 def _make_ready(reward: Reward) -> None:
@@ -242,9 +268,9 @@ def _make_ready(reward: Reward) -> None:
         reward.process.start()
 
 
-def plain_answer(reward: Reward, batch: Batch) -> Any:
+def plain_answer(reward: Reward, batch: Batch, log: CallLog) -> Any:
     """The answer, in this process, of a function that is not `async def`; a coroutine that it returns is run."""
-    answer = reward.function(**batch.arguments(reward))
+    answer = reward.function(**batch.arguments(reward, log))
     return asyncio.run(_result_of(answer)) if inspect.isawaitable(answer) else answer
 
 
@@ -252,12 +278,12 @@ async def _result_of(answer: Awaitable[Any]) -> Any:
     return await answer
 
 
-async def _awaited(reward: Reward, batch: Batch, seconds: float, scopes: set[asyncio.Timeout]) -> Any:
+async def _awaited(reward: Reward, batch: Batch, log: CallLog, seconds: float, scopes: set[asyncio.Timeout]) -> Any:
     """The coroutine's answer; its time limit is among `scopes` while it runs."""
     if reward.process:
-        answer: Any = reward.process.call(batch.read_by(reward))
+        answer: Any = reward.process.call(batch.read_by(reward), log)
     else:
-        answer = reward.function(**batch.arguments(reward))
+        answer = reward.function(**batch.arguments(reward, log))
     try:
         async with asyncio.timeout(seconds) as scope:
             scopes.add(scope)
@@ -271,7 +297,8 @@ async def _awaited(reward: Reward, batch: Batch, seconds: float, scopes: set[asy
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:
-    return Batch(*([entry for batch in batches for entry in getattr(batch, f.name)] for f in fields(Batch)))
+    columns = {name: [entry for batch in batches for entry in getattr(batch, name)] for name in BY_ROW}
+    return Batch(**columns, state=batches[0].state if batches else UNKNOWN_PLAN)
 
 
 @contextmanager
@@ -304,7 +331,8 @@ def _explained(reward: Reward, batch: Batch, error: BaseException) -> RewardErro
     A RewardError already says what is wrong, and no completion causes it.
     """
     if isinstance(error, RewardError):
-        return RewardError(f"reward {reward.name!r}: {error}")
+        named = f"reward {reward.name!r}"
+        return error if str(error).startswith(named) else RewardError(f"{named}: {error}")
     timed_out = isinstance(error, _TimeIsUpError)
     seconds_each = reward.timeout / len(batch.rows) if timed_out else reward.timeout
     culprit = _culprit(reward, batch, type(error), seconds_each)
@@ -343,7 +371,7 @@ def _culprit(reward: Reward, batch: Batch, kind: type[BaseException], seconds_ea
         if left <= 0:
             return None
         try:
-            _call(reward, batch.only(i), min(seconds_each, left))
+            _call(reward, batch.only(i), CallLog(), min(seconds_each, left))
         except kind:
             return i
         except FAILURES:

@@ -8,7 +8,7 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from grpo_core.planning.plan import Plan
 from grpo_core.rewards.composition import counted, passed
 from grpo_core.rewards.contract import Reward
 from grpo_core.rewards.scoring import Batch, score_arriving
+from grpo_core.rewards.trl_arguments import UNKNOWN_PLAN, Logged, TrainerState
 from grpo_core.rollout.ahead import Ahead, Group, TakingSampler, requests_of, windows
 from grpo_core.rollout.answers import Answer, completions_of, conversations_of
 from grpo_core.rollout.process_work import TOKENS, work_metrics
@@ -53,16 +54,18 @@ class Sample:
     said: Said | None = None  # in a conversation with tools or an environment
     place: int = 0  # index among all completions that its process has asked for
     turn: int = 0  # the generation batch whose turn the row was
+    logged: Logged = field(default_factory=Logged)  # by the rewards
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What turns sampled tokens into rewards: the tokenizer that reads them as text, the reward functions and, if each
-    completion is a conversation, its environments."""
+    """What turns sampled tokens into rewards: the tokenizer that reads them as text, the reward functions, the place in
+    the training that these are told and, if each completion is a conversation, its environments."""
 
     tokenizer: Any
     rewards: Sequence[Reward]
     setting: Setting | None = None
+    state: TrainerState = UNKNOWN_PLAN
 
 
 def collect(
@@ -188,6 +191,7 @@ def generation_batch(
     metrics = {
         **_metrics_of(range(len(samples)), samples, advantages, plan.num_generations),
         **_reward_metrics(config.rewards, _matrix(samples)),
+        **logged_metrics(sampled),
         **_source_metrics(samples, advantages, plan),
         **_age_metrics(completions),
         **metrics,
@@ -291,24 +295,28 @@ def sample_and_score(
         data, ids = [prompts.rows[answer.row] for answer in answers], [answer.completion.ids for answer in answers]
         if setting is None:
             asked = [answer.prompt_ids for answer in answers]
-            return Batch(data, decode_completions(data, asked, ids, scoring.tokenizer, sampling.stop), ids)
+            texts = decode_completions(data, asked, ids, scoring.tokenizer, sampling.stop)
+            return Batch(data, texts, ids, state=scoring.state)
         talks = [answer.conversation for answer in answers if answer.conversation]
-        return Batch(data, [each.said.messages for each in talks], ids, [setting.seen(each) for each in talks])
+        seen = [setting.seen(each) for each in talks]
+        return Batch(data, [each.said.messages for each in talks], ids, seen, scoring.state)
 
     try:
-        answers, batch, columns = score_arriving(scoring.rewards, sampled(), batch_of)
+        answers, batch, columns, logged = score_arriving(scoring.rewards, sampled(), batch_of)
     finally:
         if setting is not None:
             setting.environments.free(held)
-    scored = zip(answers, batch.completions, zip(*columns, strict=True), strict=False)
-    samples = {answer.place: _sample(answer, text_of(written), list(values)) for answer, written, values in scored}
-    samples |= {answer.place: _sample(answer, "", [math.nan] * len(scoring.rewards)) for answer in failed}
+    scored = zip(answers, batch.completions, zip(*columns, strict=True), logged, strict=False)
+    samples = {
+        answer.place: _sample(answer, text_of(written), list(values), said) for answer, written, values, said in scored
+    }
+    samples |= {answer.place: _sample(answer, "", [math.nan] * len(scoring.rewards), Logged()) for answer in failed}
     return [samples[place] for place in sorted(samples)], ended - start
 
 
-def _sample(answer: Answer, text: str, rewards: list[float]) -> Sample:
+def _sample(answer: Answer, text: str, rewards: list[float], logged: Logged) -> Sample:
     said = answer.conversation.said if answer.conversation else None
-    return Sample(answer.row, answer.prompt_ids, answer.completion, text, rewards, said, answer.place)
+    return Sample(answer.row, answer.prompt_ids, answer.completion, text, rewards, said, answer.place, logged=logged)
 
 
 @phase("sampling")
@@ -365,6 +373,14 @@ def _reward_metrics(rewards: Sequence[RewardConfig], given: np.ndarray) -> dict[
             if reward.clip or reward.gate:
                 metrics[f"rewards/{reward.name}/counted"] = counts[scored].mean().item()
     return metrics
+
+
+def logged_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Mean of each figure that rewards logged, over the completions of the calls that did: the same however they are
+    divided among calls and processes, if a function logs means over the completions that it is called with."""
+    names = dict.fromkeys(name for sample in samples for name in sample.logged.figures)
+    found = {name: [it.logged.figures[name] for it in samples if name in it.logged.figures] for name in sorted(names)}
+    return {f"logged/{name}": sum(values) / len(values) for name, values in found.items()}
 
 
 def _age_metrics(completions: Sequence[Completion]) -> dict[str, float]:

@@ -40,6 +40,12 @@ def _lists(rows: Sequence[Sequence[float]], kind: type[np.number]) -> pa.Array:
     return pa.ListArray.from_arrays(offsets, values)
 
 
+def logged_columns(samples: Sequence[Sample]) -> dict[str, list[str | None]]:
+    """Columns that rewards have added by `log_extra`: `logged/REWARD/COLUMN`, null where that reward said nothing."""
+    names = sorted({name for sample in samples for name in sample.logged.columns})
+    return {f"logged/{name}": [sample.logged.columns.get(name) for sample in samples] for name in names}
+
+
 def conversation_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     """Columns of records for conversations; empty without tools and environment. `opening`: what the environment's
     `reset` added to the prompt; `conversation`: the messages after that, as JSON; `environment_failure` and

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,9 @@ from grpo_core.distributed import own_range, read_tensors, write_tensors
 from grpo_core.model.loading import load_trainable_state, trainable_state
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rewards.composition import weighted_sum
-from grpo_core.rollout.collect import Sample, sample_and_score, share_samples
+from grpo_core.rewards.trl_arguments import TrainerState
+from grpo_core.rollout.collect import Sample, logged_metrics, sample_and_score, share_samples
+from grpo_core.rollout.records import logged_columns
 from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
 from grpo_core.system.files import naming, publish, replace_folder
 from grpo_core.training.checkpoint import Checkpoints
@@ -36,11 +39,13 @@ def evaluate_policy(session: Session, state: TrainingState, folder: Path) -> dic
     rows = own_range(len(held_out.ids))
     requests = [evaluation_request(session.config, held_out, row) for row in rows]
     sampling = evaluation_sampling(session.config)
-    samples, *_ = share_samples(lambda: sample_and_score(engine, requests, rows, sampling, held_out, session.scoring))
+    scoring = replace(session.scoring, state=TrainerState.after(state.updates, session.plan))
+    samples, *_ = share_samples(lambda: sample_and_score(engine, requests, rows, sampling, held_out, scoring))
     if session.accelerator.is_main_process:
         _write(samples, session, folder / f"step-{state.updates:06d}.parquet")
     sources = [row.get("source", "") for row in held_out.rows]
     metrics = _figures(samples, [*range(len(samples))], sources, session)
+    metrics |= {f"eval_{name}": value for name, value in logged_metrics(samples).items()}
     for name in session.config.evaluated_sources:
         own = [place for place, source in enumerate(sources) if source == name]
         metrics |= of_source(_figures(samples, own, sources, session), name)
@@ -69,11 +74,12 @@ def _figures(
 
 
 def _write(samples: Sequence[Sample], session: Session, path: Path) -> None:
-    """Write one row per held-out prompt, in their order; null where a reward did not score."""
+    """Write one row per held-out prompt, in their order; null where a reward did not score, or did not log."""
     matrix = np.array([sample.rewards for sample in samples])  # (N, K)
     names = [f"rewards/{reward.name}" for reward in session.scoring.rewards]
     scores = dict(zip(["reward", *names], [weighted_sum(matrix, session.config.rewards), *matrix.T], strict=True))
     columns = {name: pa.array(values, pa.float64(), from_pandas=True) for name, values in scores.items()}
+    columns |= {name: pa.array(texts, pa.string()) for name, texts in logged_columns(samples).items()}
     table = pa.table({"row": [sample.row for sample in samples], **columns}).sort_by("row")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")

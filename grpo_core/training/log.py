@@ -23,7 +23,7 @@ from grpo_core import run_files
 from grpo_core.data.curriculum import write_rates
 from grpo_core.data.recording import FILE, facts, write_batch
 from grpo_core.rollout.collect import Sample
-from grpo_core.rollout.records import conversation_columns, token_columns
+from grpo_core.rollout.records import conversation_columns, logged_columns, token_columns
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import naming, publish
 from grpo_core.training import health
@@ -105,10 +105,12 @@ class TrainingLog:
         for position, reward in enumerate(self.session.config.rewards):
             values = [sample.rewards[position] for sample in samples]
             columns[f"rewards/{reward.name}"] = pa.array(values, pa.float64(), from_pandas=True)  # NaN → null: None
+        columns |= {name: pa.array(texts, pa.string()) for name, texts in logged_columns(samples).items()}
         table, path = pa.table(columns), self._completions(rollout.index)
         if path.exists():
             earlier = pq.read_table(path)
-            table = pa.concat_tables([earlier.filter(pc.field("step") < step), table])
+            # A reward may have logged other columns then.
+            table = pa.concat_tables([earlier.filter(pc.field("step") < step), table], promote_options="default")
         temporary = path.with_suffix(".tmp")
         with naming(temporary):
             write_batch(table, self.facts, temporary)

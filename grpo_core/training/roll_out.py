@@ -14,6 +14,7 @@ from grpo_core.model.loading import as_reference
 from grpo_core.model.policy import Policy
 from grpo_core.model.sharded import is_sharded
 from grpo_core.model.to_device import move
+from grpo_core.rewards.trl_arguments import TrainerState
 from grpo_core.rollout.ahead import Ahead, Group
 from grpo_core.rollout.collect import Sample, collect
 from grpo_core.rollout.records import replay
@@ -48,8 +49,9 @@ def _sample(
     groups: Ahead | Sequence[Group] = ()
     if s.lookahead is not None:
         groups = Ahead(s.lookahead, state.begun, state.max_staleness) if is_new else state.taken
+    scoring = replace(s.scoring, state=TrainerState.after(state.updates, s.plan))
     batch, samples, left = collect(
-        index, s.config, s.plan, s.prompts, s.scoring, engine, state.roll_backs, groups, state.arranged
+        index, s.config, s.plan, s.prompts, scoring, engine, state.roll_backs, groups, state.arranged
     )
     metrics = {**batch.metrics, "sampling/sync_drift": drift, **curriculum_metrics(session, state, index)}
     if s.lookahead is not None:

@@ -175,7 +175,7 @@ EVALUATE = Stage(
     depends_on=lambda parts: parts.policy | parts.evaluation,
     key_figure=_gain,
     gpu=True,
-    reads=(VALIDATE, TRAIN),
+    reads=(VALIDATE, PLAN, TRAIN),
     prompts=lambda config: config.evaluation_files.values(),
 )
 REGISTER = Stage(

@@ -296,7 +296,7 @@ def g(completions):
         assert module.scored == [["a"]]
         yield ["b"]
 
-    items, batch, columns = score_arriving([resolve(config), resolve(other)], arriving(), _batch_of)
+    items, batch, columns, _ = score_arriving([resolve(config), resolve(other)], arriving(), _batch_of)
     assert (items, batch.completions, columns) == (["a", "b"], ["a", "b"], [[97.0, 98.0], [1.0, 1.0]])
     assert module.called == [["a"], ["b"]]
     assert module.counted == [["a", "b"]]

@@ -47,7 +47,7 @@ def test_rewards_score_the_completions_of_their_sources_however_they_arrive(
         rows = [{"prompt": "p", "source": source} for source, _ in found]
         return Batch(rows, [text for _, text in found], [[len(text)] for _, text in found])
 
-    given, _, columns = score_arriving(rewards, items(), batch_of)  # type: ignore[arg-type]
+    given, _, columns, _ = score_arriving(rewards, items(), batch_of)  # type: ignore[arg-type]
     assert given == [*itertools.chain(*arriving)]
     expected = [
         [math.nan if source == "code" else 2.0 * len(text) for source, text in given],

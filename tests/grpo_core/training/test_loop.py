@@ -7,6 +7,7 @@ import json
 import math
 import socket
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -280,13 +281,15 @@ def test_two_processes_train_to_the_result_of_one(
         port = free.getsockname()[1]
     in_processes(2, tmp_path / "both", lambda _: train(two, two / "training"), port)
     assert are_close(one, two)
-    for name in ("reward", "eval_reward", "eval_completions/mean_length"):
+    for name in ("reward", "logged/brevity/length", "eval_reward", "eval_logged/brevity/length"):
         figures = [[step[name] for step in metrics_of(run) if name in step] for run in (one, two)]
+        assert figures[0]
         assert figures[0] == pytest.approx(figures[1], abs=1e-6)
     assert [s["loss"] for s in metrics_of(one)] == pytest.approx([s["loss"] for s in metrics_of(two)], abs=1e-4)
 
 
-def brevity(completion_ids: list[list[int]]) -> list[float]:
+def brevity(completion_ids: list[list[int]], log_metric: Callable[[str, float], None]) -> list[float]:
+    log_metric("length", sum(map(len, completion_ids)) / len(completion_ids))
     return [-float(len(ids)) for ids in completion_ids]
 
 
