@@ -24,6 +24,7 @@ from grpo_core.planning.hardware import Gpu, capability, find_gpu, name_hardware
 from grpo_core.planning.nvidia import problem_of_driver
 from grpo_core.planning.pace import Pace, Throughput
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs, plan_rows
+from grpo_core.planning.sampling_notes import sampling_notes
 from grpo_core.planning.shapes import PromptLengths
 from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
 from tasks.data.sources import validated_pass_rates
@@ -65,7 +66,8 @@ def _work(context: Context) -> dict[str, Any]:
     config = config.with_precision(capability(gpu))
     problem = "" if handed_to else problem_of_driver()
     plan = with_tokens_per_pass(config, plan, lengths, gpu)
-    for note in [*curriculum_notes(config, plan), *(config.gpu_notes if gpu else []), *([problem] if problem else [])]:
+    notes = [*curriculum_notes(config, plan), *sampling_notes(config), *(config.gpu_notes if gpu else [])]
+    for note in [*notes, *([problem] if problem else [])]:
         get_run_logger().warning(note)
     source: Throughput | Pace | str | None = earlier_throughput(config, "" if handed_to else name_hardware(gpu))
     if source is None and not handed_to:

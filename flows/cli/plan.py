@@ -34,6 +34,7 @@ from grpo_core.planning.nvidia import problem_of_driver
 from grpo_core.planning.pace import NOT_VALIDATED, Pace, Throughput
 from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_inputs, plan_rows, source_table
 from grpo_core.planning.rules import PlanInputs, Rules
+from grpo_core.planning.sampling_notes import sampling_notes
 from grpo_core.planning.shapes import PromptLengths, load_positions
 from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
 from grpo_core.rewards.contract import check
@@ -215,6 +216,7 @@ def describe_plan(
         from grpo_core.data.curriculum import curriculum_notes  # imports numpy
 
         answer["notes"] += curriculum_notes(config, figures)
+    answer["notes"] += sampling_notes(config)
     answer["notes"] += config.with_precision(capability(hardware)).gpu_notes if hardware else []
     answer["notes"] += [problem] if gpu is None and (problem := problem_of_driver()) else []
     return answer

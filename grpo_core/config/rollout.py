@@ -29,7 +29,8 @@ class RolloutConfig(Section):
     `transformers`."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling: the smallest set of tokens with at least this probability; 1 keeps all. The loss and the
-    sampling correction still compare probabilities over the whole vocabulary."""
+    sampling correction still compare probabilities over the whole vocabulary, so they are of another distribution than
+    the samples: the metric `sampling/truncated_share` says for how many tokens."""
     top_k: int = Field(0, ge=0)
     """Sample among this many most likely tokens; 0 keeps all. For the loss, see top_p."""
     min_p: float = Field(0.0, ge=0, le=1)

@@ -6,7 +6,7 @@ implementation for CPUs; that for GPUs is in `fused_logprobs`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +34,18 @@ def chosen_logprobs(
 
         return FusedLogprobs.apply(hidden, weight, targets, temperature)
     return _ChosenLogprobs.apply(hidden, weight, targets, temperature)
+
+
+@torch.no_grad()
+def over_logits(
+    hidden: Float[Tensor, "N h"],
+    weight: Float[Tensor, "V h"],
+    temperature: float,
+    figure: Callable[[Float32[Tensor, "n V"]], Float32[Tensor, " n"]],
+) -> Float32[Tensor, " N"]:
+    """Return the figure of each token's logits h Wᵀ / temperature."""
+    parts = _chunks(len(hidden), len(weight))
+    return torch.cat([figure(float32_product(hidden[part], weight).div_(temperature)) for part in parts])
 
 
 @torch.no_grad()

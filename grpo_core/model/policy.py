@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from grpo_core.model.compilation import compile_layers, compiled
 from grpo_core.model.float32_logits import gives_float32_logits
 from grpo_core.model.gradients import check_recomputing, why_not_packed
 from grpo_core.model.loading import adapter_dropouts
-from grpo_core.model.logprobs import chosen_logprobs
+from grpo_core.model.logprobs import chosen_logprobs, over_logits
 from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
 from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.sequences import Sequences
@@ -37,6 +37,11 @@ def _logprobs_and_entropy(
 ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
     log_p = logits.log_softmax(-1)
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+def _in_rows(values: Float32[Tensor, " N"], inputs: PassInputs) -> Float32[Tensor, "B T"]:
+    empty = torch.zeros(math.prod(inputs.shape), device=values.device)
+    return empty.index_copy(0, inputs.places, values).view(inputs.shape)
 
 
 @dataclass(frozen=True)
@@ -150,15 +155,36 @@ class Policy(nn.Module):
         tokens, targets = inputs.tokens, inputs.targets
         with self.recomputing(), compiled():
             if self.output_layer is None:
-                logits = forward(self.model, input_ids=tokens.input_ids, use_cache=False).logits.flatten(0, 1)
-                logprobs, entropy = _logprobs_and_entropy(logits[tokens.predicts].float() / self.temperature, targets)
+                logprobs, entropy = _logprobs_and_entropy(self._own_logits(tokens), targets)
             else:
                 logprobs, entropy = call_as_forward(self.model, self._chosen_logprobs, tokens, targets)
         if not entropy_gradient:
             entropy = entropy.detach()
-        empty = torch.zeros(math.prod(inputs.shape), device=targets.device)
-        filled = [empty.index_copy(0, inputs.places, values).view(inputs.shape) for values in (logprobs, entropy)]
-        return filled[0], filled[1]
+        return _in_rows(logprobs, inputs), _in_rows(entropy, inputs)
+
+    @torch.no_grad()
+    def over_logits(
+        self, inputs: PassInputs, figure: Callable[[Float32[Tensor, "n V"]], Float32[Tensor, " n"]]
+    ) -> Float32[Tensor, "B T"]:
+        """A figure of the logits, at the sampling temperature, that predict each completion token; 0 past its end."""
+        tokens = inputs.tokens
+        with compiled():
+            if self.output_layer is None:
+                found = figure(self._own_logits(tokens))
+            else:
+                found = call_as_forward(self.model, self._figure, tokens, figure)
+        return _in_rows(found, inputs)
+
+    def _figure(
+        self, tokens: PackedBatch | PaddedRows, figure: Callable[[Float32[Tensor, "n V"]], Float32[Tensor, " n"]]
+    ) -> Float32[Tensor, " N"]:
+        assert self.output_layer is not None
+        return over_logits(self.hidden_states(tokens), self.output_layer.weight, self.temperature, figure)
+
+    def _own_logits(self, tokens: PackedBatch | PaddedRows) -> Float32[Tensor, "N V"]:
+        """Logits of the completion tokens by the model's own forward pass."""
+        logits = forward(self.model, input_ids=tokens.input_ids, use_cache=False).logits.flatten(0, 1)
+        return logits[tokens.predicts].float() / self.temperature
 
     def _chosen_logprobs(
         self, tokens: PackedBatch | PaddedRows, targets: Int64[Tensor, " N"]

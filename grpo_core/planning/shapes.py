@@ -99,21 +99,19 @@ def load_positions(name_or_path: str, revision: str | None = None) -> int | None
     return positions if isinstance(positions, int) else None
 
 
-def config_file(name_or_path: str, revision: str | None) -> Path:
-    """The config.json of a model folder or of the local Hugging Face cache. Raises ForecastError without one."""
-    path = Path(name_or_path) / "config.json"
+def config_file(name_or_path: str, revision: str | None, name: str = "config.json") -> Path:
+    """The file of this name of a model folder or of the local Hugging Face cache. Raises ForecastError without one."""
+    path = Path(name_or_path) / name
     if path.is_file():
         return path
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        cached = try_to_load_from_cache(name_or_path, "config.json", revision=revision)
+        cached = try_to_load_from_cache(name_or_path, name, revision=revision)
     except ValueError:  # a path, not a hub name
         cached = None
     if not isinstance(cached, str):
-        raise ForecastError(
-            f"model {name_or_path!r}: no such folder with a config.json, and none in the Hugging Face cache"
-        )
+        raise ForecastError(f"model {name_or_path!r}: no such folder with a {name}, and none in the Hugging Face cache")
     return Path(cached)
 
 

@@ -40,6 +40,18 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
     return token.squeeze(1), logprob.squeeze(1).float()
 
 
+def kept_probability(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Probability, over the whole vocabulary, of the tokens that min-p, top-k and top-p leave. (N, V) → (N,)
+
+    `logits`: at the sampling temperature. A token that is left is sampled 1 / this many times as often as the whole
+    distribution says.
+    """
+    p = (logits - logits.amax(-1, keepdim=True)).exp()
+    total = p.sum(-1)
+    _truncate(p, sampling)
+    return p.sum(-1) / total
+
+
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Return the logits after the repetition penalty on the tokens seen so far. (B, V), (B, V) bool → (B, V)"""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)

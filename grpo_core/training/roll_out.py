@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,13 +11,16 @@ from torch import Tensor
 from grpo_core.algorithm.losses import top_entropy_mask
 from grpo_core.distributed import max_over_processes, sum_over_processes
 from grpo_core.model.loading import as_reference
-from grpo_core.model.policy import Policy
+from grpo_core.model.policy import PassInputs, Policy
 from grpo_core.model.sharded import is_sharded
 from grpo_core.model.to_device import move
+from grpo_core.planning.sampling_notes import truncating_keys
 from grpo_core.rewards.trl_arguments import TrainerState
 from grpo_core.rollout.ahead import Ahead, Group
 from grpo_core.rollout.collect import Sample, collect
 from grpo_core.rollout.records import replay
+from grpo_core.rollout.requests import training_sampling
+from grpo_core.rollout.sampling import kept_probability
 from grpo_core.rollout.types import Engine, GenerationBatch, Rollout
 from grpo_core.system.progress import moved, phase
 from grpo_core.training.batch import balance_rows, has_gradient, join
@@ -25,6 +28,8 @@ from grpo_core.training.curriculum import curriculum_metrics
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
 from grpo_core.training.weight_sync import sync_weights
+
+BIAS = 1.1  # factor of probability from which a sampled token counts as biased
 
 
 def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollout, list[Sample], list[Group]]:
@@ -37,6 +42,8 @@ def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollou
         batch, samples, left = _sample(session, session.engine, index, state)
     old_logprobs, keep = _old_logprobs(session, batch)
     ref_logprobs = _ref_logprobs(session, batch)
+    if session.engine is not None and index == 0 and (keys := truncating_keys(session.config)):
+        batch = replace(batch, metrics=batch.metrics | _truncation_metrics(session, batch, keys))
     return Rollout(**vars(batch), old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, keep=keep), samples, left
 
 
@@ -91,34 +98,67 @@ def _ref_logprobs(session: Session, batch: GenerationBatch) -> Tensor | None:
     return None
 
 
-@torch.no_grad()
+@phase("what sampling leaves out")
+def _truncation_metrics(session: Session, batch: GenerationBatch, keys: str) -> dict[str, float]:
+    """Return the share of the trained tokens that sampling without unlikely tokens makes more than BIAS times as
+    probable as the whole distribution does, and print it. A repetition penalty is left out."""
+    sampling, mask = training_sampling(session.config.rollout), batch.completion_mask
+
+    def kept(inputs: PassInputs) -> Tensor:
+        return session.policy.over_logits(inputs, lambda logits: kept_probability(logits, sampling))[None]
+
+    (probability,) = _computed(session, session.policy, batch, mask.sum(1) > 0, kept, 1)
+    share = ((probability * BIAS < 1) * mask).sum().item() / max(mask.sum().item(), 1)
+    if session.accelerator.is_main_process:
+        print(
+            f"training: with {keys}, {share:.1%} of the first generation batch's tokens were sampled with a "
+            f"probability more than {BIAS - 1:.0%} above the one that ratio, loss and KL use",
+            flush=True,
+        )
+    return {"sampling/truncated_share": share}
+
+
 def compute_logprobs(session: Session, policy: Policy, batch: GenerationBatch, needed: Tensor) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies of the completions `needed` (B,), 0 for the others. 2 × (B, T) on the CPU
 
     Each process computes its part, and all get the whole.
     """
+    logprobs, entropy = _computed(session, policy, batch, needed, lambda inputs: torch.stack(policy(inputs)), 2)
+    return logprobs, entropy
+
+
+@torch.no_grad()
+def _computed(
+    session: Session,
+    policy: Policy,
+    batch: GenerationBatch,
+    needed: Tensor,
+    compute: Callable[[PassInputs], Tensor],
+    figures: int,
+) -> Tensor:
+    """Return the `figures` that a pass computes of each token of the completions `needed` (B,), 0 for the others.
+    (figures, B, T) on the CPU"""
     accelerator, device = session.accelerator, session.accelerator.device
     sequences, rows = join(batch, [*range(len(batch.prompt_ids))]), needed.nonzero().flatten()
     parts = balance_rows(sequences, rows, accelerator.num_processes, share_prompts=session.policy.packs)
     mine = parts[accelerator.process_index]
-    found = torch.zeros(2, *batch.completion_ids.shape, device=device)
+    found = torch.zeros(figures, *batch.completion_ids.shape, device=device)
 
     def work(parts: list[Tensor]) -> None:
         passes = [(policy.prepare(own.take(part)), move([mine[part]], device)[0]) for part in parts]  # all ahead
         # All processes gather a sharded model's weights for each pass.
         missing = max_over_processes(len(parts)) - len(parts) if is_sharded(policy.model) else 0
         for inputs, places in passes:
-            found[:, places, : inputs.shape[1]] = torch.stack(policy(inputs))
+            found[:, places, : inputs.shape[1]] = compute(inputs)
             moved()
         if missing:
             idle = policy.prepare(sequences.take(sequences.lengths.argmin()[None]))
             for _ in range(missing):
-                policy(idle)
+                compute(idle)
 
     if len(mine):
         own = sequences.take(mine)
         session.memory.run(own, work, share_prompts=policy.packs)
     else:
         work([])
-    logprobs, entropy = sum_over_processes(found).cpu()  # each row is 0 on all processes except one
-    return logprobs, entropy
+    return sum_over_processes(found).cpu()  # each row is 0 on all processes except one
