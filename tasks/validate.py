@@ -37,6 +37,7 @@ from tasks.data.path_or_hub import data_set
 from tasks.data.repeats import NONE, keys_of
 from tasks.data.rows import Rows, write_rows
 from tasks.data.sources import load_sources, pooled, sources_of, with_needed_columns, without_unstorable
+from tasks.data.template_notes import template_notes
 from tasks.processes.gpu_locks import one_free_gpu
 from tasks.processes.run import TimeLimitError, run_process
 from tasks.registry.gate import LEAST_PROMPTS
@@ -59,6 +60,7 @@ class Screened:
     findings: pl.DataFrame
     lengths: dict[str, pl.Series]  # tokens of the kept prompts, or of a sample of them
     room: dict[str, int | None]  # longest allowed prompt, in tokens
+    notes: list[str]  # about tokenizer and template
     report: dict[str, Any]
 
     @property
@@ -93,9 +95,10 @@ def _work(context: Context) -> dict[str, Any]:
         log.warning("%s: %d rows break %s; they are %s", found["dataset"], found["rows"], rule, done)
     rehearsal = report["rehearsal"] = _rehearse(context)
     counts = report["num_prompts"] | {name: part["num_prompts"] for name, part in report["parts"].items()}
-    rehearsal["warnings"] += report.pop("warnings") + too_few_to_promote(
-        context.config, counts, rehearsal["zero_or_one"]
-    )
+    rehearsal["warnings"] += [
+        *screened.notes,
+        *too_few_to_promote(context.config, counts, rehearsal["zero_or_one"]),
+    ]
     for warning in rehearsal["warnings"]:
         log.warning(warning)
     _show(report, markdown(report, screened.findings, context.partial))
@@ -183,6 +186,10 @@ def screen(config: RunConfig) -> Screened:
         if count
     ] or shape
     lengths = {name: sample_lengths(own, tokenizer, options) for name, own in countable.items()}
+    frames = (frame["prompt"].head(1).to_list() for frame in countable["train"].slices()) if countable else ()
+    first = next((prompt for prompts in frames for prompt in prompts), None)
+    notes = [] if first is None else template_notes(config, tokenizer, first, next(iter(options.values())))
+    notes += [f"{rows_of}: a text with one of the others ends the training"] if tokens > known else []
     report = {
         "num_prompts": {name: own.height for name, own in kept.items()},
         "rows_read": {name: own.height for name, own in rows.items()},
@@ -196,9 +203,8 @@ def screen(config: RunConfig) -> Screened:
         "shared": count_shared(findings),
         "lengths": length_figures(lengths, kept),
         "room": room,
-        "warnings": [f"{rows_of}: a text with one of the others ends the training"] if tokens > known else [],
     }
-    return Screened(kept, dropped, shape, findings, lengths, room, report)
+    return Screened(kept, dropped, shape, findings, lengths, room, notes, report)
 
 
 def _parts(

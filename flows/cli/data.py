@@ -81,11 +81,11 @@ def _check_run(file: Path, overrides: list[str] | None) -> None:
     screened = screen(run)
     if screened.refused:
         refuse(refusal(screened))
-    for warning in screened.report["warnings"]:
-        say(warning)
     for found in screened.report["findings"]:
         done = {"warn": "kept", "drop": "left out"}[found["severity"]]
         say(f"{found['dataset']}: {found['rows']:,} rows break {found['check']} ({found['rule']}); they are {done}")
+    for note in screened.notes:
+        say(note)
     for name, count in screened.report["num_prompts"].items():
         say(f"{name}: {count:,} of {screened.report['rows_read'][name]:,} rows keep the contract")
 

@@ -87,6 +87,19 @@ def end_token_problem(tokenizer: Any, prompt: Any) -> str:
     )
 
 
+def begin_token_problem(tokenizer: Any, prompt: Any) -> str:
+    """The problem if a prompt that is text begins with the begin token, as one rendered by a chat template, and the
+    tokenizer puts another before it; "" if not."""
+    begin = tokenizer.bos_token_id
+    if is_conversation(prompt) or begin is None or tokenizer(prompt)["input_ids"][:2] != [begin, begin]:
+        return ""
+    return (
+        f"the tokenizer {tokenizer.name_or_path!r} puts its begin token before each prompt, and the prompt "
+        f"{prompt[:40]!r} begins with {tokenizer.bos_token!r}: the model would read it twice, unlike in what it was "
+        "trained on. Remove it from the beginning of the prompts, or give messages, which the chat template renders"
+    )
+
+
 def decode_completions(
     rows: Sequence[Mapping[str, Any]],
     prompt_ids: Sequence[list[int]],

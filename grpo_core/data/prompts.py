@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.data.chat import NO_OPTIONS, encode_prompts, end_token_problem
+from grpo_core.data.chat import NO_OPTIONS, begin_token_problem, encode_prompts, end_token_problem
 from grpo_core.errors import ConfigError
 from grpo_core.system.processes import importing
 
@@ -118,7 +118,7 @@ def load_prompts(
     the chat template; `encode`: gives a row's tokens, if the tokenizer alone does not.
 
     All are tokenized once, for the length of the longest. Raises ConfigError for a prompt without tokens, and for a
-    tokenizer that adds its end token to prompts.
+    tokenizer that adds its end token to prompts, or its begin token to those that have it.
     """
 
     def encoded(rows: Sequence[Row]) -> list[list[int]]:
@@ -134,6 +134,6 @@ def load_prompts(
         raise ConfigError(
             f"{path}, row {row}: the tokenizer turns the prompt {rows[row]['prompt']!r} into no tokens; leave it out"
         )
-    if problem := end_token_problem(tokenizer, rows[0]["prompt"]):
+    if problem := end_token_problem(tokenizer, rows[0]["prompt"]) or begin_token_problem(tokenizer, rows[0]["prompt"]):
         raise ConfigError(problem)
     return Prompts(rows, ids, int(lengths.max()))

@@ -60,7 +60,7 @@ def make_setting(config: RunConfig, tokenizer: Any) -> Setting | None:
     or the model's chat template cannot write their answers."""
     if not config.environment.is_used:
         return None
-    turns = TurnFormat(tokenizer, _ends(config, tokenizer), config.data.chat_template_kwargs)
+    turns = TurnFormat(tokenizer, end_texts(config, tokenizer), config.data.chat_template_kwargs)
     if problem := turns.problem():
         raise EnvironmentsError(f"environment: {problem}")
     return Setting(Environments(config.environment), turns)
@@ -75,7 +75,7 @@ def check_prompt(prompt: Any) -> None:
         )
 
 
-def _ends(config: RunConfig, tokenizer: Any) -> tuple[str, ...]:
+def end_texts(config: RunConfig, tokenizer: Any) -> tuple[str, ...]:
     """Texts of the tokens at which the engine ends a turn: the tokenizer's and the model's."""
     from transformers import GenerationConfig
 

@@ -25,6 +25,7 @@ from grpo_core.rewards.trl_arguments import UNKNOWN_PLAN, CallLog, Logged, Train
 from grpo_core.system.progress import REWARDS, moved, phase
 
 SHOWN = 200  # characters of a prompt or completion in a message
+LARGEST = 1e18  # absolute value of a reward: the squares of larger ones are no float32 numbers
 GRACE = 1.0  # seconds after which a coroutine that blocks, or cleans up for long, is ended like any function
 TURNS = 20  # of an event loop: enough for an answer that has arrived to reach its coroutine through a client
 
@@ -397,6 +398,11 @@ def checked(reward: Reward, values: Any, batch: Batch) -> list[float]:
             raise RewardError(
                 f"reward {reward.name!r} returned {value!r} for {batch.shown(i)}; "
                 "return a finite number, or None where it does not apply"
+            )
+        if value is not None and abs(value) > LARGEST:
+            raise RewardError(
+                f"reward {reward.name!r} returned {value!r} for {batch.shown(i)}; give numbers up to {LARGEST:g}: "
+                "divide all of them, or take a logarithm, since the deviation of larger ones cannot be computed"
             )
         if value is not None and reward.range and not reward.range[0] <= value <= reward.range[1]:
             raise RewardError(

@@ -17,7 +17,7 @@ import pandera.polars as pa
 import polars as pl
 
 from grpo_core.config.environment import EnvironmentConfig
-from grpo_core.data.chat import ROLES, end_token_problem
+from grpo_core.data.chat import ROLES, begin_token_problem, end_token_problem
 from grpo_core.rewards.contract import Reward
 from tasks.data import column_fixes
 from tasks.data.column_fixes import accepts
@@ -248,6 +248,11 @@ def _unlike(parts: Mapping[str, Rows], tokenizer: Any) -> Iterator[str]:
     prompt = None if others else next(prompts, None)
     if prompt is not None and (problem := end_token_problem(tokenizer, prompt[:SHOWN])):
         yield problem
+    if kinds[first] == "text" and not others and tokenizer.bos_token:
+        begins = pl.col("prompt").str.starts_with(tokenizer.bos_token)
+        begun = (it for rows in parts.values() for frame in rows.slices() for it in frame.filter(begins)["prompt"])
+        if problem := begin_token_problem(tokenizer, next(begun, "")[:SHOWN]):
+            yield problem
 
 
 def _unusable(name: str, part: Part, environment: EnvironmentConfig) -> Iterator[str]:

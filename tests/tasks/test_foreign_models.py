@@ -58,6 +58,6 @@ def test_prompts_with_tokens_beyond_the_embedding_are_refused(
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     screened = screen(parse_config(config_values(folder, tmp_path)))
     assert screened.refused == bool(count)
-    said = refusal(screened) if count else " ".join(screened.report["warnings"])
+    said = refusal(screened) if count else " ".join(screened.notes)
     assert re.search(r"1 prompts hold tokens" if count else "ends the training", said)
     assert re.search(r"the embedding of .* has 15 rows, and its tokenizer 16 tokens", said)

@@ -153,6 +153,8 @@ def _choice_in(said: str) -> str | None:
 REWARDS: Rewards = {
     "exact_match": BuiltinReward(exact_match, (0.0, 1.0), looks_at_text_only=True),
     "normalized_match": BuiltinReward(normalized_match, (0.0, 1.0), looks_at_text_only=True),
-    "multiple_choice": BuiltinReward(multiple_choice, (0.0, 1.0), looks_at_text_only=True),
+    "multiple_choice": BuiltinReward(
+        multiple_choice, (0.0, 1.0), looks_at_text_only=True, looks_for=lambda _: "<answer> </answer>"
+    ),
     "numeric_match": BuiltinReward(numeric_match, (0.0, 1.0), looks_at_text_only=True),
 }

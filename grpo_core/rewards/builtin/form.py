@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_core.data.chat import text_of
 from grpo_core.rewards.builtin.record import BuiltinReward, Rewards
+
+INNERMOST = re.compile(r"(?<!\\)\((\?(?::|P<\w+>|<?[=!]))?((?:[^()\\]|\\.)*)\)(\?|\*|\{0)?")  # group of a pattern
+ALTERNATIVES = re.compile(r"(?<!\\)\|")
 
 
 def format_regex(completions: Sequence[Any], pattern: str) -> list[float | None]:
@@ -39,7 +42,30 @@ def _tags_in_place(text: str, tags: Sequence[str]) -> int:
     return count
 
 
+def required_text(pattern: str) -> str:
+    """The pattern without parentheses, backslashes before signs, and the groups that a match may lack (optional ones,
+    alternatives, look-arounds): a fixed text that every match contains is part of it."""
+
+    def content(group: re.Match[str]) -> str:
+        kind, inside, repeated = group.groups(default="")
+        return "" if repeated or ALTERNATIVES.search(inside) or kind.endswith(("=", "!")) else inside
+
+    found = 1
+    while found:
+        pattern, found = INNERMOST.subn(content, pattern)
+    return "" if ALTERNATIVES.search(pattern) else re.sub(r"\\(\W)", r"\1", pattern)
+
+
+def _tags_looked_for(args: Mapping[str, Any]) -> str:
+    return " ".join(f"<{tag}> </{tag}>" for tag in args.get("tags", ("think", "answer")))
+
+
 REWARDS: Rewards = {
-    "format_regex": BuiltinReward(format_regex, (0.0, 1.0), looks_at_text_only=True),
-    "tags": BuiltinReward(tags, (0.0, 1.0), looks_at_text_only=True),
+    "format_regex": BuiltinReward(
+        format_regex,
+        (0.0, 1.0),
+        looks_at_text_only=True,
+        looks_for=lambda args: required_text(str(args.get("pattern", ""))),
+    ),
+    "tags": BuiltinReward(tags, (0.0, 1.0), looks_at_text_only=True, looks_for=_tags_looked_for),
 }

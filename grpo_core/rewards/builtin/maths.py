@@ -90,6 +90,11 @@ def _worker() -> subprocess.Popen[str]:
 
 REWARDS: Rewards = {
     "math_answer": BuiltinReward(
-        math_answer, (0.0, 1.0), looks_at_text_only=True, extra="rewards", modules=("math_verify", "sympy")
+        math_answer,
+        (0.0, 1.0),
+        looks_at_text_only=True,
+        looks_for=lambda _: "</think> <answer> </answer>",
+        extra="rewards",
+        modules=("math_verify", "sympy"),
     )
 }

@@ -10,7 +10,7 @@ RewardFunction = Callable[..., Any]  # returns the rewards, or a coroutine that 
 Range = tuple[float, float]
 
 
-def _accept_all(args: Mapping[str, Any]) -> str:
+def _nothing(args: Mapping[str, Any]) -> str:
     return ""
 
 
@@ -28,8 +28,10 @@ class BuiltinReward:
     """Arguments that change no value: if they change, results and checkpoints stay valid."""
     value_problems: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
     """Columns of which it cannot take every value, each with a function that returns the problem of a value, or ""."""
-    args_problem: Callable[[Mapping[str, Any]], str] = _accept_all
+    args_problem: Callable[[Mapping[str, Any]], str] = _nothing
     """Returns the problem of args that a configuration can hold but the function cannot take, or ""."""
+    looks_for: Callable[[Mapping[str, Any]], str] = _nothing
+    """Returns the tags or other fixed texts that it looks for in a completion, given its args."""
     asks_a_model: bool = False
     """True if a first call may take minutes: it is rehearsed with its whole timeout."""
     model_argument: str | None = None

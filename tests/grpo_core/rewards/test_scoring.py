@@ -77,6 +77,10 @@ def test_none_means_not_scored() -> None:
         ("def f(completions): return [0, [1]]", "returned \\[1\\] for prompt '2\\+2=', completion 'b'"),
         ("def f(completions): return [10**400, 0]", "returned 1000"),
         (
+            "def f(completions): return [0, -1e25]",
+            "returned -1e\\+25 for prompt '2\\+2=', completion 'b'; give",
+        ),
+        (
             "class Mute(Exception):\n    def __str__(self): return self.text\ndef f(completions): raise Mute",
             "raised Mute: \\(its text cannot be shown: its __str__ raises AttributeError\\) for prompt '1",
         ),
