@@ -9,7 +9,6 @@ from grpo_core.rewards.isolated import START_SECONDS
 from grpo_core.system.progress import CHECKPOINT, REWARDS, SET_UP
 
 UNLIMITED_WORK = timedelta(hours=1)  # for what no key limits: loading, compiling, sampling, writing a checkpoint
-LONGEST_WAIT = timedelta(days=365)
 ATTEMPTS = 5  # at one answer of a vLLM server, at one server after the other
 
 
@@ -21,7 +20,7 @@ def longest_wait(config: RunConfig) -> timedelta:
     ends the others before this time.
     """
     limited = _scoring_seconds(config) + _answer_seconds(config) + _environment_seconds(config)
-    return UNLIMITED_WORK + timedelta(seconds=min(limited, LONGEST_WAIT.total_seconds()))
+    return UNLIMITED_WORK + timedelta(seconds=limited)
 
 
 def phase_limits(config: RunConfig) -> dict[str, float]:

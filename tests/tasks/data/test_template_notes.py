@@ -28,7 +28,7 @@ CONVERSATION = [{"role": "user", "content": "1+1="}]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose tokenizer ends with [END], and has <think> and </think> as special tokens."""
-    path = make_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
+    path = make_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1, vocab_size=32)
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "[END]"], "eos_token": "[END]"})
     tokenizer.save_pretrained(path)
