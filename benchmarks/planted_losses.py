@@ -129,7 +129,7 @@ def _on_the_way_to_servers(transport: Transport) -> Iterator[None]:
 
 @contextmanager
 def _in_process(engine: Any, transport: Transport) -> Iterator[None]:
-    """Of vLLM in the process, whose weights come by copies, by its loader, or as an adapter."""
+    """Lose weights of vLLM in the training process, which gets them by copies, by its own loader, or as an adapter."""
     from grpo_core.rollout.vllm import colocated_engine
     from grpo_core.rollout.vllm.adapter import hold_adapter
 

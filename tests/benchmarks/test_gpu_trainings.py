@@ -90,10 +90,10 @@ def test_a_part_that_trains_passes(tmp_path: Path, work: Work) -> None:
         (trainings.processes, UNSUMMED, ["grad_norm of the first update"]),
     ],
     ids=[
-        "starts anew",
+        "starts from the beginning",
         "from an earlier step",
         "with other weights",
-        "rounds anew each time",
+        "rounds differently each time",
         "is not merged",
         "moments are not kept",
         "gradients are not averaged",

@@ -271,7 +271,7 @@ def test_an_update_without_a_trained_token_says_nothing_about_entropy_and_adapts
 def test_without_an_advantage_figures_are_of_the_policys_own_log_probabilities(
     values: dict[str, Any], tmp_path: Path, entropy_coef: float
 ) -> None:
-    """Of the rows that an entropy bonus trains, else of the one row that stands for an update without a gradient."""
+    """With an entropy bonus, of the rows that it trains; else of the one row of an update without a gradient."""
     values["rewards"] = [{"function": "tests.grpo_core.training.test_health:constant"}]
     steps = metrics_of(trained_run(tmp_path / "run", values, **OFF_POLICY, entropy_coef=entropy_coef))
     assert [step["reward_std"] for step in steps] == [0.0] * 4
