@@ -142,15 +142,15 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _servers_are_asked(self) -> RolloutConfig:
+        if any(map(holds_secret, self.vllm_server_base_urls)):
+            raise ValueError(
+                "vllm_server_base_urls contains a user, password or token, which would be recorded: leave it out; "
+                "servers started by `python -m grpo_core.rollout.vllm.serve` ask for the secret in GRPO_VLLM_SECRET"
+            )
         if self.engine == "vllm-server":
             wrong = [url for url in self.vllm_server_base_urls if not url.startswith(("http://", "https://"))]
             if wrong:
                 raise ValueError(f"vllm_server_base_urls: {wrong[0]!r} is not an address such as http://127.0.0.1:8000")
-            if any(map(holds_secret, self.vllm_server_base_urls)):
-                raise ValueError(
-                    "vllm_server_base_urls contains a user, password or token, which would be recorded: leave it out; "
-                    "servers started by `python -m grpo_core.rollout.vllm.serve` ask for the secret in GRPO_VLLM_SECRET"
-                )
             if len(set(self.vllm_server_base_urls)) < len(self.vllm_server_base_urls):
                 raise ValueError(f"vllm_server_base_urls={self.vllm_server_base_urls} names a server twice")
             each = self.vllm_tensor_parallel_size, self.vllm_data_parallel_size

@@ -154,6 +154,10 @@ def with_key(key: str, value: Any) -> dict[str, Any]:
             "vllm_server_base_urls contains a user, password or token",
         ),
         (
+            {"rollout": {"vllm_server_base_urls": ["http://me:hidden@a"]}},
+            "vllm_server_base_urls contains a user, password or token",
+        ),
+        (
             {"rewards": [{"function": "length"}, {"function": "mine:length"}]},
             "give those of the same function a `name`",
         ),
