@@ -14,9 +14,10 @@ import time
 import torch  # noqa: F401  as in a training: the state of its random numbers is carried over too
 
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.rewards.batch import Batch
 from grpo_core.rewards.contract import resolve
 from grpo_core.rewards.isolated import RewardProcess
-from grpo_core.rewards.scoring import Batch, score
+from grpo_core.rewards.scoring import score
 
 REWARDS = {"reads texts": ("char_length", 20), "reads token ids": ("length", 20)}
 

@@ -20,8 +20,8 @@ from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.environments.calls import ToolCall
 from grpo_core.errors import ConfigError, GrpoError
+from grpo_core.rewards.batch import short
 from grpo_core.rewards.contract import check_environments, rewards_of
-from grpo_core.rewards.scoring import short
 from grpo_core.system.libraries import quiet_libraries
 from tasks.rendering.visible import shortened
 

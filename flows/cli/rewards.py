@@ -21,9 +21,10 @@ from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import completion_of
 from grpo_core.errors import ConfigError
+from grpo_core.rewards.batch import Batch
 from grpo_core.rewards.contract import Reward, resolve_here, rewards_of
 from grpo_core.rewards.registry import BUILTIN
-from grpo_core.rewards.scoring import Batch, score
+from grpo_core.rewards.scoring import score
 from grpo_core.system.libraries import quiet_libraries
 from tasks.processes.gpu_locks import one_free_gpu
 from tasks.rendering.visible import shortened

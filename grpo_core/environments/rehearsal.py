@@ -22,8 +22,8 @@ from grpo_core.environments.registry import EnvironmentsError
 from grpo_core.environments.setting import Setting, check_prompt, make_setting
 from grpo_core.environments.worker import NO_TEXT
 from grpo_core.rewards import rehearsal as rewards
+from grpo_core.rewards.batch import short
 from grpo_core.rewards.rehearsal import ROWS, TRYING
-from grpo_core.rewards.scoring import short
 from grpo_core.system.processes import run_and_leave
 
 SECONDS = 120.0  # after which no further row is tried

@@ -13,7 +13,7 @@ from grpo_core.environments.conversation import Conversation, Play, Said, conver
 from grpo_core.environments.processes import Environments, Seen
 from grpo_core.environments.registry import EnvironmentsError
 from grpo_core.environments.turns import TurnFormat
-from grpo_core.rewards.scoring import short
+from grpo_core.rewards.batch import short
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,11 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import completion_of
 from grpo_core.errors import GrpoError, RewardError
 from grpo_core.planning.plan import plan_inputs
+from grpo_core.rewards.batch import Batch, short
 from grpo_core.rewards.contract import Reward, check_environments, rewards_of
 from grpo_core.rewards.isolated import START_SECONDS
 from grpo_core.rewards.registry import BUILTIN
-from grpo_core.rewards.scoring import GRACE, Batch, score, short
+from grpo_core.rewards.scoring import GRACE, score
 from grpo_core.system.libraries import quiet_libraries
 from grpo_core.system.processes import run_and_leave
 

@@ -7,24 +7,23 @@ function runs in its own process, which is ended, with all that it has started, 
 from __future__ import annotations
 
 import asyncio
-import copy
 import inspect
 import math
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from grpo_core.errors import RewardError
+from grpo_core.rewards.batch import Batch, joined
 from grpo_core.rewards.contract import Reward
 from grpo_core.rewards.isolated import ProcessDiedError
-from grpo_core.rewards.trl_arguments import UNKNOWN_PLAN, CallLog, Logged, TrainerState
+from grpo_core.rewards.trl_arguments import CallLog, Logged
 from grpo_core.system.progress import REWARDS, moved, phase
 
-SHOWN = 200  # characters of a prompt or completion in a message
 LARGEST = 1e18  # absolute value of a reward: the squares of larger ones are no float32 numbers
 GRACE = 1.0  # seconds after which a coroutine that blocks, or cleans up for long, is ended like any function
 TURNS = 20  # of an event loop: enough for an answer that has arrived to reach its coroutine through a client
@@ -42,63 +41,6 @@ FAILURES = (
     asyncio.CancelledError,
     _TimeIsUpError,
 )  # that count as the reward's failure; an interrupt does not
-
-
-BY_ROW = ("rows", "completions", "completion_ids", "environments")  # fields of a batch that have an entry per row
-
-
-@dataclass(frozen=True)
-class Batch:
-    """B completions with their prompts and columns, row by row."""
-
-    rows: Sequence[Mapping[str, Any]]  # dataset rows, "prompt" among their columns
-    completions: Sequence[Any]  # texts, or conversations for conversational prompts
-    completion_ids: Sequence[list[int]]
-    environments: Sequence[Any] = ()  # of conversations with tools or an environment
-    state: TrainerState = UNKNOWN_PLAN  # when they are scored
-
-    def only(self, i: int) -> Batch:
-        return self._at([i])
-
-    def scored_by(self, reward: Reward) -> Batch:
-        """The rows whose source the reward is for."""
-        places = [i for i, row in enumerate(self.rows) if reward.scores(row)]
-        return self if len(places) == len(self.rows) else self._at(places)
-
-    def _at(self, places: Sequence[int]) -> Batch:
-        chosen = {name: [values[i] for i in places] for name in BY_ROW if (values := getattr(self, name))}
-        return replace(self, **chosen)
-
-    def read_by(self, reward: Reward) -> Batch:
-        """The part of the batch that the reward, and messages about it, need: what is sent to its process."""
-        if reward.accepts is None:
-            return replace(self, environments=())
-        columns = {"prompt", *reward.accepts}
-        rows = [{key: value for key, value in row.items() if key in columns} for row in self.rows]
-        ids = self.completion_ids if "completion_ids" in columns else [[] for _ in rows]
-        return Batch(rows, self.completions, ids, state=self.state)
-
-    def arguments(self, reward: Reward, log: CallLog) -> dict[str, Any]:
-        """The function's arguments, which it may change: rows, completions and args are copies."""
-        copied = {
-            **{key: [row[key] for row in self.rows] for key in self.rows[0] if key != "prompt"},
-            "prompts": [row["prompt"] for row in self.rows],
-            "completions": self.completions,
-        }
-        given = {
-            "completion_ids": [list(ids) for ids in self.completion_ids],
-            **({"environments": list(self.environments)} if self.environments else {}),
-            **({"trainer_state": self.state} if reward.reads_state else {}),
-            "log_extra": log.log_extra,
-            "log_metric": log.log_metric,
-            **copy.deepcopy(dict(reward.args)),
-        }
-        accepts = {*copied, *given} if reward.accepts is None else reward.accepts
-        own = {key: [copy.deepcopy(value) for value in values] for key, values in copied.items() if key in accepts}
-        return own | {key: value for key, value in given.items() if key in accepts}
-
-    def shown(self, i: int) -> str:
-        return f"prompt {short(self.rows[i]['prompt'])}, completion {short(self.completions[i])}"
 
 
 def score(rewards: Sequence[Reward], batch: Batch) -> list[list[float]]:
@@ -141,7 +83,7 @@ def score_arriving(
                     batch = batch_of(list(new))
                     parts.append((batch, loop.start(asynchronous, batch)))
                 loop.turn()
-        whole_batch = _joined([batch for batch, _ in parts])
+        whole_batch = joined([batch for batch, _ in parts])
         synchronous = [(reward, whole_batch.scored_by(reward)) for reward in rewards if not reward.is_async]
         at_the_end = {reward.name: _run(reward, own) for reward, own in synchronous if own.rows}
         loop.finish()
@@ -240,7 +182,7 @@ class _Loop:
             reward, batch, error = self.failed[0]
             if isinstance(error, ProcessDiedError):  # any of the calls under way in that process may have ended it
                 calls = [(other, part) for other, part, _ in self.failed] + [*self.calls.values()]
-                batch = _joined([*{id(part): part for other, part in calls if other is reward}.values()])
+                batch = joined([*{id(part): part for other, part in calls if other is reward}.values()])
             raise _explained(reward, batch, error) from error
 
 
@@ -295,11 +237,6 @@ async def _awaited(reward: Reward, batch: Batch, log: CallLog, seconds: float, s
         raise
     finally:
         scopes.discard(scope)
-
-
-def _joined(batches: Sequence[Batch]) -> Batch:
-    columns = {name: [entry for batch in batches for entry in getattr(batch, name)] for name in BY_ROW}
-    return Batch(**columns, state=batches[0].state if batches else UNKNOWN_PLAN)
 
 
 @contextmanager
@@ -417,9 +354,3 @@ def _is_finite_number(value: Any) -> bool:
         return math.isfinite(value)
     except (TypeError, ValueError, OverflowError):
         return False
-
-
-def short(value: Any) -> str:
-    """A value as Python writes it, with its middle left out if it is long."""
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"

@@ -17,7 +17,6 @@ from accelerate import PartialState
 
 from grpo_core.algorithm.advantages import Advantages, group_advantages, sample_std
 from grpo_core.config.algorithm import AlgorithmConfig
-from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.metrics import of_source
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import decode_completions, text_of
@@ -30,12 +29,14 @@ from grpo_core.environments.setting import Setting
 from grpo_core.errors import NotFiniteError, RolloutError
 from grpo_core.model.sequences import pad
 from grpo_core.planning.plan import Plan
+from grpo_core.rewards.batch import Batch
 from grpo_core.rewards.composition import counted, passed
 from grpo_core.rewards.contract import Reward
-from grpo_core.rewards.scoring import Batch, score_arriving
+from grpo_core.rewards.scoring import score_arriving
 from grpo_core.rewards.trl_arguments import UNKNOWN_PLAN, Logged, TrainerState
 from grpo_core.rollout.ahead import Ahead, Group, TakingSampler, requests_of, windows
 from grpo_core.rollout.answers import Answer, completions_of, conversations_of
+from grpo_core.rollout.batch_metrics import age_metrics, length_metrics, logged_metrics, reward_metrics
 from grpo_core.rollout.process_work import TOKENS, work_metrics
 from grpo_core.rollout.requests import own_limit, training_sampling
 from grpo_core.rollout.types import Completion, Engine, GenerationBatch, Request, Sampler, Sampling
@@ -190,10 +191,10 @@ def generation_batch(
     advantages, completions = _advantages(samples, config, plan), [sample.completion for sample in samples]
     metrics = {
         **_metrics_of(range(len(samples)), samples, advantages, plan.num_generations),
-        **_reward_metrics(config.rewards, _matrix(samples)),
-        **logged_metrics(sampled),
+        **reward_metrics(config.rewards, _matrix(samples)),
+        **logged_metrics([sample.logged for sample in sampled]),
         **_source_metrics(samples, advantages, plan),
-        **_age_metrics(completions),
+        **age_metrics(completions),
         **metrics,
     }
     sampling_logprobs = pad([completion.logprobs for completion in completions], torch.float32)
@@ -226,7 +227,7 @@ def _metrics_of(places: Sequence[int], samples: Sequence[Sample], advantages: Ad
         "reward": rewards.nanmean().item(),
         "reward_std": sample_std(rewards).item(),
         "frac_reward_zero_std": is_silent.float().mean().item(),
-        **_length_metrics([samples[place].completion for place in places]),
+        **length_metrics([samples[place].completion for place in places]),
     }
 
 
@@ -361,51 +362,3 @@ def _trained_mask(completion: Completion, config: AlgorithmConfig) -> list[float
     a completion that was cut off."""
     kept = not (config.mask_truncated_completions and completion.truncated)
     return [float(kept and sampled) for sampled in completion.mask or [1] * len(completion.ids)]
-
-
-def _reward_metrics(rewards: Sequence[RewardConfig], given: np.ndarray) -> dict[str, float]:
-    metrics = {}
-    for reward, values, counts in zip(rewards, given.T, counted(given, rewards).T, strict=True):
-        scored = ~np.isnan(values)
-        if scored.any():
-            metrics[f"rewards/{reward.name}/mean"] = values[scored].mean().item()
-            metrics[f"rewards/{reward.name}/std"] = sample_std(torch.from_numpy(values[scored])).item()
-            if reward.clip or reward.gate:
-                metrics[f"rewards/{reward.name}/counted"] = counts[scored].mean().item()
-    return metrics
-
-
-def logged_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Mean of each figure that rewards logged, over the completions of the calls that did: the same however they are
-    divided among calls and processes, if a function logs means over the completions that it is called with."""
-    names = dict.fromkeys(name for sample in samples for name in sample.logged.figures)
-    found = {name: [it.logged.figures[name] for it in samples if name in it.logged.figures] for name in sorted(names)}
-    return {f"logged/{name}": sum(values) / len(values) for name, values in found.items()}
-
-
-def _age_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Number of hand-overs of weights since a token was sampled: mean over the tokens, and of the oldest."""
-    ages = [
-        age
-        for completion in completions
-        for age, sampled in zip(completion.ages or [], completion.mask or itertools.repeat(1), strict=False)
-        if sampled
-    ]
-    return (
-        {"sampling/staleness/mean": sum(ages) / len(ages), "sampling/staleness/max": float(max(ages))} if ages else {}
-    )
-
-
-def _length_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    lengths = torch.tensor([completion.sampled_tokens for completion in completions], dtype=torch.float32)
-    truncated = torch.tensor([completion.truncated for completion in completions])
-    terminated = lengths[~truncated]
-    return {
-        "completions/mean_length": lengths.mean().item(),
-        "completions/min_length": lengths.min().item(),
-        "completions/max_length": lengths.max().item(),
-        "completions/clipped_ratio": truncated.float().mean().item(),
-        "completions/mean_terminated_length": terminated.mean().item() if len(terminated) else 0.0,
-        "completions/min_terminated_length": terminated.min().item() if len(terminated) else 0.0,
-        "completions/max_terminated_length": terminated.max().item() if len(terminated) else 0.0,
-    }

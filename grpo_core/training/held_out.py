@@ -18,7 +18,8 @@ from grpo_core.model.loading import load_trainable_state, trainable_state
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rewards.composition import weighted_sum
 from grpo_core.rewards.trl_arguments import TrainerState
-from grpo_core.rollout.collect import Sample, logged_metrics, sample_and_score, share_samples
+from grpo_core.rollout.batch_metrics import logged_metrics
+from grpo_core.rollout.collect import Sample, sample_and_score, share_samples
 from grpo_core.rollout.records import logged_columns
 from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
 from grpo_core.system.files import naming, publish, replace_folder
@@ -45,7 +46,7 @@ def evaluate_policy(session: Session, state: TrainingState, folder: Path) -> dic
         _write(samples, session, folder / f"step-{state.updates:06d}.parquet")
     sources = [row.get("source", "") for row in held_out.rows]
     metrics = _figures(samples, [*range(len(samples))], sources, session)
-    metrics |= {f"eval_{name}": value for name, value in logged_metrics(samples).items()}
+    metrics |= {f"eval_{name}": value for name, value in logged_metrics([sample.logged for sample in samples]).items()}
     for name in session.config.evaluated_sources:
         own = [place for place, source in enumerate(sources) if source == name]
         metrics |= of_source(_figures(samples, own, sources, session), name)

@@ -25,7 +25,8 @@ from grpo_core.environments.processes import Environments
 from grpo_core.environments.setting import Setting
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.rollout import conversations
-from grpo_core.rollout.collect import Sample, _age_metrics
+from grpo_core.rollout.batch_metrics import age_metrics
+from grpo_core.rollout.collect import Sample
 from grpo_core.rollout.conversations_ahead import ConversationsAhead
 from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
@@ -153,8 +154,8 @@ def test_conversations_go_on_with_new_weights_and_each_prompt_is_trained_as_plan
 def test_staleness_is_that_of_the_tokens_that_the_policy_sampled() -> None:
     talk = Completion([1] * 4, [0.0] * 4, truncated=False, mask=[1, 0, 0, 1], ages=[3, 9, 9, 1])
     single = Completion([1, 1], [0.0] * 2, truncated=False, ages=[2, 2])
-    assert _age_metrics([talk, single]) == {"sampling/staleness/mean": 2.0, "sampling/staleness/max": 3.0}
-    assert _age_metrics([replace(talk, ages=None)]) == {}
+    assert age_metrics([talk, single]) == {"sampling/staleness/mean": 2.0, "sampling/staleness/max": 3.0}
+    assert age_metrics([replace(talk, ages=None)]) == {}
 
 
 def varied(completion_ids: list[list[int]], **_: Any) -> list[float]:

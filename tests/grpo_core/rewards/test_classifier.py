@@ -13,10 +13,11 @@ import transformers
 
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.errors import RewardError
+from grpo_core.rewards.batch import Batch
 from grpo_core.rewards.builtin import classifier as module
 from grpo_core.rewards.builtin.classifier import classifier
 from grpo_core.rewards.contract import resolve
-from grpo_core.rewards.scoring import Batch, score
+from grpo_core.rewards.scoring import score
 from tests.conftest import make_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.rewards.batch import Batch
 from grpo_core.rewards.builtin.code import last_block, unit_tests
 from grpo_core.rewards.builtin.code_tests import UnitTestError, read_test
 from grpo_core.rewards.contract import resolve
-from grpo_core.rewards.scoring import Batch, score
+from grpo_core.rewards.scoring import score
 from grpo_core.system.sandbox.bubblewrap import Call, Input, _rebuilt
 from grpo_core.system.sandbox.inside import encoded
 

@@ -24,7 +24,8 @@ for record in BUILTIN.values():
 import grpo_core.train, grpo_core.evaluate
 from grpo_core.errors import RewardError
 from grpo_core.rewards.contract import check, resolve
-from grpo_core.rewards.scoring import Batch, score
+from grpo_core.rewards.batch import Batch
+from grpo_core.rewards.scoring import score
 from grpo_core.config.inputs import RewardConfig
 
 ARGUMENTS = {

@@ -25,9 +25,10 @@ from hypothesis import strategies as st
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.errors import RewardError
 from grpo_core.rewards import isolated as isolation
+from grpo_core.rewards.batch import Batch
 from grpo_core.rewards.contract import Reward, resolve, source_of
 from grpo_core.rewards.random_draws import draws_state, set_draws_state
-from grpo_core.rewards.scoring import Batch, score, score_arriving
+from grpo_core.rewards.scoring import score, score_arriving
 from grpo_core.training.loop import train
 from tests.conftest import make_run
 from tests.grpo_core.rewards.harmful import HARMFUL
@@ -120,7 +121,8 @@ def test_sigkill_of_the_training_leaves_nothing_of_a_reward(
     code = """
 import sys; sys.path.insert(0, sys.argv[1])
 import os, psutil, signal
-from grpo_core.rewards.scoring import Batch, score
+from grpo_core.rewards.batch import Batch
+from grpo_core.rewards.scoring import score
 from grpo_core.rewards.contract import RewardConfig, resolve
 reward = resolve(RewardConfig(function="harmful:blocks", isolated=True))
 print("pids", *(child.pid for child in psutil.Process().children(recursive=True)), flush=True)

@@ -15,10 +15,11 @@ import pytest
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.errors import RewardError
 from grpo_core.rewards import scoring
+from grpo_core.rewards.batch import Batch
 from grpo_core.rewards.builtin.judge import judge
 from grpo_core.rewards.builtin.judge_client import connect
 from grpo_core.rewards.contract import resolve
-from grpo_core.rewards.scoring import Batch, score, score_arriving
+from grpo_core.rewards.scoring import score, score_arriving
 from tests.grpo_core.rewards.judging import by_length, completed, contents, judging, material
 from tests.serving import free_ports
 

@@ -17,11 +17,12 @@ from math_verify import parse, verify
 
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.errors import RewardError
+from grpo_core.rewards.batch import Batch
 from grpo_core.rewards.builtin import maths
 from grpo_core.rewards.builtin.maths import math_answer
 from grpo_core.rewards.builtin.maths_worker import compare
 from grpo_core.rewards.contract import resolve
-from grpo_core.rewards.scoring import Batch, score
+from grpo_core.rewards.scoring import score
 
 
 @pytest.mark.slow

@@ -14,8 +14,9 @@ import pytest
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.errors import RewardError
 from grpo_core.rewards import scoring
+from grpo_core.rewards.batch import Batch
 from grpo_core.rewards.contract import resolve
-from grpo_core.rewards.scoring import Batch, score, score_arriving
+from grpo_core.rewards.scoring import score, score_arriving
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
 

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.rewards.batch import Batch
 from grpo_core.rewards.composition import weighted_sum
 from grpo_core.rewards.contract import Reward, resolve
-from grpo_core.rewards.scoring import Batch, score_arriving
+from grpo_core.rewards.scoring import score_arriving
 
 SOURCES = ("maths", "code", "other")
 

@@ -12,8 +12,9 @@ import pytest
 
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.errors import RewardError
+from grpo_core.rewards.batch import Batch
 from grpo_core.rewards.contract import Reward, resolve
-from grpo_core.rewards.scoring import Batch, score, score_arriving
+from grpo_core.rewards.scoring import score, score_arriving
 from grpo_core.rewards.trl_arguments import Logged, TrainerState
 
 BODY = """
