@@ -95,7 +95,10 @@ TRAINED = _by_name(
 
 
 # Figures of a training that are also given per source, as METRIC/SOURCE, if there are several; with eval_ too.
-BY_SOURCE = ("reward", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio", "accuracy")
+BY_SOURCE = (
+    *("reward", "frac_reward_zero_std", "frac_unscored"),
+    *("completions/mean_length", "completions/clipped_ratio", "accuracy"),
+)
 
 
 def of_source(metrics: Mapping[str, float], source: str) -> dict[str, float]:

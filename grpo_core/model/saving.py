@@ -13,7 +13,9 @@ import torch
 from accelerate import PartialState
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from grpo_core import run_files
 from grpo_core.config.inputs import ModelConfig
@@ -56,10 +58,28 @@ def save_model(
     if is_sharded(model):
         _save_sharded(model, folder)
     elif is_main:
-        model.save_pretrained(folder)
+        _save_whole(model, folder)
     if is_main:
         tokenizer.save_pretrained(folder)
     wait_for_all()
+
+
+def _save_whole(model: Any, folder: Path) -> None:
+    generation, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        model.generation_config = generation
+    _save_generation_config(generation, folder)
+
+
+def _save_generation_config(generation: GenerationConfig | None, folder: Path) -> None:
+    """Write it as the base has it: transformers would refuse one that it has read, such as a temperature without
+    sampling."""
+    file = folder / GENERATION_CONFIG_NAME
+    file.unlink(missing_ok=True)
+    if generation is not None:
+        generation.to_json_file(file, keys_to_pop=["compile_config"])
 
 
 def save_adapter(model: Any, folder: Path | str) -> None:
@@ -105,5 +125,4 @@ def _save_sharded(model: Any, folder: Path) -> None:
         }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         base.config.save_pretrained(folder)
-        if base.generation_config is not None:
-            base.generation_config.save_pretrained(folder)
+        _save_generation_config(base.generation_config, folder)

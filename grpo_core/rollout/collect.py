@@ -220,12 +220,14 @@ def generation_batch(
 
 
 def _metrics_of(places: Sequence[int], samples: Sequence[Sample], advantages: Advantages, g: int) -> dict[str, float]:
-    """Metrics of rewards and lengths of the samples at these places, which are whole groups."""
+    """Metrics of rewards and lengths of the samples at these places, which are whole groups; none of the rewards' if
+    no function scored one of them."""
     rewards = advantages.rewards[[*places]]
+    is_scored = ~rewards.isnan()
     is_silent = advantages.group_std[[place // g for place in places[::g]]] == 0
     return {
-        "reward": rewards.nanmean().item(),
-        "reward_std": sample_std(rewards).item(),
+        **({"reward": rewards.nanmean().item(), "reward_std": sample_std(rewards).item()} if is_scored.any() else {}),
+        "frac_unscored": 1 - is_scored.float().mean().item(),
         "frac_reward_zero_std": is_silent.float().mean().item(),
         **length_metrics([samples[place].completion for place in places]),
     }

@@ -56,7 +56,7 @@ def not_finite(config: HealthConfig, step: int, error: Exception) -> Finding:
         "not_finite",
         config.not_finite_action,
         f"{error}. The weights, or a number on the way to their gradient, are broken: an update was too large, or the "
-        "base model is damaged; or, where only rewards are named, no function scored a single completion. Lower "
+        "base model is damaged. Lower "
         "train.learning_rate or train.max_grad_norm, or look at this step's completions and rewards. The "
         "newest checkpoint that a healthy step followed is kept: health.not_finite_action = 'roll_back' goes on from "
         "it",
@@ -84,9 +84,14 @@ def _rules(config: HealthConfig) -> list[_Rule]:
     return [
         _Rule(
             "zero_advantages", "frac_reward_zero_std", 1, 1 - 1e-9, c.zero_advantages_steps, c.zero_advantages_action,
-            "within each group all completions got the same reward, so there is nothing to learn from. Look at the "
+            "within each group all completions got the same reward, or none: nothing to learn from. Look at the "
             "completions: the prompts are too easy, too hard, or the reward cannot tell answers apart. Mix in prompts "
             "of other difficulty, raise num_generations or temperature, set rollout.dynamic_sample or data.curriculum",
+        ),
+        _Rule(
+            "unscored", "frac_unscored", 1, 1 - 1e-9, c.zero_advantages_steps, "stop",
+            "each reward gave None to each completion, or each conversation failed, so no update changed anything. Let "
+            "one of the rewards give a number, or take out the prompts to which none applies",
         ),
         _Rule(
             "entropy", "entropy", -1, c.min_entropy, c.patience, c.entropy_action,
@@ -152,11 +157,8 @@ def _rules(config: HealthConfig) -> list[_Rule]:
 def _sentence(rule: _Rule, step: int, streak: int, metrics: Mapping[str, float]) -> str:
     value = metrics[rule.metric]
     side = "above" if rule.sign > 0 else "below"
-    figure = (
-        "no completion has an advantage"
-        if rule.name == "zero_advantages"
-        else f"{rule.metric} = {value:.4g} is {side} {rule.limit:g}"
-    )
+    shares = {"zero_advantages": "no completion has an advantage", "unscored": "no reward applied to any completion"}
+    figure = shares.get(rule.name, f"{rule.metric} = {value:.4g} is {side} {rule.limit:g}")
     if rule.name == "failed_conversations":
         lost = {name.split("/")[1]: share for name, share in metrics.items() if name.endswith("/lost") and share}
         figure += "".join(f" (tool {name}: {share:.0%} of its calls are lost)" for name, share in lost.items())

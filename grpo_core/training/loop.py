@@ -26,6 +26,7 @@ from grpo_core.training import health
 from grpo_core.training.batch import update_batch
 from grpo_core.training.checkpoint import Checkpoints, fingerprint
 from grpo_core.training.curriculum import arrange_epochs
+from grpo_core.training.end_rehearsal import rehearse_end
 from grpo_core.training.health import Finding
 from grpo_core.training.held_out import evaluate_policy, keep_best, load_best
 from grpo_core.training.interrupt import Stopped, interruptible, stop_if_asked, stop_signals
@@ -59,6 +60,7 @@ def train(run: Path, output: Path) -> dict[str, Any]:
         session.optimizer,
         reference,
     )
+    rehearse_end(session.config, session.model, session.scoring.tokenizer, session.plan, output)
     state = resume(session, checkpoints)
     log = TrainingLog(session, output, state)
     with stop_signals():

@@ -26,7 +26,7 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from grpo_core import run_files
 from grpo_core.planning.plan import Plan
 from tasks.rendering.drawing import Row, draw_curves
-from tasks.rendering.figures import duration
+from tasks.rendering.figures import NONE, duration
 from tasks.rendering.visible import shortened
 from tasks.tracking.runs import run_page
 
@@ -150,7 +150,7 @@ class Live:
         if not rows:
             return
         table = live_table(rows, self.plan)
-        done = f"{rows[-1]['step']}/{self.plan.max_steps} updates, reward {rows[-1]['reward']:.3f}"
+        done = f"{rows[-1]['step']}/{self.plan.max_steps} updates, reward {_reward(rows[-1])}"
         left = f", {table[0]['time left']} left" if rows[-1]["step"] < self.plan.max_steps else ""
         left += machines_line(rows[-1])
         percent = 100.0 * rows[-1]["step"] / self.plan.max_steps
@@ -179,7 +179,7 @@ def live_table(rows: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
         table.append(
             {
                 "step": row["step"],
-                "reward": f"{row['reward']:.3f}",
+                "reward": _reward(row),
                 **({"KL": f"{row['kl']:.4f}"} if "kl" in row else {}),
                 "length": f"{row['completions/mean_length']:.1f}",
                 **({"turns": f"{row[TURNS]:.1f}"} if TURNS in row else {}),
@@ -189,6 +189,10 @@ def live_table(rows: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
             }
         )
     return table[::-1][:ROWS]
+
+
+def _reward(row: Row) -> str:
+    return f"{row['reward']:.3f}" if "reward" in row else NONE  # no function scored a completion
 
 
 def machines_line(row: Row) -> str:

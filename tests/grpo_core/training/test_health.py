@@ -14,6 +14,7 @@ import torch
 from grpo_core.config.files import dump_config, load_config
 from grpo_core.config.training import HealthConfig
 from grpo_core.errors import NotFiniteError, TrainingError
+from grpo_core.rewards.trl_arguments import TrainerState
 from grpo_core.training import loop as trainer
 from grpo_core.training.health import is_healthy, not_finite, observe
 from grpo_core.training.loop import train
@@ -118,13 +119,28 @@ def silent(completions: list[str]) -> list[float | None]:
     return [None] * len(completions)
 
 
-def test_a_batch_that_no_reward_scored_stops_the_training_at_once(values: dict[str, Any], tmp_path: Path) -> None:
-    values["rewards"] = [{"function": "tests.grpo_core.training.test_health:silent"}]
+def at_first_silent(completions: list[str], trainer_state: TrainerState) -> list[float | None]:
+    return [len(each) if trainer_state.global_step else None for each in completions]
+
+
+def test_a_batch_to_which_no_reward_applies_changes_nothing_and_the_training_goes_on(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.training.test_health:at_first_silent"}]
     run = make_run(tmp_path / "run", values)
-    with pytest.raises(TrainingError, match=r"step 1: reward not finite.*no function scored a single completion"):
+    assert _train(run)["counted"]["updates"] == 4
+    first, *rest = _lines(run / "training" / "metrics.jsonl")
+    assert first["frac_unscored"] == 1 and first["loss"] == first["grad_norm"] == 0
+    assert not {"reward", "reward_std"} & first.keys()
+    assert all(step["frac_unscored"] == 0 and step["reward"] > 0 for step in rest)
+    assert "step 1/4  no reward applies  loss +0.0000" in capsys.readouterr().out
+
+
+def test_rewards_that_never_apply_stop_the_training_with_the_reason(values: dict[str, Any], tmp_path: Path) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.training.test_health:silent"}]
+    run = make_run(tmp_path / "run", with_keys(values, zero_advantages_steps=3))
+    with pytest.raises(TrainingError, match=r"step 3: no reward applied to any completion, 3 updates in a row"):
         _train(run)
-    (stopped,) = _lines(run / "training" / "metrics.jsonl")
-    assert math.isnan(stopped["reward"])
 
 
 @pytest.mark.usefixtures("endless")

@@ -1,0 +1,119 @@
+"""A small copy of a model: its architecture with two layers and narrow ones, and random weights, to try things on."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from grpo_core.model.pretrained import from_config, from_pretrained
+
+LAYERS, VOCABULARY = 2, 512
+DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+MOST = dict.fromkeys(DEPTHS, LAYERS) | {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 32),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),  # layers before those with experts
+    "num_kv_shared_layers": 0,  # the last ones, with the keys of an earlier layer of their kind
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    "pad_token_id": VOCABULARY - 1,  # an embedding has its row
+}
+NARROWEST = 2  # width of a head: a rotary embedding turns pairs
+HEADLESS = 32  # parts that the width of a model without attention heads is taken to have
+OF_MODEL = ("hidden_size", "n_embd", "d_model", "embed_dim", "emb_dim")
+OF_HEAD = ("head_dim", "qk_rope_head_dim", "dim_head", "kv_channels")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+WIDTH = re.compile(r"(.*_)?(hidden_size|intermediate_size|head_dim|d_head|lora_rank|ffn_dim|n_inner|dim_ff)(_.*)?")
+
+
+def write_small_copy(path: Path | str, revision: str | None, folder: Path, limit: int) -> None:
+    """Write a small copy of the model at `path` to `folder`, with the same generation_config.json. Raises ValueError if
+    its weights take more than `limit` bytes, and what transformers raises for an architecture that cannot be made
+    small."""
+    config = small_config(from_pretrained(AutoConfig, path, revision))
+    shape = _without_weights(config)
+    size = sum(weights.numel() for weights in shape.state_dict().values()) * torch.float32.itemsize
+    if size > limit:
+        raise ValueError(f"{LAYERS} layers take {size:,} bytes, and {limit:,} are the most for a copy")
+    model = from_config(AutoModelForCausalLM, config, dtype=torch.float32)
+    model.generation_config = GenerationConfig()
+    model.save_pretrained(folder)
+    try:
+        generation = from_pretrained(GenerationConfig, path, revision)
+    except OSError:  # the model has none
+        return
+    (folder / GENERATION_CONFIG_NAME).write_text(json.dumps(generation.to_diff_dict(), default=str))
+
+
+def small_config(config: Any) -> Any:
+    """Copy of a configuration with few layers and experts, and as narrow as its architecture takes it. Raises what
+    transformers raises for one that it does not take."""
+    for factor in _factors(config):
+        small = copy.deepcopy(config)
+        for part in _parts(small):
+            _make_small(part, factor)
+        try:
+            _without_weights(type(small).from_dict(small.to_dict()))  # which checks more than changing it does
+        except Exception:  # of whatever kind: a width that the architecture does not take, or (by 1) its own fault
+            if factor == 1:
+                raise
+        else:
+            break
+    return small
+
+
+def _factors(config: Any) -> list[int]:
+    """How many times narrower to try, the most first and 1 last: what leaves a head of the text model whole."""
+    values = vars(config.get_text_config())
+    heads, width = _first(values, HEADS), _first(values, OF_MODEL)
+    head = _first(values, OF_HEAD) or width // (heads or HEADLESS)
+    return [factor for factor in range(head // NARROWEST, 1, -1) if head % factor == 0] + [1]
+
+
+def _make_small(part: Any, factor: int) -> None:
+    values = vars(part)
+    heads = _first(values, HEADS) or 1
+    depth, kinds = _first(values, DEPTHS), values.get("layer_types") or []
+    other = next((layer for layer, kind in enumerate(kinds) if kind != kinds[0]), 1)  # one layer of each kind
+    own: dict[int, dict[str, int]] = {}  # of layers that differ in more than their kind (Gemma 4)
+    if getattr(part, "is_heterogeneous", False):
+        for place, layer in enumerate((0, other)):
+            differs = part.per_layer_config[layer]
+            own[place] = {name: max(1, getattr(differs, name) // factor) for name in part.per_layer_attributes}
+        part.per_layer_config = None
+    for name, value in [*values.items()]:
+        if isinstance(value, list) and depth and len(value) == depth > LAYERS:  # an entry per layer
+            setattr(part, name, [value[0], value[other]])
+        elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            continue
+        elif name in MOST:
+            setattr(part, name, min(value, MOST[name]))
+        elif name in OF_MODEL:
+            setattr(part, name, heads * max(1, -(-value // (factor * heads))))
+        elif name in OF_HEAD or WIDTH.fullmatch(name):
+            setattr(part, name, max(1, value // factor))
+    if own:
+        part.per_layer_config = own
+
+
+def _first(values: Mapping[str, Any], names: Sequence[str]) -> int:
+    return next((values[name] for name in names if isinstance(values.get(name), int)), 0)
+
+
+def _without_weights(config: Any) -> Any:
+    with torch.device("meta"):
+        return from_config(AutoModelForCausalLM, config)
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """The configuration and those of its parts."""
+    yield config
+    for name in getattr(config, "sub_configs", {}):
+        if (part := getattr(config, name, None)) is not None:
+            yield from _parts(part)
