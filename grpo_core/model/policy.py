@@ -84,7 +84,7 @@ class Policy(nn.Module):
         self.master = master
         sharded = is_sharded(master)
         self.model = model = working_copy(master) if bf16 and not sharded else master
-        self.temperature = temperature
+        self.temperature, self.max_length = temperature, max_length
         self.output_layer = plain_output_layer(model)
         self.rounds_logits = bf16 and not gives_float32_logits(model)
         on_gpu = next(model.parameters()).is_cuda

@@ -253,32 +253,58 @@ def test_queries_scaled_by_their_position_are_not_sampled_with_padding_before_a_
 def test_packed_passes_with_other_gradients_give_way_to_padded_rows(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hidden states are right: no comparison of them would show it."""
+    """Hidden states are right: no comparison of them would show it. Nor would short sequences."""
     backward = _Gather.backward
 
     def doubled(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return 2 * backward(ctx, gradient)[0], None
+        return backward(ctx, gradient)[0] * (2 if len(gradient) > 50 else 1), None
 
     monkeypatch.setattr(_Gather, "backward", doubled)
     for model, packs in ((load_model(model_folder), False), (load_model(model_folder).requires_grad_(False), True)):
-        policy = Policy(model, 1.0)
+        policy = Policy(model, 1.0, max_length=60)
         assert policy.packs == packs
         assert policy.why_not.startswith("gradients differ by") != packs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("from_the_start", [True, False])
-def test_layers_that_do_not_give_the_same_twice_cannot_be_recomputed(model_folder: Path, from_the_start: bool) -> None:
-    """Nor after memory has run out, when a training recomputes as its last resort."""
-    model = load_model(model_folder)
+@pytest.mark.parametrize("beyond", [0, 50, 500])
+def test_layers_that_do_not_give_the_same_twice_cannot_be_recomputed(
+    tmp_path: Path, from_the_start: bool, beyond: int
+) -> None:
+    """Nor after memory has run out, when a training recomputes as its last resort; also if only the run's longest
+    sequences show it."""
+    model = load_model(make_model(tmp_path, max_position_embeddings=1024))
     mlp, calls = model.model.layers[0].mlp, itertools.count(1)
     forward = mlp.forward
-    policy = Policy(model, 1.0)
-    mlp.forward = lambda x: forward(x) * next(calls)
+    longest = 60 if beyond < 60 else 1000
+    policy = Policy(model, 1.0, max_length=longest)
+    mlp.forward = lambda x: forward(x) * (1 + next(calls) % 2 * (x.shape[1] > beyond))
     with pytest.raises(ConfigError, match=r"other gradients when activations are computed again, by \d+%"):
         if from_the_start:
-            Policy(model, 1.0, gradient_checkpointing=True)
+            Policy(model, 1.0, max_length=longest, gradient_checkpointing=True)
         else:
             policy.recompute(1)
+
+
+def test_recomputing_is_tried_on_as_many_tokens_as_there_is_memory_for(model_folder: Path) -> None:
+    """It is a training's last resort when memory has run out."""
+    policy, tried, room = Policy(load_model(model_folder), 1.0, max_length=60), list[tuple[int, int]](), 20
+    states = policy.hidden_states
+
+    def with_little_memory(tokens: Any) -> Tensor:
+        tried.append((tokens.input_ids.numel(), policy.recomputed))
+        if tried[-1][0] > room and not policy.recomputed:
+            raise torch.OutOfMemoryError
+        return states(tokens)
+
+    policy.hidden_states = with_little_memory  # type: ignore[method-assign]
+    policy.recompute(2)
+    assert tried == [(59, 0)] * 4 + [(31, 0), (15, 0), (15, 2)]
+    assert policy.recomputed == 2
+    policy.recomputed = room = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        policy.recompute(2)
 
 
 ROPE = {
