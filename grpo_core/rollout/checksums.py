@@ -25,30 +25,45 @@ NUMBER, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECC
 SHOWN = 5  # names in a message
 
 
-def row_sums(tensor: Tensor) -> Tensor:
-    """Return, for each row of the tensor, the sum of its bits, which `read` makes a checksum of. (R,) int64, on the
-    tensor's device, which is not waited for."""
-    rows = tensor.detach().reshape(len(tensor) if tensor.ndim else 1, math.prod(tensor.shape[1:]))
+Sums = tuple[Tensor, Tensor]
+
+
+def bit_sums(tensor: Tensor) -> Sums:
+    """Return the sums of the bits of each row and of each column, which `read` makes a checksum of: (R,) and (C,) int64,
+    on the tensor's device, which is not waited for, modulo 2⁶⁴. A row is what lies along the last dimension, of a vector
+    one element; it is added up as 64-bit words, or as elements where it has no whole number of words."""
+    width = tensor.shape[-1] if tensor.ndim > 1 else 1
+    rows = tensor.detach().reshape(math.prod(tensor.shape[:-1]) if tensor.ndim > 1 else tensor.numel(), width)
     if not rows.is_contiguous() or rows.storage_offset() * rows.itemsize % WORD:
         rows = rows.clone(memory_format=torch.contiguous_format)
-    if rows.shape[1] * rows.itemsize % WORD == 0:
-        return rows.view(torch.int64).sum(1)  # as words: no element is converted
-    return rows.view(INTEGERS[rows.itemsize]).sum(1, dtype=torch.int64)
+    in_words = width * rows.itemsize % WORD == 0  # no element is converted
+    bits = rows.view(torch.int64 if in_words else INTEGERS[rows.itemsize])
+    return bits.sum(1, dtype=torch.int64), bits.sum(0, dtype=torch.int64)
 
 
-def read(*several: Mapping[str, Tensor], first_rows: Mapping[str, int] | None = None) -> list[dict[str, int]]:
-    """Return each tensor's checksum, given the sums of its rows, after one wait for their device. Other values change
-    it, and so do the same rows in another order. Checksums of consecutive rows, given the number of the first, add up
-    to the whole tensor's, modulo 2⁶⁴."""
-    named = [(name, sums) for notes in several for name, sums in notes.items()]
-    firsts = [(first_rows or {}).get(name, 0) for name, _ in named]
-    numbers = [torch.arange(first, first + len(sums)) for first, (_, sums) in zip(firsts, named, strict=True)]
-    bits = torch.cat([sums for _, sums in named] or [torch.arange(0)]).cpu()
-    mixed = (bits ^ (torch.cat([*numbers, bits[:0]]) * NUMBER)) * FIRST
-    totals = torch.cat([bits.new_zeros(1), ((mixed ^ (mixed >> 29)) * SECOND).cumsum(0)])
-    ends = totals[torch.tensor([0, *itertools.accumulate(len(sums) for _, sums in named)])]
-    values = iter(ends.diff().tolist())
+def read(*several: Mapping[str, Sums], first_rows: Mapping[str, int] | None = None) -> list[dict[str, int]]:
+    """Return each tensor's checksum, given its sums, after one wait for their device: with splitmix64's finaliser as mix,
+    Σ mix(rowᵣ ⊕ r·NUMBER) + Σ columnₖ · (mix(k·NUMBER) | 1), modulo 2⁶⁴.
+
+    Other values change it, and so do the same values at other places, but for changes that leave each of the sums as it
+    was. Checksums of consecutive rows, given the number of the first, add up to the whole tensor's.
+    """
+    named = [(name, *pair) for notes in several for name, pair in notes.items()]
+    rows, columns = [found for _, found, _ in named], [found for _, _, found in named]
+    firsts = [(first_rows or {}).get(name, 0) for name, *_ in named] + [0] * len(columns)
+    numbers = [torch.arange(first, first + len(each)) for first, each in zip(firsts, rows + columns, strict=True)]
+    bits = torch.cat(rows + columns or [torch.arange(0)]).cpu()
+    places, in_rows = torch.cat([*numbers, bits[:0]]) * NUMBER, sum(map(len, rows))
+    weighed = bits[in_rows:] * (_mix(places[in_rows:]) | 1)
+    totals = torch.cat([bits.new_zeros(1), _mix(bits[:in_rows] ^ places[:in_rows]), weighed]).cumsum(0)
+    ends = totals[torch.tensor([0, *itertools.accumulate(map(len, rows + columns))])]
+    values = iter(ends.diff().view(2, -1).sum(0).tolist())
     return [{name: next(values) for name in notes} for notes in several]
+
+
+def _mix(numbers: Tensor) -> Tensor:
+    numbers = numbers * FIRST
+    return (numbers ^ (numbers >> 29)) * SECOND
 
 
 def sums(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
@@ -64,7 +79,7 @@ def place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-Note = Callable[[Tensor], Any]  # row_sums or place
+Note = Callable[[Tensor], Any]  # bit_sums or place
 
 
 def noted(weights: Iterable[tuple[str, Tensor]], notes: dict[str, Any], note: Note) -> Iterator[tuple[str, Tensor]]:
@@ -76,7 +91,7 @@ def noted(weights: Iterable[tuple[str, Tensor]], notes: dict[str, Any], note: No
 
 def checksums_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the checksum of each weight."""
-    return read({name: row_sums(tensor) for name, tensor in weights.items()})[0]
+    return read({name: bit_sums(tensor) for name, tensor in weights.items()})[0]
 
 
 @dataclass
@@ -90,7 +105,7 @@ class Received:
 
     def take(self, sent: Mapping[str, Any]) -> list[str]:
         """Return a phrase for each weight that has not arrived as it was sent, and forget what was received."""
-        lost = differences(sent, read(self.notes)[0] if self.note is row_sums else self.notes)
+        lost = differences(sent, read(self.notes)[0] if self.note is bit_sums else self.notes)
         lost += [f"nothing was loaded into the engine's {name}" for name in sorted(self.unloaded)]
         lost += [f"the engine has no {name}, which the adapter changes" for name in sorted(self.unknown)]
         self.notes, self.unloaded, self.unknown = {}, set(), set()

@@ -21,7 +21,7 @@ from grpo_core.errors import EngineError
 from grpo_core.model.loading import whole_weights
 from grpo_core.model.precision import in_float32
 from grpo_core.model.sharded import is_sharded
-from grpo_core.rollout.checksums import differences, noted, read, refuse_lost, row_sums
+from grpo_core.rollout.checksums import bit_sums, differences, noted, read, refuse_lost
 from grpo_core.rollout.group_cache import GroupCache, why_not_captured, why_not_plain, why_not_shared
 from grpo_core.rollout.plain_cache import PlainCache
 from grpo_core.rollout.rows import Rows, advance, begin_rows, completions, join, select
@@ -49,10 +49,10 @@ class TransformersEngine:
     @torch.no_grad()
     def sync_weights(self, model: nn.Module) -> str:
         if is_sharded(model):
-            own, sent = self.model.state_dict(), dict[str, torch.Tensor]()
-            for name, weights in noted(whole_weights(model, self.model.dtype), sent, row_sums):
+            own, sent = self.model.state_dict(), dict[str, Any]()
+            for name, weights in noted(whole_weights(model, self.model.dtype), sent, bit_sums):
                 own[name].copy_(weights)
-            held = {name: row_sums(weights) for name, weights in self.model.state_dict().items()}
+            held = {name: bit_sums(weights) for name, weights in self.model.state_dict().items()}
             refuse_lost(differences(*read(sent, held)))
             return "copied"
         if model is not self.model:

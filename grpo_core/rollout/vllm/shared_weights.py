@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_core.rollout.checksums import differences, read, row_sums
+from grpo_core.rollout.checksums import bit_sums, differences, read
 
 Copies = tuple[list[Tensor], list[Tensor]]  # where to, where from
 
@@ -154,8 +154,8 @@ def lost_copies(copies: Copies, weights: Mapping[str, Tensor]) -> list[str]:
     names = {_storage(tensor): name for name, tensor in weights.items()}
     # One of them may bring a part of a weight only.
     numbered = [f"copy {n} of {names[_storage(source)]}" for n, source in enumerate(copies[1])]
-    sent = [row_sums(source.to(target.dtype)) for target, source in zip(*copies, strict=True)]
-    received = map(row_sums, copies[0])
+    sent = [bit_sums(source.to(target.dtype)) for target, source in zip(*copies, strict=True)]
+    received = map(bit_sums, copies[0])
     return differences(*read(*(dict(zip(numbered, found, strict=True)) for found in (sent, received))))
 
 

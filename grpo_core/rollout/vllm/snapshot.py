@@ -7,6 +7,7 @@ sent the right weights without any other process, and no process holds the whole
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from grpo_core.distributed import gathered_in_block, shard_count, wait_for_all
 from grpo_core.model.loading import weight_shards
-from grpo_core.rollout.checksums import read, row_sums, sums
+from grpo_core.rollout.checksums import Sums, bit_sums, read, sums
 
 
 class Snapshot(Mapping[str, Tensor]):
@@ -46,11 +47,12 @@ def take_snapshot(model: Any, dtype: torch.dtype, *, mine: bool) -> Snapshot | N
     """Return the weights of a sharded model, as `dtype`, in processes with `mine`; None in the others. Called by every
     process. Those that share one copy of the model see each other's file descriptors: they are on one machine."""
     parameter = next(model.parameters())
-    notes, first_rows = dict[str, Tensor](), dict[str, int]()
+    notes, first_rows = dict[str, Sums](), dict[str, int]()
     with os.fdopen(os.memfd_create("grpo-share"), "wb") as file:
         shards = dict[str, Tensor]()
         for name, first_row, shard in weight_shards(model, dtype):
-            notes[name], first_rows[name], shards[name] = row_sums(shard), first_row, shard.cpu()
+            notes[name], shards[name] = bit_sums(shard), shard.cpu()
+            first_rows[name] = first_row * math.prod(shard.shape[1:-1])
         torch.save(shards, file)
         file.flush()
         here = f"/proc/{os.getpid()}/fd/{file.fileno()}", read(notes, first_rows=first_rows)[0]

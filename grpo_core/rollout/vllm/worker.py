@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from grpo_core.rollout.checksums import note_loading, row_sums
+from grpo_core.rollout.checksums import bit_sums, note_loading
 from grpo_core.rollout.vllm import over_http  # noqa: F401  # registers this transfer, and that by shared memory
 from grpo_core.rollout.vllm.adapter import hold_adapter
 from grpo_core.rollout.vllm.logprobs import ignore_truncation
@@ -35,7 +35,7 @@ class TrainerLease:
             self._lease = token, holder, now + seconds
         own, name, until = self._lease
         if not hasattr(self, "_received"):
-            self._received = note_loading(self.get_model(), row_sums)
+            self._received = note_loading(self.get_model(), bit_sums)
             self._truncation_problem = ignore_truncation(self.model_runner)
         config = self.vllm_config
         transfer = config.weight_transfer_config

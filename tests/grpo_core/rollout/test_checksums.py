@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import sys
 from collections.abc import Iterable
@@ -28,7 +29,7 @@ from grpo_core.rollout.checksums import (
     place,
     read,
     refuse_lost,
-    row_sums,
+    bit_sums,
     sums,
 )
 from grpo_core.rollout.transformers_engine import TransformersEngine
@@ -42,24 +43,28 @@ SHAPES = ((), (1,), (7,), (3, 8), (5, 3), (4, 2, 6), (0, 4), (0,))
 
 
 def plain_checksum(tensor: Tensor) -> int:
-    """The sum over rows of splitmix64's finaliser, in Python's integers: of the row's number and its bits' sum, taken
-    as 64-bit words, or as elements where the row has no whole number of words."""
-    rows = len(tensor) if tensor.ndim else 1
+    """Σ mix(rowᵣ ⊕ r·N) + Σ columnₖ · (mix(k·N) | 1), mix being splitmix64's finaliser, in Python's integers. Rows lie
+    along the last dimension, those of a vector have one element; their parts are 64-bit words, or elements where a row
+    has no whole number of words."""
+    width = tensor.shape[-1] if tensor.ndim > 1 else 1
+    size = 8 if width * tensor.itemsize % 8 == 0 else tensor.itemsize
     data = bytes(tensor.reshape(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
-    width = len(data) // rows if rows else 0
-    size = 8 if width % 8 == 0 else tensor.itemsize
-    total = 0
-    for number in range(rows):
-        row = data[number * width : (number + 1) * width]
-        bits = sum(value for (value,) in struct.iter_unpack({1: "<b", 2: "<h", 4: "<i", 8: "<q"}[size], row))
-        mixed = _signed(_signed(bits) ^ _signed(number * 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9
-        mixed = _signed(mixed)
-        total += _signed((mixed ^ (mixed >> 29)) * 0x94D049BB133111EB)
+    parts = [each for (each,) in struct.iter_unpack({1: "<b", 2: "<h", 4: "<i", 8: "<q"}[size], data)]
+    length = max(1, width * tensor.itemsize // size)
+    rows = [parts[first : first + length] for first in range(0, len(parts), length)]
+    total = sum(_mix(_signed(sum(row)) ^ _signed(number * 0x9E3779B97F4A7C15)) for number, row in enumerate(rows))
+    for number, column in enumerate(zip(*rows, strict=True)):
+        total += sum(column) * (_mix(_signed(number * 0x9E3779B97F4A7C15)) | 1)
     return _signed(total)
 
 
+def _mix(value: int) -> int:
+    mixed = _signed(value * 0xBF58476D1CE4E5B9)
+    return _signed((mixed ^ (mixed >> 29)) * 0x94D049BB133111EB)
+
+
 def checksum(tensor: Tensor, first_row: int = 0) -> int:
-    return read({"": row_sums(tensor)}, first_rows={"": first_row})[0][""]
+    return read({"": bit_sums(tensor)}, first_rows={"": first_row})[0][""]
 
 
 def _signed(value: int) -> int:
@@ -91,6 +96,29 @@ def test_each_bit_and_the_order_of_rows_count(dtype: torch.dtype, shape: tuple[i
     assert checksum(opposite.view(dtype)) != whole
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(9,), (6, 16), (4, 9), (3, 4, 8)], ids=str)
+def test_the_same_values_at_other_places_have_another_checksum(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """As when shards are joined in another order, along any dimension."""
+    tensor = torch.arange(math.prod(shape)).view(shape).to(dtype)
+    size = 8 // dtype.itemsize
+    moved = [tensor.roll(by, d) for d, length in enumerate(shape) for by in range(1, length)]
+    moved += [tensor.flip(d) for d in range(tensor.ndim)]
+    one = tensor.clone()  # two values of a row, or two elements of a vector
+    one[..., 0], one[..., size] = tensor[..., size], tensor[..., 0]
+    assert checksum(tensor) not in {checksum(other) for other in (*moved, one)}
+
+
+@pytest.mark.parametrize("whole_words", [True, False])
+def test_words_of_one_row_in_another_order_have_another_checksum(whole_words: bool) -> None:
+    """Their sum is the same, and in a row of a matrix no other row's changes."""
+    tensor = torch.arange(45.0)[: 5 * (8 if whole_words else 9)].view(5, -1)
+    other = tensor.clone()
+    other[2, :4] = tensor[2, [2, 3, 0, 1]]
+    assert bit_sums(other)[0].equal(bit_sums(tensor)[0])
+    assert checksum(other) != checksum(tensor)
+
+
 @pytest.mark.parametrize("shape", [(7,), (7, 8), (7, 3)], ids=str)
 def test_a_checksum_follows_from_values_alone_and_from_those_of_its_rows(shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape).bfloat16()
@@ -107,8 +135,8 @@ def test_the_device_is_waited_for_once_per_hand_over() -> None:
     with pretend_gpu() as gpu:
         weights = {str(n): torch.randn(3, n + 1, device="cuda") for n in range(9)}
         gpu.waits.clear()
-        sent, received = dict[str, Any](), Received(row_sums)
-        assert dict(noted(noted(weights.items(), sent, row_sums), received.notes, row_sums)).keys() == weights.keys()
+        sent, received = dict[str, Any](), Received(bit_sums)
+        assert dict(noted(noted(weights.items(), sent, bit_sums), received.notes, bit_sums)).keys() == weights.keys()
         assert not gpu.waits
         assert differences(*read(sent, received.notes)) == []
         assert len(gpu.waits) == 1, gpu.waits
@@ -147,18 +175,18 @@ class Loading(nn.Module):
 def test_a_parameter_that_the_loading_function_passes_over_is_lost() -> None:
     weights = [(name, each.detach()) for name, each in Loading().named_parameters()]
     for passes_over, lost in (("", []), ("one.bias", ["nothing was loaded into the engine's one.bias"])):
-        received = note_loading(model := Loading(passes_over), row_sums)
+        received = note_loading(model := Loading(passes_over), bit_sums)
         for _ in range(2):
             for part in (weights[:1], weights[1:]):
                 model.load_weights(part)
             assert received.take(checksums_of(dict(weights))) == lost
-    received = note_loading(model := Loading("one.bias", says_so=False), row_sums)
+    received = note_loading(model := Loading("one.bias", says_so=False), bit_sums)
     model.load_weights(weights)
     assert received.take(checksums_of(dict(weights))) == [], "it does not say what it loads"
 
 
 def test_a_module_of_an_adapter_that_the_engine_does_not_have_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, received = {"lora_A": torch.ones(2)}, Received(row_sums)
+    tensors, received = {"lora_A": torch.ones(2)}, Received(bit_sums)
     made = SimpleNamespace(loras={"layers.0.q_proj": 0, "layers.0.o_proj": 0, "layers.0.gate": 0})
     layers = mock.Mock(modules={"layers.0.qkv_proj": 0, "layers.0.o_proj": 0})
     layers.packed_modules = {"layers.0.qkv_proj": ["layers.0.q_proj", "layers.0.k_proj"]}
