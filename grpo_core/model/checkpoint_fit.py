@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +17,79 @@ from grpo_core.distributed import own_shard
 from grpo_core.model.pretrained import from_pretrained
 
 NAMED = 3  # weights that an error names
+# Buffers that older releases of transformers saved, of attention's masks and positions: they follow from config.json.
+BUFFERS = ("masked_bias", "causal_mask", "position_ids", "embed_positions", "inv_freq", "cos_cached", "sin_cached")
+# What is saved beside, or in place of, a quantised layer's weight.
+QUANTISED = re.compile(
+    r"\.(qweight|\w*_packed|(weight|input|output)\w*_scale\w*|scales|\w*zeros|\w*zero_point|g_idx|absmax|quant_\w+|SCB)$"
+)
+RANDOM = "random ones would take their place"
 
 
 def misfit(model: nn.Module, found: Mapping[str, Any]) -> str:
-    """Problem of saved weights that are not those of the model, whose own would be random in their place; "" if they
-    are. `found`: transformers' `output_loading_info`, without tied weights and others that it knows to be harmless.
+    """Problem of saved weights that are not those of the model: it would have random ones, or compute otherwise than
+    what was saved; "" if they are. `found`: transformers' `output_loading_info`, without tied weights and others that
+    it knows to be harmless.
 
     Saved weights without a place are a problem inside a layer, or a module with weights. Elsewhere they are other parts
     of the checkpoint: towers for images, layers that predict further tokens.
     """
-    modules, buffers = dict(model.named_modules()), dict(model.named_buffers())  # which older checkpoints have too
-    layers = tuple(f"{name}." for name, module in modules.items() if isinstance(module, GradientCheckpointingLayer))
+    modules, buffers = dict(model.named_modules()), dict(model.named_buffers())
+    layers = [name for name, module in modules.items() if isinstance(module, GradientCheckpointingLayer)]
 
     def is_of_a_part(key: str) -> bool:
-        home = modules.get(key.rpartition(".")[0])
-        return key.startswith(layers) or (home is not None and bool(home._parameters))
+        place, _, name = key.rpartition(".")
+        home = modules.get(place)
+        has_weights = home is not None and bool(home._parameters)
+        is_mask = name == "bias" and home is not None and bool(home._modules) and not has_weights  # an attention's
+        if is_mask or key in buffers or name in BUFFERS:
+            return False
+        return has_weights or key.startswith(tuple(f"{layer}." for layer in layers))
 
-    unknown = {key for key in found["unexpected_keys"] if key not in buffers and is_of_a_part(key)}
-    problems = {
-        "are missing": {*found["missing_keys"]},
-        "have another shape than config.json says": {key for key, *_ in found["mismatched_keys"]},
-        "have no place in the model": {*found["unexpected_keys"]} if found["missing_keys"] else unknown,
-    }
-    said = [
-        f"{len(keys)} weights {what}, such as {', '.join(sorted(keys)[:NAMED])}"
-        for what, keys in problems.items()
-        if keys
-    ]
-    if not said:
-        return ""
-    return f"its weights are not those of {type(model).__name__}, and random ones would take their place: " + "; ".join(
-        said
+    missing, unknown, beyond = {*found["missing_keys"]}, {*found["unexpected_keys"]}, set[str]()
+    if not missing:
+        own, prefix = modules[""]._modules, getattr(model, "base_model_prefix", "")
+        saved = [key if key.partition(".")[0] in own else f"{prefix}.{key}" for key in unknown]  # of the base alone
+        unknown, beyond = {*filter(is_of_a_part, saved)}, _of_further_layers(modules, layers, saved)
+    quantised = {key for key in unknown if QUANTISED.search(key)}
+    problems = (
+        ("weights are missing", missing, RANDOM),
+        ("weights have another shape than config.json says", {key for key, *_ in found["mismatched_keys"]}, RANDOM),
+        (
+            "saved weights have no place in the model",
+            unknown - quantised,
+            "what was saved computes with more than the model has",
+        ),
+        (
+            "saved tensors are of quantised layers",
+            quantised,
+            "load them as quantised, save the model dequantised, and name that",
+        ),
+        ("saved weights are of layers beyond the last", beyond, "config.json has fewer layers than were saved"),
     )
+    said = [
+        f"{len(keys)} {what}, such as {', '.join(sorted(keys)[:NAMED])}: {so}" for what, keys, so in problems if keys
+    ]
+    return f"its weights are not those of {type(model).__name__}: {'; '.join(said)}" if said else ""
+
+
+def _of_further_layers(modules: Mapping[str, nn.Module], layers: Iterable[str], saved: Iterable[str]) -> set[str]:
+    """Those of the saved weights that belong to layers after the model's last, made of the same parts. Layers that
+    predict further tokens have others."""
+    parts, further = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    for layer in layers:
+        parts[layer.rpartition(".")[0]] |= modules[layer]._modules.keys()
+    for key in saved:
+        for stack in parts:
+            number = key.removeprefix(f"{stack}.").partition(".")[0]
+            if key.startswith(f"{stack}.{number}.") and number.isdigit() and f"{stack}.{number}" not in modules:
+                further[f"{stack}.{number}."].add(key)
+    return {
+        key
+        for layer, keys in further.items()
+        if {key.removeprefix(layer).partition(".")[0] for key in keys} <= parts[layer.rsplit(".", 2)[0]]
+        for key in keys
+    }
 
 
 @torch.no_grad()

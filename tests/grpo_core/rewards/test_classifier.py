@@ -191,7 +191,7 @@ def test_what_is_too_long_loses_its_beginning_and_nothing_has_a_score(reward_mod
 def test_a_model_without_a_trained_head_is_refused(model_folder: Path) -> None:
     """Its head would be drawn at random, and the policy would be trained on noise without a word."""
     with pytest.raises(
-        RewardError, match=r"random ones would take their place: 1 weights are missing, such as score.weight"
+        RewardError, match=r"1 weights are missing, such as score.weight: random ones would take their place"
     ):
         classifier(["1"], ["2"], str(model_folder))
 
