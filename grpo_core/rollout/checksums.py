@@ -23,15 +23,19 @@ WORD = 8  # bytes that are added up as one integer
 # Odd numbers without a pattern (the constants of splitmix64), as int64.
 NUMBER, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 SHOWN = 5  # names in a message
+LOST = "weights are lost: "  # before what a worker says of them whose answers vLLM does not pass on
 
 
 Sums = tuple[Tensor, Tensor]
 
 
 def bit_sums(tensor: Tensor) -> Sums:
-    """Return the sums of the bits of each row and of each column, which `read` makes a checksum of: (R,) and (C,) int64,
-    on the tensor's device, which is not waited for, modulo 2⁶⁴. A row is what lies along the last dimension, of a vector
-    one element; it is added up as 64-bit words, or as elements where it has no whole number of words."""
+    """Return the sums of the bits of each row and of each column, which `read` makes a checksum of: (R,) and (C,)
+    int64, modulo 2⁶⁴, on the tensor's device, which is not waited for.
+
+    A row is what lies along the last dimension, of a vector one element. It is added up as 64-bit words, or as elements
+    where it has no whole number of words.
+    """
     width = tensor.shape[-1] if tensor.ndim > 1 else 1
     rows = tensor.detach().reshape(math.prod(tensor.shape[:-1]) if tensor.ndim > 1 else tensor.numel(), width)
     if not rows.is_contiguous() or rows.storage_offset() * rows.itemsize % WORD:
@@ -42,8 +46,8 @@ def bit_sums(tensor: Tensor) -> Sums:
 
 
 def read(*several: Mapping[str, Sums], first_rows: Mapping[str, int] | None = None) -> list[dict[str, int]]:
-    """Return each tensor's checksum, given its sums, after one wait for their device: with splitmix64's finaliser as mix,
-    Σ mix(rowᵣ ⊕ r·NUMBER) + Σ columnₖ · (mix(k·NUMBER) | 1), modulo 2⁶⁴.
+    """Return each tensor's checksum, given its sums, after one wait for their device: with splitmix64's finaliser as
+    mix, Σ mix(rowᵣ ⊕ r·NUMBER) + Σ columnₖ · (mix(k·NUMBER) | 1), modulo 2⁶⁴.
 
     Other values change it, and so do the same values at other places, but for changes that leave each of the sums as it
     was. Checksums of consecutive rows, given the number of the first, add up to the whole tensor's.

@@ -12,6 +12,7 @@ import base64
 import io
 import json
 import os
+import re
 import socket
 import threading
 import urllib.parse
@@ -31,7 +32,7 @@ from vllm.distributed.weight_transfer import (
 )
 
 from grpo_core.errors import EngineError
-from grpo_core.rollout.checksums import checksums_of, refuse_lost
+from grpo_core.rollout.checksums import LOST, checksums_of, refuse_lost
 from grpo_core.rollout.vllm.adapter import ADAPTER
 from grpo_core.rollout.vllm.client import Server, Unavailable, Weights
 from grpo_core.rollout.vllm.snapshot import Snapshot
@@ -91,7 +92,12 @@ class Transfer(HTTPVLLMWeightSyncClient):
 
     def lost_weights(self, sent: Mapping[str, int]) -> list[str]:
         """Return a phrase for each weight that a worker of the server has not received as it was sent."""
-        answer = self._ask("collective_rpc", {"method": "lost_weights", "args": [sent]})
+        try:
+            answer = self._ask("collective_rpc", {"method": "lost_weights", "args": [sent]})
+        except Unavailable as error:  # vLLM answers 500 where a copy of the model other than the first raises
+            if found := re.search(rf"{LOST}([^\"]+)", str(error)):
+                return [found[1]]
+            raise
         return [*dict.fromkeys(phrase for lost in json.loads(answer)["results"] for phrase in lost)]
 
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from grpo_core.rollout.checksums import bit_sums, note_loading
+from grpo_core.rollout.checksums import LOST, SHOWN, bit_sums, note_loading
 from grpo_core.rollout.vllm import over_http  # noqa: F401  # registers this transfer, and that by shared memory
 from grpo_core.rollout.vllm.adapter import hold_adapter
 from grpo_core.rollout.vllm.logprobs import ignore_truncation
@@ -74,7 +74,7 @@ class TrainerLease:
             torch.accelerator.synchronize()  # NCCL's weights are loaded on streams of their own
         lost = self._received.take(sent)
         if lost and self.vllm_config.parallel_config.data_parallel_index:
-            raise RuntimeError(f"weights are lost: {', '.join(lost)}")
+            raise RuntimeError(LOST + ", ".join(lost[:SHOWN]))
         return lost
 
     def take_adapter_part(self: Any, number: int, config: dict[str, Any], path: str | None, data: str) -> None:

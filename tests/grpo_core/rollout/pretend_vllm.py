@@ -157,12 +157,15 @@ def _handler(pretended: Pretended, life: threading.Event) -> type[BaseHTTPReques
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
             path = self.path.partition("?")[0]
             pretended.arrived(path)
-            answer = pretended.answer(path, body)
+            try:
+                answer, status = pretended.answer(path, body), 200
+            except RuntimeError as error:  # of a worker: as vLLM says it
+                answer, status = {"error": {"message": f"Call to collective_rpc method failed: {error}"}}, 500
             found = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             while (path in pretended.held or not pretended.answering.is_set()) and not life.is_set():
                 life.wait(0.01)
             if not life.is_set() and not (pretended.broken and path == binary.PATH):
-                self.send_response(200)
+                self.send_response(status)
                 self.send_header("Content-Length", str(len(found)))
                 self.end_headers()
                 self.wfile.write(found)
@@ -205,7 +208,8 @@ def connected(
         by_url[server.url].weights = weights.snapshot["weight"].flatten()[0].clone()
 
     vllm = {
-        "shared_memory": mock.Mock(pid_namespace_id=lambda: "here"),
+        "shared_memory": mock.Mock(pid_namespace_id=lambda: "here", parts=lambda weights, _: [dict(weights)]),
+        "over_http": mock.Mock(),
         "send_weights": mock.Mock(send=send or give),
     }
     keys = {"vllm_server_base_urls": [*by_url], "vllm_server_timeout": 60.0, **keys}

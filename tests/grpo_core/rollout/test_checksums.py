@@ -22,6 +22,7 @@ from grpo_core.model.parallelize import sharding
 from grpo_core.rollout import transformers_engine
 from grpo_core.rollout.checksums import (
     Received,
+    bit_sums,
     checksums_of,
     differences,
     note_loading,
@@ -29,7 +30,6 @@ from grpo_core.rollout.checksums import (
     place,
     read,
     refuse_lost,
-    bit_sums,
     sums,
 )
 from grpo_core.rollout.transformers_engine import TransformersEngine

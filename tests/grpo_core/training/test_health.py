@@ -29,6 +29,8 @@ HEALTHY = {
     "completions/clipped_ratio": 0.1,
     "sampling/importance_sampling_ratio/mean": 0.99,
     "sampling/effective_sample_share": 0.97,
+    "conversations/failed": 0.05,
+    "environment/verifier_errors": 0.2,
 }
 BROKEN = [
     ("zero_advantages", "frac_reward_zero_std", 1.0, "nothing to learn from"),
@@ -39,6 +41,8 @@ BROKEN = [
     ("clipped_length", "completions/clipped_ratio", 0.95, "cut off before they end"),
     ("importance_sampling_ratio", "sampling/importance_sampling_ratio/mean", 0.012, "most of the gradient"),
     ("effective_sample_share", "sampling/effective_sample_share", 0.4, "a few tokens make most of the gradient"),
+    ("failed_conversations", "conversations/failed", 0.2, "these conversations have no reward"),
+    ("verifier_errors", "environment/verifier_errors", 0.6, "the verifier raises or takes too long"),
 ]
 
 
@@ -71,6 +75,7 @@ def test_healthy_figures_and_missing_ones_break_nothing() -> None:
     config = HealthConfig(patience=1, zero_advantages_steps=1)
     assert _after(config, [HEALTHY, {}]) == [[], []]
     at_the_limit = {**HEALTHY, "kl": 10.0, "entropy": 1e-3, "completions/clipped_ratio": 0.9, "log_ratio/max": 5.0}
+    at_the_limit |= {"conversations/failed": 0.1, "environment/verifier_errors": 0.5}
     assert _after(config, [at_the_limit]) == [[]]
 
 
