@@ -46,8 +46,12 @@ class Request:
 
 
 def token_limit(request: Request, sampling: Sampling) -> int:
-    """Largest number of tokens of each of the request's completions."""
-    return sampling.max_tokens if request.max_tokens is None else request.max_tokens
+    """Largest number of tokens of each of the request's completions. Raises ValueError if that is 0: engines sample one
+    at least, and a turn for which none is left is not asked for."""
+    limit = sampling.max_tokens if request.max_tokens is None else request.max_tokens
+    if limit < 1:
+        raise ValueError(f"a request for {limit} tokens: engines sample one at least; end the conversation instead")
+    return limit
 
 
 @dataclass(frozen=True)

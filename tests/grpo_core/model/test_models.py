@@ -219,22 +219,95 @@ def test_a_training_in_which_padding_changes_a_row_is_refused(values: dict[str, 
     check_padding(load_model(tmp_path / "model"), max_length=8)
 
 
+# Attention to the keys of some blocks: the layers' name for their number, the configuration's, and the rest of it.
+IN_BLOCKS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "DeepseekV4": (  # blocks of 4 tokens
+        "index_topk",
+        "index_topk",
+        {
+            "head_dim": 32,
+            "qk_rope_head_dim": 8,
+            "q_lora_rank": 16,
+            "o_lora_rank": 16,
+            "o_groups": 2,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+        },
+    ),
+    "MiniMaxM3VLText": (
+        "topk_blocks",
+        "index_topk_blocks",
+        {
+            "head_dim": 32,
+            "rotary_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "dense_intermediate_size": 64,
+            "shared_intermediate_size": 64,
+            "layer_types": ["minimax_m3_sparse"] * 4,
+            "index_n_heads": 2,
+            "index_head_dim": 32,
+            "index_block_size": 4,
+        },
+    ),
+    "Qwen4ExpText": (  # tokens, in blocks of 4
+        "token_budget",
+        "indexer_budget",
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "hc_lowrank": 16,
+            "layer_types": ["indexed_attention"] * 4,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 32,
+            "indexer_compress_ratio": 4,
+        },
+    ),
+}
+
+
+def _in_blocks(folder: Path, architecture: str, topk: int) -> Any:
+    _, key, sizes = IN_BLOCKS[architecture]
+    return load_model(
+        make_model(folder, architecture, **sizes, num_hidden_layers=4, max_position_embeddings=4096, **{key: topk})
+    )
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["DeepseekV4", "MiniMaxM3VLText"])
 @pytest.mark.parametrize(
     ("topk", "within", "longest"), [(48, 150, 300), (250, 100, 2000)], ids=["as it is", "shortened"]
 )
 def test_sparse_attention_by_blocks_is_refused_where_sequences_have_more_blocks(
-    tmp_path: Path, topk: int, within: int, longest: int
+    tmp_path: Path, architecture: str, topk: int, within: int, longest: int
 ) -> None:
-    """DeepSeek V4 keeps `index_topk` blocks of 4 tokens: the run's longest sequence decides."""
-    sizes = {"num_hidden_layers": 4, "moe_intermediate_size": 16, "head_dim": 32, "qk_rope_head_dim": 8}
-    sizes |= {"q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
-    sparse = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": topk}
-    model = load_model(make_model(tmp_path, "DeepseekV4", **sizes, **sparse, max_position_embeddings=4096))
+    """They keep so many blocks of 4 tokens: the run's longest sequence decides."""
+    model, (name, key, _) = _in_blocks(tmp_path, architecture, topk), IN_BLOCKS[architecture]
     check_padding(model, max_length=within)
-    with pytest.raises(ConfigError, match=rf"padded .*index_topk = {topk}"):
+    with pytest.raises(ConfigError, match=rf"padded .*{key} = {topk}"):
         check_padding(model, max_length=longest)
-    assert {each.index_topk for each in model.modules() if hasattr(each, "index_topk")} == {topk}
+    assert {getattr(each, name) for each in model.modules() if hasattr(each, name)} == {topk}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("longest", [150, 2000], ids=["as it is", "shortened"])
+def test_sparse_attention_that_chooses_among_a_token_s_own_blocks_is_trained(tmp_path: Path, longest: int) -> None:
+    """Qwen 4 counts no block that begins after the token, so padding behind a row changes nothing in it, though blocks
+    are left out of these sequences."""
+    model = _in_blocks(tmp_path / "sparse", "Qwen4ExpText", 48)
+    every = _in_blocks(tmp_path / "all", "Qwen4ExpText", 4096)
+    ids = torch.randint(13, (1, 150))
+    with torch.no_grad():
+        assert distance([model(ids, use_cache=False).logits], [every(ids, use_cache=False).logits]) > 0.1
+    check_padding(model, max_length=longest)
+    assert {each.token_budget for each in model.modules() if hasattr(each, "token_budget")} == {48}
 
 
 @pytest.mark.slow

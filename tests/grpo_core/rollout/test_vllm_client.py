@@ -13,8 +13,10 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,11 +26,14 @@ import torch
 from grpo_core.config.files import parse_config
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.errors import EngineError
+from grpo_core.model.loading import load_model
+from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Completion, Request, Sampling
 from grpo_core.rollout.vllm import client as vllm_client
 from grpo_core.rollout.vllm import serve as vllm_serve
 from grpo_core.rollout.vllm import server_engine as vllm_server
 from grpo_core.rollout.vllm.client import Server, Unavailable, Weights, token_versions
+from grpo_core.rollout.vllm.colocated_engine import VLLMEngine
 from grpo_core.rollout.vllm.router import Router
 from tests.conftest import config_values
 from tests.grpo_core.rollout.pretend_vllm import STARTED as PRETENDED
@@ -153,10 +158,28 @@ def test_servers_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch, nam
         assert asyncio.run(ask()) == {"weight_version": "base"}
 
 
-@pytest.mark.slow
-def test_a_request_for_no_tokens_is_no_request_without_a_limit() -> None:
-    limits = [vllm_server._parameters(Request([1], 1, 0, most), Sampling(5), 0)["max_tokens"] for most in (None, 0, 3)]
-    assert limits == [5, 0, 3]
+@pytest.mark.parametrize("engine", ["vllm-server", "vllm", "transformers"])
+def test_a_request_for_no_tokens_is_refused_and_not_one_without_a_limit(engine: str, model_folder: Path) -> None:
+    """vLLM would refuse it, and the transformers engine draws a token before it counts."""
+    none, sampling = Request([3], 1, 0, max_tokens=0), Sampling(5)
+
+    def ask(request: Request) -> Any:
+        if engine == "vllm-server":
+            return vllm_server._parameters(request, sampling, 0)["max_tokens"]
+        if engine == "vllm":
+            with mock.patch.dict(sys.modules, {"vllm": mock.Mock(), "vllm.sampling_params": mock.Mock()}):
+                colocated: Any = VLLMEngine.__new__(VLLMEngine)
+                colocated.llm, colocated.request_ids, colocated.adapter = mock.Mock(), itertools.count(), None
+                colocated._add(request, sampling)
+                return sys.modules["vllm"].SamplingParams.call_args.kwargs["max_tokens"]
+        model = load_model(model_folder)
+        model.generation_config.eos_token_id = None
+        transformers = TransformersEngine(model, SimpleNamespace(pad_token_id=0, eos_token_id=None))
+        return len(next(done[0][1][0].ids for done in transformers.generate([request], sampling) if done))
+
+    assert [ask(replace(none, max_tokens=most)) for most in (None, 1, 3)] == [5, 1, 3]
+    with pytest.raises(ValueError, match="a request for 0 tokens"):
+        ask(none)
 
 
 def test_an_answer_that_is_not_json_counts_as_a_server_that_is_away() -> None:
