@@ -17,6 +17,7 @@ from grpo_core.config.launch import LaunchConfig, host_name
 from grpo_core.config.metrics import evaluated_metrics, reward_means
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.training import BF16_CAPABILITY, HealthConfig, TrainConfig
+from grpo_core.system.addresses import keys_with_secrets
 
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 LONGEST_NAME = 200
@@ -49,6 +50,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
+        if found := [*keys_with_secrets(self.model_dump())]:
+            raise ValueError(
+                f"{found[0]} is an address with a user, password, token or other parameter, which MLflow, Prefect and "
+                "reports would show: leave that out, and let the code that uses it read the secret from the environment"
+            )
         names = [reward.name for reward in self.rewards]
         if len(set(names)) < len(names):
             raise ValueError(f"rewards {names} share a name; give those of the same function a `name` each")

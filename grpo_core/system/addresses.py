@@ -3,13 +3,41 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
 
-PASSWORD = re.compile(r"[^:/]+://[^/@:?]*:[^@?]*@")  # also one with an unquoted / or #
-PARAMETER = re.compile(r"[?&;][^=&;]*(pass(?!file)|pwd|token|secret|api_?key|credential|signature)[^=&;]*=", re.I)
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.I)
+HARMLESS = {"api-version"}  # parameters of a web address that hold none
+# Names of a database's parameters, also of those within one (odbc_connect).
+PARAMETER = re.compile(
+    r"[?&;#](?:[^=&;]*(?:pass(?!file)|pwd|token|secret|api_?key|access_?key|credential|signature)[^=&;]*|sig|auth|jwt|key)=",
+    re.I,
+)
 
 
 def holds_secret(address: str) -> bool:
-    """True if the address holds a password, a parameter named like a secret, or a user of a web server, who may be a
-    token. A user of a database without a password is none."""
-    user = address.lower().startswith(("http:", "https:")) and "@" in address
-    return bool(user or PASSWORD.match(address) or PARAMETER.search(address))
+    """True if the address may hold a secret: a user, parameter or fragment of a web server's, of which any may be a
+    token; a password of a database, or a parameter of it that is named like a secret. A user of a database without a
+    password is none."""
+    if address.lower().startswith(("http:", "https:")):
+        parts = urlsplit(address)
+        parameters = {name for name, _ in parse_qsl(parts.query, keep_blank_values=True)}
+        return "@" in address or bool(parts.fragment or parameters - HARMLESS)
+    _, has_place, rest = address.partition("://")
+    place, has_user, _ = rest.rpartition("@")  # a password may hold any character, unquoted
+    has_password = bool(has_place and has_user and not rest.startswith("/") and ":" in place)
+    return has_password or bool(PARAMETER.search(unquote(unquote(address))))
+
+
+def keys_with_secrets(values: Any, key: str = "") -> Iterator[str]:
+    """Keys, as `rewards.0.args.url`, of the texts among nested values that are an address with a secret."""
+    if isinstance(values, str):
+        if ADDRESS.fullmatch(values) and holds_secret(values):
+            yield key
+    elif isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from keys_with_secrets(value, f"{key}.{name}".lstrip("."))
+    elif isinstance(values, Sequence):
+        for place, value in enumerate(values):
+            yield from keys_with_secrets(value, f"{key}.{place}")

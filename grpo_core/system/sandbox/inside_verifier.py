@@ -6,6 +6,7 @@ file and not end this one, which is process 1 of the namespace.
 """
 
 import json
+import mmap
 import os
 import pickle
 import resource
@@ -22,6 +23,7 @@ def main():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control, names = socket.socket(fileno=0), {}
     exec(compile(setup["source"], "verifier.py", "exec"), names)
+    limits = [*setup["limits"], ("RLIMIT_AS", address_space() + setup["memory"])]
     control.send(b".")
     running = {}  # descriptor of a judgement's process → the process, and when its time is up
     while True:
@@ -41,8 +43,24 @@ def main():
             with socket.socket(fileno=descriptors[0]) as connection:
                 process = os.fork()
                 if process == 0:
-                    judge(control, connection, names["judge"], setup["limits"])
+                    judge(control, connection, names["judge"], limits)
                 running[os.pidfd_open(process)] = process, time.monotonic() + setup["wall_seconds"]
+
+
+def address_space():
+    """Bytes of address space that this process has: the lowest limit under which it gets a page more, since the sandbox
+    has no /proc."""
+    page, low, high = resource.getpagesize(), 0, 1 << 47
+    while high - low > page:
+        middle = (low + high) // 2
+        resource.setrlimit(resource.RLIMIT_AS, (middle, resource.RLIM_INFINITY))
+        try:
+            mmap.mmap(-1, page).close()
+            high = middle
+        except OSError:
+            low = middle
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return high
 
 
 def judge(control, connection, function, limits):

@@ -24,7 +24,7 @@ INSIDE = Path(__file__).with_name("inside_verifier.py").read_text()
 START_SECONDS = 120.0
 CPU_SECONDS = 2  # per judgement, as all that follow
 WALL_SECONDS = 5.0  # allow for twice as many judgements at a time as there are cores
-MEMORY_MIB = 512
+MEMORY_MIB = 512  # of address space, beside that of the imports
 LONGEST_VERDICT = 1 << 12  # bytes
 THREADS = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"), "1")  # a judgement may start none
 
@@ -49,9 +49,9 @@ class Verifier:
             "packages": packages,
             "together": 2 * len(os.sched_getaffinity(0)),
             "wall_seconds": WALL_SECONDS,
+            "memory": MEMORY_MIB << 20,
             "limits": [
                 ("RLIMIT_CPU", CPU_SECONDS),
-                ("RLIMIT_DATA", MEMORY_MIB << 20),
                 ("RLIMIT_FSIZE", 0),
                 ("RLIMIT_NOFILE", 64),
                 ("RLIMIT_CORE", 0),

@@ -277,6 +277,28 @@ def test_a_mistake_is_named_with_its_key_and_a_way_out(change: dict[str, Any], m
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        (
+            "environment.environment_args.url",
+            {
+                "environment": {
+                    "environment_factory": "openenv",
+                    "environment_args": {"url": "http://me:SECRET@host:8000"},
+                }
+            },
+        ),
+        ("rewards.0.args.url", {"rewards": [{"function": "own:score", "args": {"url": "https://host/?code=SECRET"}}]}),
+        ("data.chat_template_kwargs.of.1", {"data": {"chat_template_kwargs": {"of": [1, "redis://:SECRET@host"]}}}),
+    ],
+)
+def test_no_address_with_a_secret_is_taken_wherever_it_stands(key: str, change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is an address with a user, password, token") as refused:
+        parse_config({**VALUES, **change, "data": {**VALUES["data"], **change.get("data", {})}})
+    assert "SECRET" not in str(refused.value)
+
+
 @given(key=st.sampled_from(NUMBERS), value=st.booleans() | st.sampled_from(["1", "1e9", "true", "yes", ""]))
 def test_neither_text_nor_truth_values_are_taken_for_numbers(key: str, value: Any) -> None:
     with pytest.raises(ConfigError) as error:

@@ -54,6 +54,8 @@ def verifier() -> Iterator[Verifier]:
         ("tried(lambda: os.kill(1, 2))", None),
         ("tried(lambda: os.kill(1, 19))", None),
         ("tried(lambda: bytearray(1 << 30))", "MemoryError"),
+        ("tried(lambda: __import__('mmap').mmap(-1, 600 << 20))", "Cannot allocate memory"),  # shared, by default
+        ("tried(lambda: len(bytearray(400 << 20)))", 400 << 20),
     ],
 )
 def test_an_answer_reaches_nothing_and_the_next_one_is_judged(verifier: Verifier, answer: str, found: Any) -> None:
