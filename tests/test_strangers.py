@@ -96,7 +96,10 @@ def test_games_of_textarena_take_moves_as_text(marker: Path) -> None:
                     break
     assert played > 30
     files = [*Path(textarena.__file__).parent.rglob("*.py")]
-    assert len(files) > 100 and not {name for file in files for name in _called(file) & {"eval", "exec", "parse_expr"}}
+    running = {"eval", "exec", "compile", "__import__", "parse_expr", "sympify", "os.system", "os.popen"}
+    called = {name for file in files for name in _called(file)}
+    found = {name for name in called if name in running or name.startswith(("pickle.", "subprocess.", "sympy.sympify"))}
+    assert len(files) > 100 and not found
 
 
 def _called(file: Path) -> set[str]:

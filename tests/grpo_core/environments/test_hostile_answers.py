@@ -24,7 +24,7 @@ pytestmark = [
 FORMAT = turns()
 HERE = "tests.grpo_core.environments.playing"
 EVALUATES = "string_insertion", "countdown"  # kinds whose verifiers evaluate the answer
-SLOW = "sokoban", "composite"  # takes long to make; asks for options
+SLOW = "sokoban", "composite"  # takes long to make; asks for options that are objects, which no data can hold
 PLAIN = """
 import sys, reasoning_gym
 for kind in sys.argv[2:]:

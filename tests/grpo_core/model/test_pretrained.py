@@ -56,9 +56,9 @@ def _calls() -> Iterator[tuple[str, ast.Call, ast.Attribute]]:
 @pytest.mark.slow
 def test_every_model_and_tokenizer_is_loaded_by_the_one_helper() -> None:
     loading = [
-        (file, ast.unparse(called.value), {keyword.arg for keyword in call.keywords})
+        (file, ast.unparse(called.value), {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords})
         for file, call, called in _calls()
         if called.attr in ("from_pretrained", "from_config") and ast.unparse(called.value) != "GenerationConfig"
     ]
     assert {file for file, *_ in loading} == {"grpo_core/model/pretrained.py"} and len(loading) == 2
-    assert all("trust_remote_code" in keywords for *_, keywords in loading)
+    assert all(keywords["trust_remote_code"] == "False" for *_, keywords in loading)
