@@ -44,6 +44,7 @@ from tasks.processes.launchers.kubernetes_job import check_template
 from tasks.processes.pace import measured_pace
 from tasks.stages.run_directory import run_folder
 
+ONE_PROCESS = "the recipe does not say how many processes train: 1 is assumed; give --num-processes"
 ASSUMED_PROMPT_TOKENS = 256
 NO_FILE: dict[str, Any] = {  # keys that a configuration needs and a plan does not
     "name": "plan",
@@ -247,14 +248,16 @@ def _foreign_plan(file: Path | None, rules: Rules, given: Mapping[str, Any], pas
         with _sources() as sources:
             found = [sources.Source("dataset", path, recipe.split) for path in paths]
             rows = [sources.count_prompts(it) if Path(it.data).exists() else None for it in found]
-    answer = _megatron(recipe, rows, given) if recipe.algorithm == "megatron" else _plain(recipe, rows, given)
+    assumes_one = not recipe.processes and "num_processes" not in given
+    try:
+        answer = _megatron(recipe, rows, given) if recipe.algorithm == "megatron" else _plain(recipe, rows, given)
+    except PlanError as error:
+        raise PlanError(error.inputs, [*error.problems, *[ONE_PROCESS] * assumes_one], error.fixes) from None
     answer["forecasts"] = _useful(pass_rates, answer["num_generations"])
     del answer["evaluations"], answer["sources"], answer["max_tokens_per_pass"]
     answer["notes"] += recipe.notes
-    if not recipe.processes and "num_processes" not in given:
-        answer["notes"].insert(
-            0, "the recipe does not say how many processes train: 1 is assumed; give --num-processes"
-        )
+    if assumes_one:
+        answer["notes"].insert(0, ONE_PROCESS)
     return answer
 
 

@@ -21,6 +21,7 @@ from scipy import optimize, special  # scipy.stats takes half a second of each c
 POWER = 0.8
 BINARY = (0.0, 1.0)
 NODES = np.arange(0, 8, 0.04)  # of the integral in `tail`, see there
+ROUNDING = 1e-9  # relative; gains of seeds that differ by less are equal: shares of right answers are rounded
 SMALLEST = 1e-30  # share of the largest magnitude
 BLOCK = 1000  # values whose terms are computed together, in the cache
 Values = Sequence[float] | np.ndarray
@@ -130,12 +131,13 @@ def paired_difference(
 
 
 def seed_difference(before: Values, after: Values, confidence: float) -> SeedDifference:
-    """after − before, one value per seed: only the uncertainty about other seeds is counted."""
+    """after − before, one value per seed: only the uncertainty about other seeds is counted. NaN and 1 if the seeds
+    show no spread beyond rounding."""
     differences = np.asarray(after, dtype=float) - np.asarray(before, dtype=float)
     n = len(differences)
     mean = float(differences.mean()) if n else math.nan
     error = float(differences.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.0
-    if not error:
+    if error <= ROUNDING * max([*np.abs(before), *np.abs(after)], default=0.0):
         return SeedDifference(mean, math.nan, math.nan, 1.0, n)
     reach = float(special.stdtrit(n - 1, (1 + confidence) / 2)) * error  # quantile of Student's distribution
     return SeedDifference(mean, mean - reach, mean + reach, float(special.stdtr(n - 1, -mean / error)), n)

@@ -277,6 +277,16 @@ def test_the_same_recipe_under_the_rules_of_another_version(tmp_path: Path, rule
     assert _json(*arguments, status=status)["rules"] == rules
 
 
+def test_a_refusal_says_that_one_process_was_assumed_where_the_recipe_gives_no_number(tmp_path: Path) -> None:
+    """As Open-R1's recipe of a 1.5B model, which its page starts with 7 processes."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("num_generations: 14\nper_device_train_batch_size: 16\ngradient_accumulation_steps: 1\n")
+    arguments = ["--recipe", "trl", recipe, "--num-prompts", 8000]
+    assert "1 is assumed; give --num-processes" in _json(*arguments, status=2)["errors"][-1]
+    assert _json(*arguments, "--num-processes", 7)["generation_batch_size"] == 112
+    assert "is assumed" not in str(_json(*arguments, "--num-processes", 1, status=2))
+
+
 def test_a_megatron_recipe_is_planned_by_its_own_arithmetic(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(

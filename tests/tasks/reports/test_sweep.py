@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
 from grpo_core.config.files import parse_config
@@ -77,7 +79,15 @@ def test_seeds_are_the_unit_where_there_are_several() -> None:
     assert seed_difference([0, 0, 0], [1, 3, 2], 0.9).p_value == pytest.approx(
         stats.ttest_1samp([1, 3, 2], 0, alternative="greater").pvalue
     )
-    assert math.isnan(seed_difference([0.5, 0.5], [0.75, 0.75], 0.9).low), "without a spread nothing is shown"
+
+
+@given(start=st.lists(st.integers(0, 60), min_size=2, max_size=5), more=st.integers(0, 40))
+def test_seeds_that_gain_the_same_show_no_spread_and_so_nothing(start: list[int], more: int) -> None:
+    """A tie has one p-value, 1, in whichever way the shares of right answers are rounded."""
+    before, after = np.array(start) / 100, (np.array(start) + more) / 100
+    found = seed_difference(before, after, 0.9)
+    assert math.isnan(found.low) and math.isnan(found.high) and found.p_value == 1
+    assert found.mean == pytest.approx(more / 100)
 
 
 def test_seeds_of_one_setting_are_a_sweep_too() -> None:
