@@ -49,7 +49,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice among a sweep's arms. `settings`: the best first. `arm`: the chosen one, which is the best seed of the
+    """The choice among a sweep's arms. `settings`: the best first, and after them those of which fewer seeds have a
+    result: the ones that failed are likely the worst. `arm`: the chosen one, which is the best seed of the
     first setting. `by_seeds`: True if seeds are the unit of the intervals; otherwise prompts are. `confidence`: with
     which all intervals hold together. `stopped`: arms that were stopped early, with the reasons. `searched`: number of
     arms that a search has proposed."""
@@ -70,6 +71,11 @@ class Choice:
     @property
     def best(self) -> Setting:
         return self.settings[0]
+
+    @property
+    def incomplete(self) -> list[Setting]:
+        """Settings of which fewer seeds have a result than of the best one."""
+        return [setting for setting in self.settings if len(setting.arms) < len(self.best.arms)]
 
 
 class NoChoiceError(GrpoError):
@@ -150,7 +156,9 @@ def make_choice(arms: Records, stopped: Mapping[str, str] = MappingProxyType({})
     after = {label: {seed: trained[name] for seed, name in seeds.items()} for label, seeds in of_setting.items()}
     before = {label: {seed: base[name] for seed, name in seeds.items()} for label, seeds in of_setting.items()}
     values = {label: float(np.mean([np.nanmean(it) for it in of.values()])) for label, of in after.items()}
-    ranked = sorted(values, key=lambda label: math.inf if math.isnan(values[label]) else -values[label])
+    ranked = sorted(
+        values, key=lambda it: (math.isnan(values[it]), -len(of_setting[it]), -np.nan_to_num(values[it], nan=0.0))
+    )
     tried = len(ranked) + len(stopped)
     of_each, of_rivals = ((1 - confidence) / max(1, count) for count in (tried, tried - 1))
     settings = []
@@ -197,6 +205,10 @@ def describe(choice: Choice) -> Verdict:
         f"Chosen on {HELD_OUT}: {choice.arm}",
         f"{best.label}: {metric} {figures.amount(metric, best.value)}, {gained} over the base model."
         + (also if len(choice.settings) > 1 else "")
+        + "".join(
+            f" Ranked last, for want of results: {it.label} ({len(it.arms)} of {len(best.arms)} seeds)."
+            for it in choice.incomplete
+        )
         + (f" The best of {choice.num_settings} searched settings." if choice.searched else "")
         + " What it is worth shows on prompts by which it was not chosen.",
     )
@@ -214,7 +226,9 @@ def choice_section(choice: Choice, arms: Records) -> Section:
                 figures.amount(metric, setting.value),
                 (figures.gain(metric, gain), figures.interval(metric, gain)),
                 "yes" if setting.may_be_best else "no",
-                f"{len(setting.arms)}" if choice.by_seeds else figures.NONE,
+                f"{len(setting.arms)}" + f" of {len(choice.best.arms)}" * (setting in choice.incomplete)
+                if choice.by_seeds
+                else figures.NONE,
                 *_costs([arms[name].cost for name in setting.arms.values()]),
             ]
         )
@@ -228,7 +242,10 @@ def choice_section(choice: Choice, arms: Records) -> Section:
             "The intervals allow for the number of settings, not for this search, and may be too narrow."
         )
     if choice.by_seeds:
-        text += " Intervals are Student's over seeds; the prompts are taken as given."
+        text += (
+            " Intervals are Student's over seeds, right if seeds spread normally: a rare collapse is not in them. The "
+            "prompts are taken as given."
+        )
     names = ["setting", metric, "over the base", "may be the best", "seeds", "GPU hours", "cost"]
     known = [any(cell != figures.NONE for cell in column) for column in zip(*rows, strict=True)]
     head = [*itertools.compress(names, known)]

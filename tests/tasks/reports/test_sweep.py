@@ -90,6 +90,16 @@ def test_seeds_that_gain_the_same_show_no_spread_and_so_nothing(start: list[int]
     assert found.mean == pytest.approx(more / 100)
 
 
+def test_the_one_seed_that_survived_does_not_win_against_settings_of_which_all_did() -> None:
+    """A learning rate at which two trainings of three crash is not the best one, whatever the third came to."""
+    whole = [arm(0.1, first(count), seed) for seed, count in enumerate((40, 44, 42))]
+    choice = make_choice(named(*whole, arm(0.2, first(50), 2)))
+    assert [it.label for it in choice.settings] == ["train.learning_rate=0.1", "train.learning_rate=0.2"]
+    assert choice.arm == "sums.sweep.learning_rate-0.1_seed-1"
+    assert "Ranked last, for want of results: train.learning_rate=0.2 (1 of 3 seeds)." in describe(choice).sentence
+    assert [it.label for it in choice.incomplete] == ["train.learning_rate=0.2"]
+
+
 def test_seeds_of_one_setting_are_a_sweep_too() -> None:
     choice = make_choice(named(*(arm(0.1, first(count), seed) for seed, count in enumerate((30, 36)))))
     assert (choice.best.label, choice.arm) == ("the configuration", "sums.sweep.learning_rate-0.1_seed-1")
