@@ -16,7 +16,7 @@ from prefect.client.schemas.objects import State
 from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import Plan, load_plan
-from grpo_core.training.pass_limit import read_limit
+from grpo_core.training.limit_file import read_limit
 from tasks.processes.gpu import check_gpu_machine
 from tasks.processes.launch import RETURN_SECONDS, launch
 from tasks.processes.resources import gpus_and_servers

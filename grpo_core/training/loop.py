@@ -30,9 +30,9 @@ from grpo_core.training.end_rehearsal import rehearse_end
 from grpo_core.training.health import Finding
 from grpo_core.training.held_out import evaluate_policy, keep_best, load_best
 from grpo_core.training.interrupt import Stopped, interruptible, stop_if_asked, stop_signals
+from grpo_core.training.limit_file import write_limit
 from grpo_core.training.log import TrainingLog
 from grpo_core.training.out_of_memory import SharedModelError
-from grpo_core.training.pass_limit import write_limit
 from grpo_core.training.recovery import lower_staleness, must_roll_back, resume, roll_back
 from grpo_core.training.roll_out import roll_out
 from grpo_core.training.session import Session, load_session

@@ -3,10 +3,6 @@ an earlier start found when memory ran out with a sharded model."""
 
 from __future__ import annotations
 
-import os
-import socket
-from pathlib import Path
-
 import torch
 from accelerate import Accelerator
 
@@ -17,10 +13,7 @@ from grpo_core.planning.memory import peak_memory
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ForecastError, PromptLengths, load_shape
 from grpo_core.planning.tokens_per_pass import choose_tokens
-from grpo_core.system.files import publish
 from grpo_core.system.memory import GIB, gib_text
-
-FILE = "tokens_per_pass"  # of a training's output
 
 
 def first_limit(config: RunConfig, plan: Plan, longest_prompt: int, accelerator: Accelerator) -> int:
@@ -60,16 +53,3 @@ def _fitting(config: RunConfig, plan: Plan, most: int, longest_prompt: int, gpu:
     chosen = choose_tokens(config, plan, shape, lengths, gpu)
     assert chosen is not None
     return min(chosen, most)
-
-
-def write_limit(output: Path, tokens: int) -> None:
-    """Let the next start of the training use at most that many tokens per pass. Several processes may call it."""
-    temporary = output / f"{FILE}.{socket.gethostname()}-{os.getpid()}.tmp"
-    temporary.write_text(str(min(tokens, read_limit(output) or tokens)))
-    publish(temporary, output / FILE)
-
-
-def read_limit(output: Path) -> int | None:
-    """Return what `write_limit` wrote; None if memory has not run out."""
-    file = output / FILE
-    return int(file.read_text()) if file.exists() else None

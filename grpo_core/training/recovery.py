@@ -10,8 +10,8 @@ from grpo_core.training import health
 from grpo_core.training.checkpoint import Checkpoints, require_same_folder
 from grpo_core.training.curriculum import arrange_epochs
 from grpo_core.training.health import Finding
+from grpo_core.training.limit_file import read_limit
 from grpo_core.training.log import TrainingLog
-from grpo_core.training.pass_limit import read_limit
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
 from grpo_core.training.weight_sync import begin_probing

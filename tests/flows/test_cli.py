@@ -45,7 +45,7 @@ def test_commands_that_only_answer_import_no_heavy_library(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_starting_a_pipeline_imports_neither_torch_nor_transformers() -> None:
     code = "import sys, flows.pipeline; assert not {'torch', 'transformers'} & sys.modules.keys()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

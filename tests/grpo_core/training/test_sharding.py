@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.command import python_path
+from grpo_core.training.limit_file import read_limit
 from grpo_core.training.loop import train
-from grpo_core.training.pass_limit import read_limit
 from tests.conftest import config_values, make_model, make_run, with_keys, write_sums
 from tests.grpo_core.training.launching import REWARD, finish, kill_tree, processes, started
 from tests.grpo_core.training.several import exit_statuses, in_processes, in_two_processes
