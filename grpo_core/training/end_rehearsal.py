@@ -28,13 +28,13 @@ from grpo_core.training.random_state import random_state, set_random_state
 FOLDER = "rehearsal"
 LARGEST = 24 * 2**20  # bytes of the copy's weights: they are on the disk twice, and three times in memory
 TOLERANCE = 1e-4  # relative, between weights that were merged one way and another
-NOISE = 0.02  # deviation of what is added to the copy's weights, as a training would change them
+CHANGE = 0.02  # what is added to each weight, as a training would change it
 
 
 def rehearse_end(config: RunConfig, model: Any, tokenizer: Any, plan: Plan, output: Path) -> None:
     """Try what the end of the training does. Called by every process; says what it has done.
 
-    A small copy of the base model is trained (by noise), saved as the training's model will be, and loaded again.
+    A small copy of the base model is changed, saved as the training's model will be, and loaded again.
     Raises TrainingError if that fails, or gives other weights or another tokenizer; or if the disk of `output` is too
     small for what the training will write.
     """
@@ -91,10 +91,9 @@ def _changed(small: ModelConfig, config: RunConfig, *, shard: bool) -> Any:
     sharder = sharding(config.train, frozen=small.use_peft) if shard else None
     base = load_model(small.name_or_path, shard=sharder, in_4bit=small.load_in_4bit, device=PartialState().device)
     model = with_adapter(base, small)
-    torch.manual_seed(0)
     with torch.no_grad():
         for weights in trainable_state(model).values():
-            weights += NOISE * torch.randn_like(weights)
+            weights += CHANGE
     return model
 
 

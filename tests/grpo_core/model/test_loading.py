@@ -123,15 +123,15 @@ def test_the_model_that_is_saved_is_the_adapter_merged_into_the_float32_base(
 
 def _lora(folder: Path) -> Policy:
     model = with_adapter(load_model(folder, dtype=torch.bfloat16), _adapter(folder))
-    return Policy(model, 1.0, max_length=40, bf16=True)
+    return Policy(model, 1.0, max_length=4, bf16=True)
 
 
 def _whole(folder: Path) -> Policy:
-    return Policy(load_model(folder), 1.0, max_length=40, bf16=True)
+    return Policy(load_model(folder), 1.0, max_length=4, bf16=True)
 
 
 def _reference(folder: Path) -> Policy:
-    return Policy(load_model(folder, dtype=torch.bfloat16).requires_grad_(False), 1.0, max_length=40)
+    return Policy(load_model(folder, dtype=torch.bfloat16).requires_grad_(False), 1.0, max_length=4)
 
 
 @pytest.mark.slow

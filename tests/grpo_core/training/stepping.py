@@ -35,6 +35,8 @@ from tests.conftest import config_values
 class FourLogits(torch.nn.Module):
     """The same four logits at every position."""
 
+    generation_config = None
+
     def __init__(self) -> None:
         super().__init__()
         self.logits = torch.nn.Parameter(torch.zeros(4))
@@ -173,6 +175,7 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator, folder: Pat
     with (
         mock.patch.object(trainer, "load_session", return_value=session),
         mock.patch.object(trainer, "fingerprint", return_value=""),
+        mock.patch.object(trainer, "rehearse_end"),  # of a model that transformers does not know
         mock.patch.object(accelerator, "end_training"),
         mock.patch.object(trainer, "update_batch", wraps=trainer.update_batch) as batches,
     ):
