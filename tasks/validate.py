@@ -186,7 +186,9 @@ def screen(config: RunConfig) -> Screened:
         if count
     ] or shape
     lengths = {name: sample_lengths(own, tokenizer, options) for name, own in countable.items()}
-    frames = (frame["prompt"].head(1).to_list() for frame in countable["train"].slices()) if countable else ()
+    frames = (
+        (frame["prompt"].head(1).to_list() for frame in countable["train"].slices()) if "train" in countable else ()
+    )
     first = next((prompt for prompts in frames for prompt in prompts), None)
     notes = [] if first is None else template_notes(config, tokenizer, first, next(iter(options.values())))
     notes += [f"{rows_of}: a text with one of the others ends the training"] if tokens > known else []
