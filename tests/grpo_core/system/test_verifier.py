@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not shutil.which("bwrap"), reason="Debian's package bubblewrap is not installed"),
 ]
-SOURCE = ATTACKS + "\ndef judge(answer, expected=None):\n    found = eval(answer)\n" + (
+SOURCE = ATTACKS + "import resource\ndef judge(answer, expected=None):\n    found = eval(answer)\n" + (
     "    return found if expected is None else float(found == expected)\n"
 )  # fmt: skip
 READ_ONLY = "Read-only file system"
@@ -53,6 +53,9 @@ def verifier() -> Iterator[Verifier]:
         ("tried(lambda: os.kill(1, 9))", None),
         ("tried(lambda: os.kill(1, 2))", None),
         ("tried(lambda: os.kill(1, 19))", None),
+        ("tried(lambda: resource.prlimit(1, resource.RLIMIT_CPU, (0, 0)))", "Operation not permitted"),
+        ("tried(lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)))", "Operation not permitted"),
+        ("tried(lambda: os.setpriority(os.PRIO_PROCESS, 1, 19))", "Operation not permitted"),
         ("tried(lambda: bytearray(1 << 30))", "MemoryError"),
         ("tried(lambda: __import__('mmap').mmap(-1, 600 << 20))", "Cannot allocate memory"),  # shared, by default
         ("tried(lambda: len(bytearray(400 << 20)))", 400 << 20),
