@@ -6,6 +6,7 @@ import ast
 import asyncio
 import json
 import pickle
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from grpo_core.environments.adapters.open_env import OpenEnv
 from grpo_core.errors import ConfigError
 from grpo_core.planning.frameworks.launches import read_yaml
 from grpo_core.rewards.builtin.maths import math_answer
+from grpo_core.rewards.builtin.maths_worker import compare
 from grpo_core.rewards.builtin.structured import schema_problem
 from tasks.data.own_schema import read_schema
 from tasks.data.sources import Source, SourceError, load_source
@@ -59,6 +61,29 @@ def test_math_answer_takes_completion_and_answer_as_text(marker: Path) -> None:
     forms = [hostile, f"\\boxed{{{hostile}}}", f"${hostile}$", f"#### {hostile}", f"\\boxed{{1+{hostile}}}", "9**9**9"]
     assert math_answer(forms, ["5"] * len(forms)) == [0.0] * len(forms)
     math_answer(["5"] * len(forms), forms)
+
+
+@pytest.mark.slow
+def test_sympy_evaluates_only_digits_and_operators_of_a_completion(
+    marker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sympy.parsing import sympy_parser  # takes seconds
+
+    evaluated: list[str] = []
+    read = sympy_parser.stringify_expr  # the first that parse_expr and sympify do with a text
+
+    def reading(text: str, *rest: Any) -> str:
+        evaluated.append(text)
+        return read(text, *rest)
+
+    monkeypatch.setattr(sympy_parser, "stringify_expr", reading)
+    forms = ["HERE", "$HERE$", "#### HERE", "1234 + HERE", "the answer is 4321 + HERE", "(7531).HERE", "8765 ** HERE"]
+    boxed = ["HERE", "1+HERE", r"\text{HERE}", r"\operatorname{HERE}(1)", "x_{HERE}", r"\frac{HERE}{2}"]
+    for form in [*forms, *(f"\\boxed{{{form}}}" for form in boxed)]:
+        text = form.replace("HERE", code(marker))
+        compare(text, "5")
+        compare("5", text)
+    assert len(evaluated) > 2 and [it for it in evaluated if not re.fullmatch(r"[\d\s.,+*/^()%-]*", it)] == []
 
 
 def test_a_schema_of_a_completion_fetches_nothing(marker: Path) -> None:
@@ -96,19 +121,28 @@ def test_games_of_textarena_take_moves_as_text(marker: Path) -> None:
                     break
     assert played > 30
     files = [*Path(textarena.__file__).parent.rglob("*.py")]
-    running = {"eval", "exec", "compile", "__import__", "parse_expr", "sympify", "os.system", "os.popen"}
-    called = {name for file in files for name in _called(file)}
-    found = {name for name in called if name in running or name.startswith(("pickle.", "subprocess.", "sympy.sympify"))}
-    assert len(files) > 100 and not found
+    assert len(files) > 100 and {name for file in files for name in _running(file)} == set()
 
 
-def _called(file: Path) -> set[str]:
-    """Names of the functions that a file calls, as they stand there."""
+RUNNING = re.compile(
+    r"(eval|exec|compile|__import__|parse_expr|sympify|pickle|subprocess|os\.(system|popen|exec\w*|spawn\w*))"
+    r"|.*\.(parse_expr|sympify)|(pickle|subprocess)\..*"
+)
+
+
+def _running(file: Path) -> set[str]:
+    """What a file calls or imports by name that may run a text."""
     try:
-        tree = ast.parse(file.read_text())
+        tree = [*ast.walk(ast.parse(file.read_text()))]
     except SyntaxError:  # of a later Python: it cannot be imported either
         return set()
-    return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    names = {ast.unparse(node.func) for node in tree if isinstance(node, ast.Call)}
+    for node in tree:
+        if isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return {name for name in names if RUNNING.fullmatch(name)}
 
 
 @pytest.mark.slow

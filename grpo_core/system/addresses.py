@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
-ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.I)
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://.+", re.I)
+WEB = re.compile(r"(?:\w+\+)?(?:https?|wss?):", re.I)  # git+https: too
 HARMLESS = {"api-version"}  # parameters of a web address that hold none
 # Names of a database's parameters, also of those within one (odbc_connect).
 PARAMETER = re.compile(
@@ -20,10 +21,11 @@ def holds_secret(address: str) -> bool:
     """True if the address may hold a secret: a user, parameter or fragment of a web server's, of which any may be a
     token; a password of a database, or a parameter of it that is named like a secret. A user of a database without a
     password is none."""
-    if address.lower().startswith(("http:", "https:")):
-        parts = urlsplit(address)
-        parameters = {name for name, _ in parse_qsl(parts.query, keep_blank_values=True)}
-        return "@" in address or bool(parts.fragment or parameters - HARMLESS)
+    address = address.strip()
+    if WEB.match(address):
+        place, _, fragment = address.partition("#")
+        parameters = {name for name, _ in parse_qsl(place.partition("?")[2], keep_blank_values=True)}
+        return "@" in address or bool(fragment or parameters - HARMLESS)
     _, has_place, rest = address.partition("://")
     place, has_user, _ = rest.rpartition("@")  # a password may hold any character, unquoted
     has_password = bool(has_place and has_user and not rest.startswith("/") and ":" in place)
@@ -33,7 +35,7 @@ def holds_secret(address: str) -> bool:
 def keys_with_secrets(values: Any, key: str = "") -> Iterator[str]:
     """Keys, as `rewards.0.args.url`, of the texts among nested values that are an address with a secret."""
     if isinstance(values, str):
-        if ADDRESS.fullmatch(values) and holds_secret(values):
+        if ADDRESS.fullmatch(values.strip()) and holds_secret(values):
             yield key
     elif isinstance(values, Mapping):
         for name, value in values.items():

@@ -55,8 +55,8 @@ KILL, ALLOW, EPERM = 0x80000000, 0x7FFF0000, 0x00050001  # SECCOMP_RET_… of li
 
 
 def build_filter(machine: str = platform.machine()) -> bytes:
-    """A program for seccomp (an array of struct sock_filter): EPERM for REFUSED and for limits of other processes, death
-    by another architecture's calls.
+    """A program for seccomp (an array of struct sock_filter): EPERM for REFUSED and for the limits of other processes,
+    death by another architecture's calls.
 
     Raises KeyError for a machine whose numbers are not known.
     """

@@ -290,6 +290,7 @@ def test_a_mistake_is_named_with_its_key_and_a_way_out(change: dict[str, Any], m
             },
         ),
         ("rewards.0.args.url", {"rewards": [{"function": "own:score", "args": {"url": "https://host/?code=SECRET"}}]}),
+        ("rewards.0.args.url", {"rewards": [{"function": "own:score", "args": {"url": " http://me:SEC RET@host\n"}}]}),
         ("data.chat_template_kwargs.of.1", {"data": {"chat_template_kwargs": {"of": [1, "redis://:SECRET@host"]}}}),
     ],
 )

@@ -31,6 +31,10 @@ from grpo_core.system.addresses import holds_secret
         "mssql+pyodbc:///?odbc_connect=DRIVER%3Dx%3BUID%3Dme%3BPWD%3DSECRET",
         "mssql+pyodbc:///?odbc_connect=DRIVER%253Dx%253BPWD%253DSECRET",
         "mysql://db/mlflow?access_key=SECRET",
+        " https://grpo:SECRET@mlflow.internal\n",
+        "git+https://SECRET@models.example/rewards",
+        "wss://SECRET@games.example/ws",
+        "wss://games.example/ws?code=SECRET",
     ],
 )
 def test_an_address_with_a_secret_is_known(address: str) -> None:
@@ -43,6 +47,7 @@ def test_an_address_with_a_secret_is_known(address: str) -> None:
         "",
         "https://mlflow.internal:5000/team/a",
         "http://[::1]:4200/api",
+        "http://[::1",
         "https://models.example/openai?api-version=2024-10-21",
         "sqlite:////home/me@work/a:b/mlflow.db",
         "postgresql://grpo@db:5432/mlflow?sslmode=verify-full&sslkey=/etc/key&passfile=/etc/pgpass",
