@@ -33,12 +33,14 @@ def holds_secret(address: str) -> bool:
 
 
 def keys_with_secrets(values: Any, key: str = "") -> Iterator[str]:
-    """Keys, as `rewards.0.args.url`, of the texts among nested values that are an address with a secret."""
+    """Keys, as `rewards.0.args.url`, of the texts among nested values and keys that are an address with a
+    secret."""
     if isinstance(values, str):
         if ADDRESS.fullmatch(values.strip()) and holds_secret(values):
             yield key
     elif isinstance(values, Mapping):
         for name, value in values.items():
+            yield from keys_with_secrets(name, f"a key of {key}")
             yield from keys_with_secrets(value, f"{key}.{name}".lstrip("."))
     elif isinstance(values, Sequence):
         for place, value in enumerate(values):

@@ -48,31 +48,43 @@ REFUSED = {  # numbers of asm/unistd_64.h and asm-generic/unistd.h
     "userfaultfd": (323, 282),
     "vmsplice": (278, 75),
 }
-PRLIMIT64 = 302, 261  # also setrlimit, of the process 0: itself
+ONLY = {  # calls that get this first argument alone: the process itself, AF_UNIX
+    "prlimit64": (302, 261, 0),
+    "socketpair": (53, 199, 1),
+}
 X32 = 0x40000000  # bit of the numbers of x86_64's second table
 LOAD, JUMP_IF_EQUAL, JUMP_IF_ABOVE, RETURN = 0x20, 0x15, 0x35, 0x06  # of linux/bpf_common.h
 KILL, ALLOW, EPERM = 0x80000000, 0x7FFF0000, 0x00050001  # SECCOMP_RET_… of linux/seccomp.h
 
 
 def build_filter(machine: str = platform.machine()) -> bytes:
-    """A program for seccomp (an array of struct sock_filter): EPERM for REFUSED and for the limits of other processes,
-    death by another architecture's calls.
+    """A program for seccomp (an array of struct sock_filter): EPERM for REFUSED and for other arguments than those of
+    ONLY, death by another architecture's calls.
 
     Raises KeyError for a machine whose numbers are not known.
     """
     column, architecture = MACHINES[machine]
     numbers = [call[column] for call in REFUSED.values()]
-    refusals = [(JUMP_IF_EQUAL, len(numbers) - i + 3, 0, number) for i, number in enumerate(numbers)]
+    checks = [
+        instruction
+        for *call, argument in ONLY.values()
+        for instruction in (
+            (JUMP_IF_EQUAL, 0, 4, call[column]),
+            (LOAD, 0, 0, 16),  # seccomp_data.args[0], its lower half
+            (JUMP_IF_EQUAL, 0, 1, argument),
+            (RETURN, 0, 0, ALLOW),
+            (RETURN, 0, 0, EPERM),
+        )
+    ]
+    refusals = [(JUMP_IF_EQUAL, len(numbers) - i + len(checks), 0, number) for i, number in enumerate(numbers)]
     program = [
         (LOAD, 0, 0, 4),  # seccomp_data.arch
         (JUMP_IF_EQUAL, 1, 0, architecture),
         (RETURN, 0, 0, KILL),
         (LOAD, 0, 0, 0),  # seccomp_data.nr
-        (JUMP_IF_ABOVE, len(numbers) + 4, 0, X32),
+        (JUMP_IF_ABOVE, len(numbers) + len(checks) + 1, 0, X32),
         *refusals,
-        (JUMP_IF_EQUAL, 0, 2, PRLIMIT64[column]),
-        (LOAD, 0, 0, 16),  # seccomp_data.args[0], its lower half: the process
-        (JUMP_IF_EQUAL, 0, 1, 0),
+        *checks,
         (RETURN, 0, 0, ALLOW),
         (RETURN, 0, 0, EPERM),
     ]

@@ -291,6 +291,7 @@ def test_a_mistake_is_named_with_its_key_and_a_way_out(change: dict[str, Any], m
         ),
         ("rewards.0.args.url", {"rewards": [{"function": "own:score", "args": {"url": "https://host/?code=SECRET"}}]}),
         ("rewards.0.args.url", {"rewards": [{"function": "own:score", "args": {"url": " http://me:SEC RET@host\n"}}]}),
+        ("a key of data.chat_template_kwargs", {"data": {"chat_template_kwargs": {"http://me:SECRET@host": 1}}}),
         ("data.chat_template_kwargs.of.1", {"data": {"chat_template_kwargs": {"of": [1, "redis://:SECRET@host"]}}}),
     ],
 )

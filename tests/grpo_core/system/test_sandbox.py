@@ -27,7 +27,7 @@ import pytest
 
 from grpo_core.system.sandbox import bubblewrap as sandbox
 from grpo_core.system.sandbox.bubblewrap import Call, Input, Limits, SandboxError, ask, require
-from grpo_core.system.sandbox.seccomp import MACHINES, PRLIMIT64, REFUSED, build_filter
+from grpo_core.system.sandbox.seccomp import MACHINES, ONLY, REFUSED, build_filter
 from tests.grpo_core.system.attacks import ATTACKS
 
 pytestmark = pytest.mark.skipif(not shutil.which("bwrap"), reason="Debian's package bubblewrap is not installed")
@@ -140,6 +140,15 @@ def test_a_refused_system_call_is(name: str) -> None:
     assert answer(f"call({REFUSED[name][column]}, 0, 0, 0, 0, 0)") == "Operation not permitted"
 
 
+def test_a_call_gets_its_one_argument_alone() -> None:
+    pair = "tried(lambda: __import__('socket').socketpair({}) and 'made')"
+    limit = "tried(lambda: __import__('resource').prlimit({}, 0) and 'told')"
+    assert answer(pair.format(int(socket.AF_UNIX))) == "made"
+    assert answer(pair.format(int(socket.AF_VSOCK))) == "Operation not permitted"
+    assert answer(limit.format(0)) == "told"
+    assert answer(limit.format(1)) == "Operation not permitted"
+
+
 @pytest.mark.parametrize(
     ("machine", "header"),
     [("x86_64", "x86_64-linux-gnu/asm/unistd_64.h"), ("aarch64", "asm-generic/unistd.h")],
@@ -150,11 +159,11 @@ def test_the_numbers_of_system_calls_are_those_of_the_kernels_headers(machine: s
         pytest.skip(f"{path} is not installed")
     known = dict(re.findall(r"^#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text(), re.MULTILINE))
     column, _ = MACHINES[machine]
-    filtered = REFUSED | {"prlimit64": PRLIMIT64}
+    filtered = REFUSED | {name: numbers[:2] for name, numbers in ONLY.items()}
     assert {name: int(known[name]) for name in filtered if name in known} == {
         name: numbers[column] for name, numbers in filtered.items() if name in known
     }
-    assert len(build_filter(machine)) == 8 * (len(REFUSED) + 10)
+    assert len(build_filter(machine)) == 8 * (len(REFUSED) + 5 * len(ONLY) + 7)
 
 
 def test_calls_of_another_architecture_kill(tmp_path: Path) -> None:
