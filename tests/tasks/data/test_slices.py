@@ -90,6 +90,15 @@ def _verdict(values: dict[str, Any]) -> Any:
     function=False,
     alien=None,
 )
+@example(  # no training prompt is left, and held-out ones are
+    rows=[{"prompt": "1+1=", "answer": "2"}] * 3,
+    held_out=[{"prompt": "1+1=", "answer": "2"}],
+    form="jsonl",
+    severity="error",
+    schema=False,
+    function=False,
+    alien=None,
+)
 def test_slices_get_the_same_verdict_as_the_whole(
     model_folder: Path,
     module: None,
