@@ -49,8 +49,8 @@ def read(*several: Mapping[str, Sums], first_rows: Mapping[str, int] | None = No
     """Return each tensor's checksum, given its sums, after one wait for their device: with splitmix64's finaliser as
     mix, Σ mix(rowᵣ ⊕ r·NUMBER) + Σ columnₖ · (mix(k·NUMBER) | 1), modulo 2⁶⁴.
 
-    Other values change it, and so do the same values at other places, but for changes that leave each of the sums as it
-    was. Checksums of consecutive rows, given the number of the first, add up to the whole tensor's.
+    Other values change it, and so do the same values at other places, unless each of the sums stays what it was.
+    Checksums of consecutive rows, given the number of the first, add up to the whole tensor's.
     """
     named = [(name, *pair) for notes in several for name, pair in notes.items()]
     rows, columns = [found for _, found, _ in named], [found for _, _, found in named]

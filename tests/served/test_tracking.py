@@ -122,7 +122,8 @@ def _assert_complete(run: Path, tracked: Any) -> None:
     config = load_config(run / "config.toml")
     plan = json.loads((run / "plan.json").read_text())["plan"]
     assert plan.pop("sources") == []
-    assert {name: tracked.data.params[f"plan.{name}"] for name in plan} == {k: str(v) for k, v in plan.items()}
+    logged = {name.removeprefix("plan."): it for name, it in tracked.data.params.items() if name.startswith("plan.")}
+    assert logged == {name: str(value) for name, value in plan.items() if value is not None}
     assert tracked.data.params["train.learning_rate"] == str(config.train.learning_rate)
     assert tracked.data.params["rewards.0.function"] == FUNCTION
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=CONFIG.parent, capture_output=True, text=True, check=True)
