@@ -113,7 +113,8 @@ def _end(folder: Path, records: Sequence[Record], hanging: Sequence[Record], sec
     stopped = _is_stopped(first)  # until the stacks are written
     _write_reason(folder, first.name)
     _await_stacks(folder, records, before)
-    place = _place(folder, first, before[first.rank])
+    # A stopped reward is past its time limit, so it may have left the place by the time its stack is written.
+    place = "" if stopped and first.reward else _place(folder, first, before[first.rank])
     if first.waits:
         said = f"all {len(records)} processes wait for each other in {first.phase}{place}, and none has moved for "
         said += f"{seconds:.0f} s: the network between them is gone, or a process has skipped what the others wait for"
