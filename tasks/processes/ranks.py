@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 END = b"\0end of output\n"  # torchrun itself holds the pipes open, so they never reach their end
+TOLD_BY = (signal.SIGTERM, signal.SIGINT)
 TOGETHER_SECONDS = 10.0  # failures this close may have the same cause; torchrun's SIGKILL comes later
 
 
@@ -48,7 +49,9 @@ def main() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
     config, command, words = config_from_args(arguments)
     first = int(arguments.node_rank) * processes
+    config.signals_to_handle = "SIGHUP,SIGQUIT"  # the others are handled here
     try:
+        tell_once(SignalException)
         with named_output(range(first, first + processes)) as config.logs_specs:
             elastic_launch(config, command)(*words)
     except ChildFailedError as error:
@@ -60,6 +63,20 @@ def main() -> None:
     except torch.distributed.DistError as error:  # the machines do not find each other
         print(error, flush=True)
         sys.exit(LOST_PEER)
+
+
+def tell_once(told: Callable[[str, signal.Signals], Exception]) -> None:
+    """Let the first SIGTERM or SIGINT raise `told`, and ignore all others: Slurm, its srun and the supervisor each send
+    one. A second one would interrupt torchrun as it waits for its processes, which then lose their output while they
+    save."""
+
+    def end(number: int, frame: object) -> None:
+        for each in TOLD_BY:
+            signal.signal(each, signal.SIG_IGN)
+        raise told(f"told to end by signal {number}", signal.Signals(number))
+
+    for each in TOLD_BY:
+        signal.signal(each, end)
 
 
 @contextmanager
