@@ -21,7 +21,7 @@ from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import is_conversation, without_gaps
 from grpo_core.data.prompts import load_tokenizer
-from tasks.registry.judging import RECORD, RECORDED
+from tasks.registry.judging import KEY, RECORD, RECORDED
 from tasks.registry.model_version import Example, log_version
 from tasks.rendering import figures
 from tasks.rendering.markdown import escape
@@ -52,7 +52,7 @@ from tasks.tracking.runs import (
 )
 from tasks.tracking.sending import send_rest
 from tasks.tracking.traces import send_rest_of_rollouts
-from tasks.tracking.view import RESULT
+from tasks.tracking.view import RESULT, SWEEP
 
 PLAN_TAGS = ("num_prompts", "max_steps", "completions")
 CHARTS = "^(reward$|rewards/|eval_|entropy$|kl$|completions/mean_length$)"  # the charts to look at first
@@ -220,10 +220,12 @@ def _example(config: RunConfig, run: Path) -> Example:
 
 
 def _tags(config: RunConfig, run: Path, report: dict[str, Any]) -> dict[str, Any]:
-    """Tags of the model version: its run and its figures."""
+    """Tags of the model version: its run, its sweep and its figures."""
     plan, metric = PLAN.read_receipt(run)["plan"], figures.metric_of(config, report)
     return {
         "run": config.name,
+        KEY: report["key"],
+        **({SWEEP: config.registry.sweep} if config.registry.sweep else {}),
         **{
             f"evaluation.{name}.{policy}.{metric}": f"{of_policy[metric]['mean']:.4f}"
             for name, found in report["sets"].items()

@@ -16,6 +16,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from grpo_core.config.evaluation import HELD_OUT
+from tasks.registry.judging import CHOSEN
 from tasks.rendering import figures
 from tasks.rendering.markdown import escape, table
 from tasks.reports.cost import sum_metrics, training_cost
@@ -72,8 +73,11 @@ def choose(sweep: str, alias: str) -> State[Path]:
     write_text(folder / PAGE, sweep_page(sweep, choice, arms))
     write_text(folder / TABLE, _csv(choice))
     if registered := REGISTER.read_receipt(run_folder(choice.arm)):
+        name, version = registered["model_name"], registered["version"]
         with answering():
-            connect().set_registered_model_alias(registered["model_name"], alias, registered["version"])
+            client = connect()
+            client.set_model_version_tag(name, version, CHOSEN, sweep)
+            client.set_registered_model_alias(name, alias, version)
     get_run_logger().info("%s. %s", verdict.headline, verdict.sentence)
     create_markdown_artifact(key="sweep", markdown=_markdown(sweep, choice, arms), description=escape(verdict.headline))
     gain = asdict(choice.best.gain)

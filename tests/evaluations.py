@@ -86,8 +86,10 @@ def register_version(
     key: str = "same",
     champion: Mapping[str, Any] | None = None,
     config: RunConfig | None = None,
+    tags: Mapping[str, str] | None = None,
 ) -> str:
-    """Number of a new version of a registered model, candidate now, whose MLflow run has this evaluation."""
+    """Number of a new version of a registered model, candidate now, whose MLflow run has this evaluation; and further
+    tags."""
     from mlflow.exceptions import MlflowException
 
     from tasks.tracking.runs import connect
@@ -105,7 +107,7 @@ def register_version(
         client.create_registered_model(model)
     except MlflowException as error:
         assert error.error_code == "RESOURCE_ALREADY_EXISTS", error
-    source, tags = f"{run.info.artifact_uri}/model", {"record": "registered/this"}
-    version = client.create_model_version(model, source, run.info.run_id, tags)
+    tags = {"record": "registered/this", "report.key": key, **(tags or {})}
+    version = client.create_model_version(model, f"{run.info.artifact_uri}/model", run.info.run_id, tags)
     client.set_registered_model_alias(model, "candidate", version.version)
     return str(version.version)

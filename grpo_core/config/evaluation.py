@@ -159,8 +159,8 @@ class PromotionConfig(Section):
     reward (mean weighted reward). Default: accuracy if evaluation.accuracy_reward gave every evaluated completion 0 or
     1, else reward."""
     confidence: float = Field(0.95, gt=0.5, lt=1)
-    """1 minus the highest probability that, in all attempts against the same champion, any version that is no better is
-    promoted."""
+    """1 minus the highest probability that any version that is no better than the same champion is promoted, however
+    many are evaluated on the same prompts and whichever are tried."""
     min_gain: float = Field(0.0, ge=0)
     """The least mean gain on these prompts that is worth a promotion; the true gain may be smaller."""
     guards: list[Guard] = Field(default_factory=list)

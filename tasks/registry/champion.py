@@ -26,7 +26,7 @@ from grpo_core.errors import ConfigError, GrpoError
 from tasks.registry.approval import WAITING, Approval, Change, decision_of, tags_of
 from tasks.registry.gate import NotComparableError, Verdict
 from tasks.registry.history import ROLLED_BACK, Entry, bounded, reigns, written
-from tasks.registry.judging import RECORD, judge
+from tasks.registry.judging import RECORD, evaluated_before, judge
 from tasks.registry.lookup import find_version, if_there
 from tasks.registry.model_lock import model_lock
 from tasks.registry.spending import ATTEMPTS, take_number
@@ -85,11 +85,13 @@ def promote(
             begun = candidate.tags
             _tag(client, candidate, {DECIDED_AT: _now()})
             return Outcome(begun[DECISION], name, number, begun[AGAINST], begun[REASON])
-        comparison = [number, candidate.run_id, candidate.tags.get(RECORD), rules]
+        before = evaluated_before(client, candidate, champion, _since(champion, history))
         returning = {"base", *(entry["version"] for entry in reigns(history))}
-        attempt, attempts = take_number(model.tags.get(ATTEMPTS, ""), champion or "base", comparison, returning)
+        attempt, attempts = 0, model.tags.get(ATTEMPTS, "")
+        for each in [*(_comparison(it, {}) for it in before), _comparison(candidate, rules)]:
+            attempt, attempts = take_number(attempts, champion or "base", each, returning)
         try:
-            verdict, shown = judge(client, candidate, champion, rules, attempt)
+            verdict, shown = judge(client, candidate, champion, rules, attempt, len(before))
         except NotComparableError as error:
             verdict, shown = Verdict(False, str(error)), None
         else:
@@ -216,6 +218,17 @@ def _see_champion(client: MlflowClient, model: RegisteredModel) -> tuple[str | N
             how = "by hand"
         history = _remember(client, model.name, champion, how, history)
     return champion, history
+
+
+def _since(champion: str | None, history: list[Entry]) -> float:
+    """Time at which the version first became champion, in ms since 1970; 0 for None."""
+    times = [entry["at"] for entry in history if entry["version"] == champion and champion]
+    return 1000 * datetime.fromisoformat(times[0]).timestamp() if times else 0
+
+
+def _comparison(version: ModelVersion, rules: Mapping[str, Any]) -> list[Any]:
+    """Identify a comparison of the version with its rival."""
+    return [str(version.version), version.run_id, version.tags.get(RECORD), rules]
 
 
 def _is_being_promoted(version: ModelVersion) -> bool:

@@ -72,11 +72,15 @@ class Verdict:
     comparisons: tuple[Comparison, ...] = ()
 
 
-def decide(config: RunConfig, candidate: Contestant, rival: Contestant, attempt: int = 1) -> Verdict:
+def decide(
+    config: RunConfig, candidate: Contestant, rival: Contestant, attempt: int = 1, num_before: int = 0
+) -> Verdict:
     """Accept the candidate if it is better by the rules of `config.promotion` and breaks no guard.
 
-    attempt: number of comparisons with this rival so far, this one included. "Better" means that the one-sided p-value
-    of "not better in the mean" is at most `level_of` this attempt, and that the mean gain is at least `min_gain`. The
+    attempt: number of this comparison among all with the rival, from 1. Versions that were evaluated, but never tried,
+    count too, since the candidate may have been chosen by their reports. num_before: number of versions that were
+    evaluated on these prompts before it. "Better" means that the one-sided p-value of "not better in the mean" is at
+    most `level_of` this attempt, and that the mean gain is at least `min_gain`. The
     levels of all attempts add up to 1 − confidence, so this bounds the probability of ever accepting any candidate that
     is no better than the rival; guards only refuse. A sample that a reward did not score counts as the worst value if
     the reward scored the rival on the same prompt. Raises ValueError for a guard on a metric that the samples lack.
@@ -91,7 +95,10 @@ def decide(config: RunConfig, candidate: Contestant, rival: Contestant, attempt:
     p_value = figures.p_value(gain.difference.p_value)
     verdict = "; ".join(broken) if broken else f"better, p = {p_value}"
     kept = f"; guards kept: {len(guards)}" if guards and not broken else ""
-    at = f"attempt {attempt} against {rival.label}, so at level {level:.2g}"
+    at = f"attempt {attempt} against {rival.label}"
+    if num_before:
+        at += f", with {num_before:,} version{'s' * (num_before > 1)} evaluated on these prompts before it"
+    at += f", so at level {level:.2g}"
     return Verdict(not broken, f"{_found(gain, rival)}: {verdict}{kept} ({at})", comparisons)
 
 

@@ -22,9 +22,11 @@ from grpo_core.config.files import parse_config
 from grpo_core.errors import ConfigError
 from tasks.registry.approval import Change, largest_changes
 from tasks.registry.gate import Contestant, NotComparableError, Verdict, decide, refuse_chosen_there
-from tasks.registry.lookup import if_there
+from tasks.registry.lookup import find_version, if_there
+from tasks.tracking.view import SWEEP
 
-RECORD = "record"  # tag of a version: the folder in its MLflow run that holds RECORDED
+# Tags of a version: the folder in its MLflow run that holds RECORDED; the report's key; the sweep that chose it.
+RECORD, KEY, CHOSEN = "record", "report.key", "sweep.chosen"
 RECORDED = (run_files.CONFIG, *(f"{run_files.EVALUATION}/{it}" for it in (run_files.REPORT, run_files.SAMPLES)))
 
 
@@ -37,14 +39,45 @@ class _Recorded:
     samples: pl.DataFrame
 
 
+def evaluated_before(
+    client: MlflowClient, candidate: ModelVersion, champion: str | None, since: float
+) -> list[ModelVersion]:
+    """Return the versions that were evaluated on the candidate's prompts before it, once the champion was champion, the
+    oldest first: whoever promotes the candidate may have chosen it by their reports.
+
+    since: time at which the champion became it, in ms since 1970. Of a sweep, only the chosen arm counts, since the
+    sweep does not choose on the prompts that judge it (`refuse_chosen_there`); all its arms count if the candidate is
+    another one.
+    """
+    sweep, found = candidate.tags.get(SWEEP), list[ModelVersion]()
+    chosen_by_hand = sweep and CHOSEN not in candidate.tags
+    for number in range(int(candidate.version) - 1, int(champion or 0), -1):  # a search cannot quote every name
+        version = find_version(client, candidate.name, str(number))
+        if version is None:
+            continue
+        if version.creation_timestamp < since:
+            break
+        tags = version.tags
+        counts = SWEEP not in tags or CHOSEN in tags or (chosen_by_hand and tags[SWEEP] == sweep)
+        if RECORD in tags and counts and tags.get(KEY) == candidate.tags.get(KEY):
+            found.insert(0, version)
+    return found
+
+
 def judge(
-    client: MlflowClient, candidate: ModelVersion, champion: str | None, rules: Mapping[str, Any], attempt: int
+    client: MlflowClient,
+    candidate: ModelVersion,
+    champion: str | None,
+    rules: Mapping[str, Any],
+    attempt: int,
+    num_before: int = 0,
 ) -> tuple[Verdict, tuple[Change, ...] | None]:
     """Return the gate's verdict on a version, and the prompts to show to a person; None instead of these if no approval
     is needed.
 
     champion: version that it has to beat; None for the base model. rules: keys of [promotion] that differ from those
-    recorded. attempt: number of this comparison with the champion, from 1. Raises NotComparableError if what is needed
+    recorded. attempt: number of this comparison with the champion, from 1. num_before: number of versions in
+    `evaluated_before`. Raises NotComparableError if what is needed
     was not recorded, or was recorded with other prompts or settings.
     """
     recorded = _recorded(client, candidate)
@@ -58,7 +91,7 @@ def judge(
     trained = Contestant(f"version {candidate.version}", recorded.samples, "trained")
     rival = _rival(client, candidate, recorded, champion)
     try:
-        verdict = decide(config, trained, rival, attempt)
+        verdict = decide(config, trained, rival, attempt, num_before)
     except ValueError as error:
         raise NotComparableError(f"{error}; a guard can use only metrics that the evaluation recorded") from None
     return verdict, largest_changes(config, trained, rival) if config.promotion.approval else None

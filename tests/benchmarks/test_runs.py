@@ -36,6 +36,7 @@ RUNS: list[tuple[str, str]] = [
     ("engine_gap --tiny", ""),
     ("four_bit --updates 1", ""),
     ("isolated --batches 1", ""),
+    ("looks --trials 1 --output out/looks.md", "out/looks.md"),
     ("lost_weights copy --tiny", ""),
     ("recipes ms-swift=clone/.git --output out/recipes.md", "out/recipes.md"),
     ("records " + OUT, "out/records.json"),

@@ -25,6 +25,7 @@ from grpo_core.planning.plan import make_plan, plan_inputs
 from tests.conftest import config_values, make_run, write_sums
 from tests.e2e.hosts import Host, some_hosts
 from tests.processes import parent, words
+from tests.serving import hear_ctrl_c
 
 pytestmark = pytest.mark.e2e
 
@@ -58,6 +59,7 @@ class Started:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            preexec_fn=hear_ctrl_c,
         )
         self.lines: list[str] = []
         self.reader = threading.Thread(target=self._read, daemon=True)

@@ -123,6 +123,10 @@ def test_a_sweep_that_was_killed_and_interrupted_goes_on_and_does_nothing_twice(
     client = mlflow.MlflowClient(f"sqlite:///{storage / 'mlflow' / 'mlflow.db'}")
     candidate = client.get_model_version_by_alias("sums", "candidate")
     assert candidate.tags["run"] == chosen
+    arms = {it.tags["run"]: it.tags for it in client.search_model_versions("name = 'sums'")}
+    assert {arm: (tags["sweep"], "sweep.chosen" in tags) for arm, tags in arms.items()} == {
+        arm: ("sums.sweep", arm == chosen) for arm in (first, second)
+    }
     runs = {run.info.run_name: run for run in client.search_runs([client.get_run(candidate.run_id).info.experiment_id])}
     assert runs.keys() == {"sums.sweep", "seed-0", "seed-1"}
     assert {run.data.tags["sweep"] for run in runs.values()} == {"sums.sweep"}

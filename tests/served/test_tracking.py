@@ -139,6 +139,7 @@ def _assert_complete(run: Path, tracked: Any) -> None:
     report = json.loads((run / "evaluation" / "report.json").read_text())
     reward = report["sets"]["held-out"]["policies"]["trained"]["reward"]["mean"]  # which decides: it is no 0 or 1
     assert version.tags["evaluation.held-out.trained.reward"] == f"{reward:.4f}"
+    assert version.tags["report.key"] == report["key"]
     assert version.run_id == tracked.info.run_id
     kept = {file.path for file in MlflowClient().list_artifacts(tracked.info.run_id)}
     assert kept >= {"config.toml", "plan.json", "result.json", "metrics.jsonl", "evaluation", "dataset", "training"}

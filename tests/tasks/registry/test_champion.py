@@ -60,7 +60,7 @@ def test_each_further_attempt_against_a_champion_is_held_to_a_lower_level(model:
         version = register_version(model, samples_of(base=0, trained=right))
         outcome = promote(model)
         assert outcome.decision == "refused", "six wins of six are enough for a first attempt, not for a third"
-        assert f"(attempt {attempt} against champion version 1, so at level " in outcome.reason
+        assert f"(attempt {attempt} against champion version 1, " in outcome.reason
         assert tags_of(model, version)["attempt"] == str(attempt)
 
 
@@ -85,6 +85,38 @@ def test_the_count_against_a_champion_never_falls_whatever_becomes_of_its_rivals
     assert rollback(model) == ("2", "1")
     register_version(model, samples_of(base=0, trained=12))
     assert "(attempt 5 against champion version 1" in promote(model).reason
+
+
+@pytest.mark.slow
+def test_versions_that_were_evaluated_but_never_tried_count_as_attempts_in_their_order(model: str) -> None:
+    make_champions(model, 1)
+    for right in (9, 10, 14):  # of 40; the champion has the first 8 right
+        register_version(model, samples_of(base=0, trained=right))
+    register_version(model, samples_of(base=0, trained=9), key="other prompts")
+    version = register_version(model, samples_of(base=0, trained=14))
+    outcome = promote(model)
+    assert outcome.decision == "refused", "six wins of six are enough for a first attempt, not for the best of four"
+    assert outcome.reason.endswith(
+        "(attempt 4 against champion version 1, with 3 versions evaluated on these prompts before it, so at level "
+        "0.0025)"
+    )
+    assert promote(model, version).reason == outcome.reason
+    assert "(attempt 2 against champion version 1, with 1 version evaluated" in promote(model, "3").reason
+    assert promote(model, "4", force=True).decision == "forced"
+    register_version(model, samples_of(base=0, trained=15))
+    assert "(attempt 1 against champion version 4, so at level" in promote(model).reason, "as the others came before it"
+
+
+@pytest.mark.slow
+def test_of_a_sweep_the_chosen_arm_counts_and_all_of_them_if_another_one_is_tried(model: str) -> None:
+    for arm in range(4):
+        chosen = {"sweep.chosen": "rates"} if arm == 2 else {}
+        register_version(model, samples_of(base=0, trained=1), tags={"sweep": "rates", **chosen})
+    assert "(attempt 1 against the base model, so at" in promote(model, "3").reason, "chosen on other prompts"
+    register_version(model, samples_of(base=0, trained=1))
+    assert "(attempt 2 against the base model, with 1 version " in promote(model).reason
+    by_hand = promote(model, "4").reason
+    assert "(attempt 5 against the base model, with 3 versions " in by_hand
 
 
 @pytest.mark.slow
@@ -209,7 +241,7 @@ def test_what_is_done_by_hand_in_mlflow_counts(model: str) -> None:
     assert rollback(model) == ("3", "1")
     assert rollback(model) == ("1", "2")
     client.delete_registered_model_alias(model, "champion")
-    register_version(model, samples_of(base=0, trained=8))
+    register_version(model, samples_of(base=0, trained=12))
     outcome = promote(model)
     assert outcome.against == "base"
     assert outcome.reason.endswith("there is no champion: version 2, the last one, lost the alias")
