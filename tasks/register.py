@@ -55,6 +55,7 @@ from tasks.tracking.traces import send_rest_of_rollouts
 from tasks.tracking.view import RESULT, SWEEP
 
 PLAN_TAGS = ("num_prompts", "max_steps", "completions")
+DESCRIPTION = 4000  # characters, of 5,000 that MLflow's database has for it: a link to the traces is added
 CHARTS = "^(reward$|rewards/|eval_|entropy$|kl$|completions/mean_length$)"  # the charts to look at first
 
 
@@ -94,7 +95,7 @@ def _work(context: Context) -> dict[str, Any]:
         RECORD: keep_record(client, run_id, run, keys[REGISTER.name]),
     }
     scratch = context.partial.with_name("model.partial")
-    description = f"{verdict}\n\n{origin(config.name, commit, dataset_digests(run))}"
+    description = f"{verdict}\n\n{origin(config.name, commit, dataset_digests(run))}"[:DESCRIPTION]
     number, model_id = log_version(run_id, training, scratch, name, _example(config, run), tags, description)
     _log_evaluation(client, context, tracked, report, model_id)
     if traced := _trace_evaluation(context, tracked, report, model_id, number):

@@ -268,7 +268,12 @@ class RewardConfig(Section):
     function: str
     """A built-in reward's name, or `package.module:function`: a function with TRL's signature, in an installed module,
     or in a file in the working folder or beside the configuration."""
-    name: str = Field(default_factory=lambda given: given["function"].rsplit(":", 1)[-1], pattern=r"^[.-]*\w[\w.-]*$")
+    name: str = Field(
+        default_factory=lambda given: given["function"].rsplit(":", 1)[-1],
+        pattern=r"^[.-]*\w[\w.-]*$",
+        max_length=100,  # with the longest name of a set, MLflow takes its metrics
+        validate_default=True,
+    )
     """Name in metrics, records and gates; default: the function's own. A function listed twice needs two names."""
     weight: float = 1.0
     """Factor of this reward in the sum."""

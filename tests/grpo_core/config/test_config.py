@@ -265,6 +265,7 @@ def with_key(key: str, value: Any) -> dict[str, Any]:
         ({"registry": {"alias": "v12"}}, "'v12' is reserved in MLflow"),
         ({"registry": {"alias": "champion"}}, "'champion' is set only by a promotion; register under another alias"),
         ({"rewards": [{"function": "length", "name": ".."}]}, "rewards.0.name = '..'"),
+        ({"rewards": [{"function": "length", "name": "r" * 101}]}, "at most 100 characters"),
         (
             {"rewards": [{"function": "length", "args": {"a$": 1}}]},
             "args has the key 'a$'",

@@ -15,7 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_core.config.evaluation import EvaluationSet
 from grpo_core.config.files import parse_config
+from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
 from tasks.tracking.evaluated import log_checkpoints, log_figures, send_evaluated, standings_of
 from tests.made_up import outcomes_of, samples_of, values_of, with_conversations
@@ -134,6 +136,19 @@ def test_evaluated_conversations_are_traced_turn_by_turn(
 
 def _figures(mean: float) -> dict[str, float]:
     return {"mean": mean, "low": mean - 0.125, "high": mean + 0.125, "p_value": 0.25}
+
+
+@pytest.mark.slow
+def test_mlflow_takes_the_figures_of_the_longest_names(
+    mlflow_client: mlflow.MlflowClient, tracked: dict[str, Any]
+) -> None:
+    name, reward = EvaluationSet(name="s" * 100, data="d").name, RewardConfig(function="length", name="r" * 100).name
+    figures = {key: _figures(0.5) for key in ("accuracy", "reward", f"rewards/{reward}/mean")}
+    found = {"policies": dict.fromkeys(POLICIES, figures), "differences": {"base": figures, "champion": figures}}
+    data = {name: (f"eval-{name}", "01234567")}
+    log_figures(mlflow_client, tracked["run_id"], _model(mlflow_client, tracked), {"sets": {name: found}}, data, 1)
+    logged = mlflow_client.get_run(tracked["run_id"]).data.metrics
+    assert f"eval/{name}/difference/champion/rewards/{reward}/mean/p_value" in logged
 
 
 @pytest.mark.slow
