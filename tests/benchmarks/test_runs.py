@@ -41,6 +41,7 @@ RUNS: list[tuple[str, str]] = [
     ("recipes ms-swift=clone/.git --output out/recipes.md", "out/recipes.md"),
     ("records " + OUT, "out/records.json"),
     ("sandbox --programs 2", ""),
+    ("seeds --trials 1 --output out/seeds.md", "out/seeds.md"),
     ("sharded_memory --models 7B --gpus 8 --tiny", ""),
     ("sharding --turns 1 --rounds 1 --tiny", ""),
     ("staleness --simulate " + OUT, "out/staleness-simulated.json out/staleness-simulated.png"),
