@@ -14,7 +14,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.evaluation.sequential import has_fallen_behind
 from grpo_core.rewards.composition import range_of_sum
 from tasks.data.sources import count_prompts, held_out_sources, needs_loading
-from tasks.tracking.early_stop import RULE, read_rule, trainings_of
+from tasks.tracking.early_stop import RULE, read_rule, shared_level, trainings_of
 
 ENOUGH_LOOKS, ENOUGH_PROMPTS = 100, 200  # an arm that is behind at all of them is stopped, whatever the number of arms
 
@@ -39,7 +39,7 @@ def refuse_stopping(sweep: str, arms: Sequence[Arm]) -> None:
             f"--stop-early: the range of the rewards {', '.join(unbounded)} is unknown, so a few prompts could move "
             "the mean by any amount; give each its range = [lowest, highest], or a clip"
         )
-    level = 1 - arms[0].config.evaluation.confidence
+    level = shared_level(arms[0].config.evaluation.confidence)
     _refuse_if_none_can_stop(arms, level)
     rule, trainings = read_rule(sweep), trainings_of([arm.config for arm in arms])
     if rule and ([*rule["trainings"].items()], rule["level"]) != ([*trainings.items()], level):

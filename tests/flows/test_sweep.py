@@ -26,7 +26,7 @@ from grpo_core.errors import GrpoError
 from tasks.stages.arms import sweep_folder
 from tasks.stages.errors import ArmStopped, Interrupted, StageError
 from tasks.stages.locks import RunInUseError, locked
-from tasks.tracking.early_stop import trainings_of, write_rule
+from tasks.tracking.early_stop import shared_level, trainings_of, write_rule
 from tests.command_line import run_here
 from tests.conftest import write_config, write_sums
 
@@ -232,7 +232,7 @@ RANGES = ("rewards.1.range=[0.0, 1.0]",)
         (("--grid", "train.eval_steps=2,3"), RANGES, "none could be stopped. Give all"),
         (("--grid", "train.learning_rate=0.1,0.2"), ("train.eval_steps=2", "data.eval=two.parquet", *RANGES),
          "with 2 held-out prompts and 2 arms, none could be stopped, even if its reward were the lowest on every "
-         "prompt; hold out 8 prompts or more"),
+         "prompt; hold out 9 prompts or more"),
     ],
     ids=["seeds", "seed", "eval_steps", "range", "last update", "other updates", "few prompts"],
 )  # fmt: skip
@@ -253,11 +253,11 @@ def test_the_level_of_stopping_is_spent_once_in_a_sweep(config: Path) -> None:
 
     sweep = stopping("train.learning_rate=0.1,0.2")
     sweep_folder(sweep.name).mkdir(parents=True)
-    write_rule(sweep.name, trainings_of([arm.config for arm in sweep.arms]), 1 - 0.95)
+    write_rule(sweep.name, trainings_of([arm.config for arm in sweep.arms]), shared_level(0.95))
     stopping("train.learning_rate=0.1,0.2")  # goes on
     write_rule(sweep.name, {}, None)  # a command without --stop-early in between
     for grid, more in (("0.1,0.2,0.3", ()), ("0.2,0.1", ()), ("0.1,0.2", ("train.max_steps=8",))):
-        with pytest.raises(GrpoError, match=r"has already stopped arms at level 0\.05"):
+        with pytest.raises(GrpoError, match=r"has already stopped arms at level 0\.025"):
             stopping(f"train.learning_rate={grid}", more=more)
 
 
