@@ -12,7 +12,7 @@ import numpy as np
 from grpo_core.config.base import flatten
 from grpo_core.config.evaluation import EVALUATED_BY, HELD_OUT
 from grpo_core.config.metrics import DECIDING, EVALUATED, TRAINED
-from grpo_core.evaluation.outcomes import bounds_of, outcomes, per_prompt, prompt_numbers
+from grpo_core.evaluation.outcomes import bounds_of, outcomes, paired_units, unit_name, unit_numbers
 from grpo_core.evaluation.statistics import Difference, paired_difference
 from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import series
@@ -51,7 +51,8 @@ def evaluation_sets(records: Records) -> list[str]:
 
 
 def paired_with_first(records: Records, name: str, pairs: int = 1) -> dict[str, Paired]:
-    """Compare each other run's trained policy with that of the first, prompt by prompt of the evaluation set `name`.
+    """Compare each other run's trained policy with that of the first, prompt by prompt of the evaluation set `name`, or
+    group by group if the first one's prompts have groups.
     `pairs`: see `comparison`."""
     (_, first), *others = records.items()
     return {label: _pair(first, other, name, pairs) for label, other in others}
@@ -63,8 +64,9 @@ def _pair(first: Record, other: Record, name: str, pairs: int) -> Paired:
     confidence = simultaneous(first.config.evaluation.confidence, pairs)
 
     def difference(metric: str) -> Difference:
-        before, after = (outcomes_per_prompt(record, name, metric) for record in (first, other))
-        return paired_difference(before, after, confidence, bounds_of(metric, first.config))
+        before, after = (outcomes_on(record, name, metric) for record in (first, other))
+        units = paired_units(before, after, unit_numbers(first.samples, name))
+        return paired_difference(*units, confidence, bounds_of(metric, first.config))
 
     return Paired({metric: asdict(difference(metric)) for metric in DECIDING})
 
@@ -74,11 +76,10 @@ def simultaneous(confidence: float, intervals: int) -> float:
     return 1 - (1 - confidence) / intervals
 
 
-def outcomes_per_prompt(record: Record, name: str, metric: str, policy: str = "trained") -> np.ndarray:
-    """A policy's metric on each distinct prompt of an evaluation set. (P,)"""
+def outcomes_on(record: Record, name: str, metric: str, policy: str = "trained") -> np.ndarray:
+    """A policy's metric on each row of an evaluation set. (N,)"""
     right = record.evaluation["accuracy_reward"]
-    values = outcomes(record.samples, name, policy, metric, record.config.rewards, right)
-    return per_prompt(values, prompt_numbers(record.samples, name))
+    return outcomes(record.samples, name, policy, metric, record.config.rewards, right)
 
 
 def _what_differs(first: Record, other: Record) -> str:
@@ -151,12 +152,13 @@ def _evaluation(records: Records, name: str, pairs: int) -> Section:
     ]
     head = ["", f"minus {first}", "probability better", "gain detectable from"]
     sets = [record.evaluation["sets"].get(name) for record in records.values()]
-    counts = dict.fromkeys(f"{found['num_prompts']:,}" for found in sets if found)
+    by = unit_name(records[first].samples).removesuffix("s").capitalize()
+    counts = dict.fromkeys(figures.counts(found) for found in sets if found)
     return Section(
-        f"Evaluation on {name}, {' or '.join(counts)} prompts",
+        f"Evaluation on {name}, {' or '.join(counts)}",
         tables=[
             Table(["", *records], [*_figures(sets, _metric(records))]),
-            *([Table(head, rows, f"Prompt by prompt against {first}{_together(records, pairs)}")] if rows else []),
+            *([Table(head, rows, f"{by} by {by.lower()} against {first}{_together(records, pairs)}")] if rows else []),
         ],
         notes=[f"{label} cannot be paired with {first}: {it.obstacle}" for label, it in paired.items() if it.obstacle],
     )
@@ -216,6 +218,7 @@ def page_of(
 def _verdicts(records: Records) -> Iterator[Verdict]:
     """Yield a verdict on each other run against the first, on the held-out prompts."""
     first, metric = next(iter(records)), _metric(records)
+    unit = unit_name(records[first].samples)
     for label, paired in paired_with_first(records, HELD_OUT).items():
         if paired.obstacle:
             yield Verdict("open", f"{label} cannot be compared with {first}", paired.obstacle)
@@ -223,9 +226,9 @@ def _verdicts(records: Records) -> Iterator[Verdict]:
         it = paired.differences[metric]
         yield Verdict(
             figures.tone(it),
-            f"{label}: {figures.verdict(metric, it, f'run {first}')}",
-            f"{figures.gain(metric, it)} {figures.interval(metric, it)} on the same {it['num_prompts']:,} "
-            f"prompts, probability of being better {figures.probability(it['probability_better'])}.",
+            f"{label}: {figures.verdict(metric, it, f'run {first}', unit)}",
+            f"{figures.gain(metric, it)} {figures.interval(metric, it)} on the same {it['num_units']:,} "
+            f"{unit}, probability of being better {figures.probability(it['probability_better'])}.",
         )
 
 

@@ -20,12 +20,12 @@ from grpo_core.config.base import flatten
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
-from grpo_core.evaluation.outcomes import bounds_of
+from grpo_core.evaluation.outcomes import bounds_of, paired_units, per_unit, unit_name, unit_numbers
 from grpo_core.evaluation.statistics import Difference, SeedDifference, paired_difference, seed_difference
 from tasks.rendering import figures
 from tasks.rendering.drawing import LINE_COLOURS
 from tasks.rendering.page import Cell, Section, Table, Verdict
-from tasks.reports.compare import Records, comparison, outcomes_per_prompt, page_of
+from tasks.reports.compare import Records, comparison, outcomes_on, page_of
 from tasks.reports.cost import Cost, sum_metrics
 from tasks.reports.record import NotEvaluatedError, Record, read_record
 from tasks.stages.arms import arm_prefix, arms_of
@@ -53,10 +53,10 @@ class Setting:
 class Choice:
     """The choice among a sweep's arms. `settings`: the best first, and after them those of which fewer seeds have a
     result: the ones that failed are likely the worst. `arm`: the chosen one, which is the best seed of the
-    first setting. `by_seeds`: True if seeds are the unit of the intervals; otherwise prompts are. `confidence`: with
-    which all intervals hold together; if the sweep stops arms early (`stops`), with which also no arm is stopped
-    wrongly. `stopped`: arms that were stopped, with the reasons; `stopped_settings`: their settings. `searched`: number
-    of arms that a search has proposed."""
+    first setting. `by_seeds`: True if seeds are the unit of the intervals; otherwise prompts or
+    groups are. `confidence`: with which all intervals hold together; if the sweep stops arms early (`stops`), with
+    which also no arm is stopped wrongly. `stopped`: arms that were stopped, with the reasons; `stopped_settings`: their
+    settings. `searched`: number of arms that a search has proposed."""
 
     metric: str
     settings: Sequence[Setting]
@@ -114,7 +114,7 @@ def read_outcomes(sweep: str, names: Collection[str]) -> dict[str, float]:
     arms = {name: record for name, record in read_arms(sweep).items() if name in names}
     metric = _metric(arms)
     means = {
-        name: float(np.nanmean(outcomes_per_prompt(record, HELD_OUT, metric, "trained")))
+        name: float(np.nanmean(per_unit(outcomes_on(record, HELD_OUT, metric), unit_numbers(record.samples, HELD_OUT))))
         for name, record in arms.items()
     }
     return {name: mean for name, mean in means.items() if math.isfinite(mean)}
@@ -134,8 +134,9 @@ def make_choice(
     """Choose the best setting on the held-out prompts, and determine which others may be the best.
 
     With several seeds per setting, seeds are the unit: trainings of two settings are paired by seed, and the prompts
-    are taken as given. Otherwise distinct prompts are the unit. A setting may be the best unless another one is better
-    at the level (1 − confidence) / (number of settings − 1): the best one is among these with at least `confidence`.
+    are taken as given. Otherwise distinct prompts are the unit, or their groups. A setting may be the best unless
+    another one is better at the level (1 − confidence) / (number of settings − 1): the best one is among these with at
+    least `confidence`.
     `all_arms`: configurations of the sweep's arms, also of those without a result. `stopped`: those that were stopped
     early, with the reasons; they count among the settings. `stops`: True if the sweep stops arms, which spends half of
     1 − confidence. `searched`: number of arms that a search has proposed. Raises NoChoiceError if no arm was evaluated,
@@ -148,31 +149,34 @@ def make_choice(
             "the arms were evaluated on different prompts or by different settings, so none can be chosen; run the "
             "sweep again, which evaluates again what has changed, or give it another --name"
         )
-    confidence = next(iter(arms.values())).config.evaluation.confidence
-    metric = _metric(arms)
+    first, metric = next(iter(arms.values())), _metric(arms)
+    confidence = first.config.evaluation.confidence
     labels = _labels({**all_arms, **{name: record.config for name, record in arms.items()}})
     of_setting: dict[str, dict[int, str]] = {}
     for name, record in arms.items():
         of_setting.setdefault(labels[name], {})[record.config.seed] = name
     trained, base = (
-        {name: outcomes_per_prompt(record, HELD_OUT, metric, policy) for name, record in arms.items()}
+        {name: outcomes_on(record, HELD_OUT, metric, policy) for name, record in arms.items()}
         for policy in ("trained", "base")
     )
     by_seeds = max(len(seeds) for seeds in of_setting.values()) > 1
-    bounds = bounds_of(metric, next(iter(arms.values())).config)
+    bounds, numbers = bounds_of(metric, first.config), unit_numbers(first.samples, HELD_OUT)
+
+    def mean(values: np.ndarray) -> float:
+        return float(np.nanmean(per_unit(values, numbers)))
 
     def difference(before: Mapping[int, np.ndarray], after: Mapping[int, np.ndarray], level: float) -> Any:
         """Compare two settings, each given as the arms' outcomes by seed."""
         if not by_seeds:
             (rival,), (policy,) = before.values(), after.values()
-            return paired_difference(rival, policy, 1 - level, bounds)
+            return paired_difference(*paired_units(rival, policy, numbers), 1 - level, bounds)
         common = sorted(before.keys() & after.keys())
-        rivals, policies = ([float(np.nanmean(of[seed])) for seed in common] for of in (before, after))
+        rivals, policies = ([mean(of[seed]) for seed in common] for of in (before, after))
         return seed_difference(rivals, policies, 1 - level)
 
     after = {label: {seed: trained[name] for seed, name in seeds.items()} for label, seeds in of_setting.items()}
     before = {label: {seed: base[name] for seed, name in seeds.items()} for label, seeds in of_setting.items()}
-    of_seeds = {label: {seed: float(np.nanmean(it)) for seed, it in of.items()} for label, of in after.items()}
+    of_seeds = {label: {seed: mean(it) for seed, it in of.items()} for label, of in after.items()}
     values = {label: float(np.mean([*of.values()])) for label, of in of_seeds.items()}
     ranked = sorted(
         values, key=lambda it: (math.isnan(values[it]), -len(of_setting[it]), -np.nan_to_num(values[it], nan=0.0))
@@ -186,7 +190,7 @@ def make_choice(
         )
         gain = difference(before[label], after[label], of_each)
         settings.append(Setting(label, of_setting[label], of_seeds[label], values[label], gain, not shown))
-    best = max(settings[0].arms.values(), key=lambda name: float(np.nanmean(trained[name])))
+    best = max(settings[0].arms.values(), key=lambda name: mean(trained[name]))
     of_stopped = [labels[name] for name in stopped]
     return Choice(metric, settings, best, by_seeds, confidence, stopped, of_stopped, stops, searched)
 
@@ -235,7 +239,8 @@ def describe(choice: Choice) -> Verdict:
 
 def choice_section(choice: Choice, arms: Records) -> Section:
     """Section with the settings, the best first."""
-    metric, unit = choice.metric, "seeds" if choice.by_seeds else "prompts"
+    metric = choice.metric
+    unit = "seeds" if choice.by_seeds else unit_name(arms[choice.arm].samples)
     rows = []
     for setting in choice.settings:
         gain = asdict(setting.gain)

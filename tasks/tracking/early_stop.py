@@ -12,7 +12,7 @@ import polars as pl
 
 from grpo_core import run_files
 from grpo_core.config.run import RunConfig
-from grpo_core.evaluation.outcomes import bounds_of, per_prompt
+from grpo_core.evaluation.outcomes import bounds_of, number_equal, per_unit
 from grpo_core.evaluation.sequential import has_fallen_behind
 from tasks.stages.arms import arms_of, sweep_folder
 from tasks.stages.condition import MARKER
@@ -83,10 +83,9 @@ class Race:
         self.stoppable, self.level = len(arms) - 1, rule["level"]
         lowest, highest = bounds_of("reward", config)
         self.most = highest - lowest
-        rows = pl.read_parquet(run_files.prompts(run, "eval"))
-        numbers: dict[str, int] = {}
-        units = rows.rows() if config.environment.factories else rows["prompt"].to_list()
-        self.numbers = np.array([numbers.setdefault(repr(unit), len(numbers)) for unit in units])
+        rows, group = pl.read_parquet(run_files.prompts(run, "eval")), config.evaluation.group_column
+        whole = rows.rows() if config.environment.factories else rows["prompt"].to_list()
+        self.numbers = number_equal(rows[group].to_list() if group else whole)
         found = {run.parent / name: _training(run.parent / name, trainings[name]) for name in self.earlier}
         self.rivals = [there for other, there in found.items() if there and _asked(other) == _asked(run)]
 
@@ -111,15 +110,17 @@ class Race:
             raise ArmStopped(reason)
 
     def _differences(self, step: str) -> dict[str, np.ndarray]:
-        """This arm's reward minus that of each earlier arm on each held-out prompt after an update, by the earlier
-        arm's name. Includes only arms that were evaluated after this update."""
-        own = self._rewards(self.folder, step)
+        """This arm's reward minus that of each earlier arm on each held-out prompt or group after an update, by the
+        earlier arm's name. Includes only arms that were evaluated after this update."""
+        own = _rewards(self.folder, step)
         there = [training for training in self.rivals if (training / run_files.HELD_OUT_SCORES / step).exists()]
-        return {training.parent.name: own - self._rewards(training, step) for training in there}
+        return {it.parent.name: per_unit(own - _rewards(it, step), self.numbers) for it in there}
 
-    def _rewards(self, training: Path, step: str) -> np.ndarray:
-        scores = pl.read_parquet(training / run_files.HELD_OUT_SCORES / step)["reward"]
-        return per_prompt(scores.fill_null(np.nan).to_numpy(), self.numbers)
+
+def _rewards(training: Path, step: str) -> np.ndarray:
+    """Reward on each row of the held-out prompts after an update; NaN if it was not scored. (N,)"""
+    scores = pl.read_parquet(training / run_files.HELD_OUT_SCORES / step)["reward"]
+    return scores.fill_null(np.nan).to_numpy()
 
 
 def _training(run: Path, key: str) -> Path | None:

@@ -234,7 +234,7 @@ def test_a_prompt_that_comes_twice_counts_once() -> None:
     assert _decide(promotion_config(), samples).accepted
     verdict = _decide(promotion_config(), twice)
     assert not verdict.accepted
-    assert (verdict.comparisons[0].num_prompts, verdict.comparisons[0].difference.num_prompts) == (5, 5)
+    assert (verdict.comparisons[0].num_prompts, verdict.comparisons[0].difference.num_units) == (5, 5)
     assert verdict.comparisons[0].difference.p_value == pytest.approx(1 / 8)  # three of three
 
 
