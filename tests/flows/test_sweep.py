@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -233,14 +234,20 @@ RANGES = ("rewards.1.range=[0.0, 1.0]",)
         (("--grid", "train.learning_rate=0.1,0.2"), ("train.eval_steps=2", "data.eval=two.parquet", *RANGES),
          "with 2 held-out prompts and 2 arms, none could be stopped, even if its reward were the lowest on every "
          "prompt; hold out 9 prompts or more"),
+        (("--grid", "train.learning_rate=0.1,0.2"),
+         ("train.eval_steps=2", "evaluation.group_column=passage", "data.eval=passages.parquet", *RANGES),
+         "with 2 held-out groups of prompts and 2 arms, none could be stopped, even if its reward were the lowest on "
+         "every prompt; hold out 9 groups of prompts or more"),
     ],
-    ids=["seeds", "seed", "eval_steps", "range", "last update", "other updates", "few prompts"],
+    ids=["seeds", "seed", "eval_steps", "range", "last update", "other updates", "few prompts", "few groups"],
 )  # fmt: skip
 def test_arms_that_could_not_be_stopped_honestly_are_refused(
     config: Path, options: tuple[str, ...], overrides: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(config.parent)
     write_sums(config.parent / "two.parquet", 60, 62)
+    sums = pl.read_parquet(write_sums(config.parent / "passages.parquet", 60, 76))
+    sums.with_columns(passage=pl.int_range(16) % 2).write_parquet(config.parent / "passages.parquet")
     given = [word for key in overrides for word in ("--set", key)]
     done = run_here("sweep", str(config), "--stop-early", *options, *given)
     assert (done.returncode, done.stdout) == (2, "")

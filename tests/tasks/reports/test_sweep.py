@@ -108,6 +108,19 @@ def test_seeds_of_one_setting_are_a_sweep_too() -> None:
     assert choice.best.may_be_best
 
 
+def test_groups_are_the_unit_where_prompts_belong_together() -> None:
+    """15 prompts more than another arm are three groups of five: too few to show that the other is worse."""
+    arms = named(arm(0.1, first(45)), arm(0.2, first(30)))
+    groups = np.arange(NUM_PROMPTS) // 5
+    grouped = {name: replace(it, samples=it.samples.with_columns(group=groups)) for name, it in arms.items()}
+    whole, choice = make_choice(arms), make_choice(grouped)
+    assert [it.may_be_best for it in whole.settings] == [True, False]
+    assert [it.may_be_best for it in choice.settings] == [True, True]
+    assert "; the unit is groups. With 95%" in choice_section(choice, grouped).text
+    base, best = (values.reshape(12, 5).mean(axis=1) for values in (BASE, first(45)))
+    assert choice.best.gain == paired_difference(base, best, 1 - 0.05 / 2, (0.0, 1.0))
+
+
 def test_the_table_shows_each_seed() -> None:
     whole = named(*(arm(0.1, first(count), seed) for seed, count in enumerate((30, 36, 33))), arm(0.2, first(3), 2))
     [table] = choice_section(make_choice(whole), whole).tables

@@ -62,8 +62,8 @@ def score(folder: Path, update: int, reward: float, count: int = 16) -> None:
     scores.write_parquet(folder / HELD_OUT_SCORES / f"step-{update:06d}.parquet")
 
 
-def race(run: Path, updates: int = 8) -> Race:
-    config = parse_config(values(run.parents[1], run.name))
+def race(run: Path, updates: int = 8, **sections: Any) -> Race:
+    config = parse_config({**values(run.parents[1], run.name), **sections})
     folder = TRAIN.partial(run)
     folder.mkdir(exist_ok=True)
     write_text(folder / MARKER, f'{{"lineage_key": "{lineage_keys(config)["train"]}"}}')
@@ -129,6 +129,24 @@ def test_an_unfinished_training_is_the_rival_beside_a_finished_one_of_other_valu
     score(TRAIN.partial(second), 2, 0.0)
     with pytest.raises(ArmStopped):
         race(second).look()
+
+
+@pytest.mark.parametrize(("groups", "stops"), [(16, True), (2, False)])
+def test_prompts_of_a_group_count_once(arms: dict[str, Path], groups: int, stops: bool) -> None:
+    """Sixteen lost prompts stop an arm, the same of two passages do not."""
+    first, second, _ = arms.values()
+    rule = trainings(arms)
+    write_rule("sums.sweep", rule, 0.05)
+    prompts = second / "dataset" / "eval.parquet"
+    pl.read_parquet(prompts).with_columns(passage=pl.int_range(16) % groups).write_parquet(prompts)
+    score(finish(first, rule[first.name]), 2, 2.0)
+    score(TRAIN.partial(second), 2, 0.0)
+    running = race(second, evaluation={"group_column": "passage"})
+    if stops:
+        with pytest.raises(ArmStopped):
+            running.look()
+    else:
+        running.look()
 
 
 def test_a_training_that_goes_on_is_no_longer_stopped(arms: dict[str, Path]) -> None:
