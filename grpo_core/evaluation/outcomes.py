@@ -118,6 +118,12 @@ def left_unscored(
     return lost
 
 
+def grouped(*tables: pl.DataFrame) -> pl.DataFrame:
+    """Of several samples of the same prompts, the first that have groups; the first of all if none has. Some may have
+    been evaluated before `evaluation.group_column` was set."""
+    return next((samples for samples in tables if GROUP in samples.columns), tables[0])
+
+
 def unit_name(samples: pl.DataFrame) -> str:
     """What is counted as one: "groups" of prompts if the samples have them, else "prompts"."""
     return "groups" if GROUP in samples.columns else "prompts"

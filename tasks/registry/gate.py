@@ -15,6 +15,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.outcomes import (
     bounds_of,
     deciding_metric,
+    grouped,
     left_unscored,
     outcomes,
     paired_units,
@@ -164,8 +165,9 @@ def _compare(
         end = end if math.isfinite(end) else float(outermost([*before, *after]))
         after = outcomes_of(candidate, pl.select(pl.when(unscored).then(end)).to_series())
     on_rows = ~(np.isnan(before) | np.isnan(after))
-    before, after = paired_units(before, after, unit_numbers(candidate.samples, set))
-    compared, prompts = ~np.isnan(before), prompt_numbers(candidate.samples, set)
+    samples = grouped(candidate.samples, rival.samples)
+    before, after = paired_units(before, after, unit_numbers(samples, set))
+    compared, prompts = ~np.isnan(before), prompt_numbers(samples, set)
     return Comparison(
         set,
         metric,
@@ -173,7 +175,7 @@ def _compare(
         _mean(before[compared]),
         paired_difference(before, after, config.promotion.confidence, bounds, level),
         bounds,
-        unit=unit_name(candidate.samples),
+        unit=unit_name(samples),
         num_prompts=len(np.unique(prompts)),
         num_compared=len(np.unique(prompts[on_rows])),
         num_unscored=samples_of(candidate.samples, set)["row"].filter(unscored).n_unique(),

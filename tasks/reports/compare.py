@@ -12,7 +12,7 @@ import numpy as np
 from grpo_core.config.base import flatten
 from grpo_core.config.evaluation import EVALUATED_BY, HELD_OUT
 from grpo_core.config.metrics import DECIDING, EVALUATED, TRAINED
-from grpo_core.evaluation.outcomes import bounds_of, outcomes, paired_units, unit_name, unit_numbers
+from grpo_core.evaluation.outcomes import bounds_of, grouped, outcomes, paired_units, unit_name, unit_numbers
 from grpo_core.evaluation.statistics import Difference, paired_difference
 from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import series
@@ -31,10 +31,11 @@ Records = Mapping[str, Record]  # by the run's displayed name; all are compared 
 @dataclass(frozen=True)
 class Paired:
     """Difference of a run to the first on one evaluation set, by metric (a `Difference` as in report.json); or the
-    reason why they cannot be paired."""
+    reason why they cannot be paired. `unit`: what is paired, prompts or groups of them."""
 
     differences: Mapping[str, Mapping[str, Any]]
     obstacle: str = ""
+    unit: str = "prompts"
 
 
 def parameters_that_differ(records: Records) -> dict[str, list[str]]:
@@ -52,7 +53,7 @@ def evaluation_sets(records: Records) -> list[str]:
 
 def paired_with_first(records: Records, name: str, pairs: int = 1) -> dict[str, Paired]:
     """Compare each other run's trained policy with that of the first, prompt by prompt of the evaluation set `name`, or
-    group by group if the first one's prompts have groups.
+    group by group if one of the two has groups.
     `pairs`: see `comparison`."""
     (_, first), *others = records.items()
     return {label: _pair(first, other, name, pairs) for label, other in others}
@@ -62,13 +63,14 @@ def _pair(first: Record, other: Record, name: str, pairs: int) -> Paired:
     if first.evaluation["key"] != other.evaluation["key"]:
         return Paired({}, _what_differs(first, other))
     confidence = simultaneous(first.config.evaluation.confidence, pairs)
+    samples = grouped(first.samples, other.samples)
 
     def difference(metric: str) -> Difference:
         before, after = (outcomes_on(record, name, metric) for record in (first, other))
-        units = paired_units(before, after, unit_numbers(first.samples, name))
+        units = paired_units(before, after, unit_numbers(samples, name))
         return paired_difference(*units, confidence, bounds_of(metric, first.config))
 
-    return Paired({metric: asdict(difference(metric)) for metric in DECIDING})
+    return Paired({metric: asdict(difference(metric)) for metric in DECIDING}, unit=unit_name(samples))
 
 
 def simultaneous(confidence: float, intervals: int) -> float:
@@ -152,13 +154,13 @@ def _evaluation(records: Records, name: str, pairs: int) -> Section:
     ]
     head = ["", f"minus {first}", "probability better", "gain detectable from"]
     sets = [record.evaluation["sets"].get(name) for record in records.values()]
-    by = unit_name(records[first].samples).removesuffix("s").capitalize()
+    by = "Group by group" if any(it.unit == "groups" for it in paired.values()) else "Prompt by prompt"
     counts = dict.fromkeys(figures.counts(found) for found in sets if found)
     return Section(
         f"Evaluation on {name}, {' or '.join(counts)}",
         tables=[
             Table(["", *records], [*_figures(sets, _metric(records))]),
-            *([Table(head, rows, f"{by} by {by.lower()} against {first}{_together(records, pairs)}")] if rows else []),
+            *([Table(head, rows, f"{by} against {first}{_together(records, pairs)}")] if rows else []),
         ],
         notes=[f"{label} cannot be paired with {first}: {it.obstacle}" for label, it in paired.items() if it.obstacle],
     )
@@ -218,7 +220,6 @@ def page_of(
 def _verdicts(records: Records) -> Iterator[Verdict]:
     """Yield a verdict on each other run against the first, on the held-out prompts."""
     first, metric = next(iter(records)), _metric(records)
-    unit = unit_name(records[first].samples)
     for label, paired in paired_with_first(records, HELD_OUT).items():
         if paired.obstacle:
             yield Verdict("open", f"{label} cannot be compared with {first}", paired.obstacle)
@@ -226,9 +227,9 @@ def _verdicts(records: Records) -> Iterator[Verdict]:
         it = paired.differences[metric]
         yield Verdict(
             figures.tone(it),
-            f"{label}: {figures.verdict(metric, it, f'run {first}', unit)}",
+            f"{label}: {figures.verdict(metric, it, f'run {first}', paired.unit)}",
             f"{figures.gain(metric, it)} {figures.interval(metric, it)} on the same {it['num_units']:,} "
-            f"{unit}, probability of being better {figures.probability(it['probability_better'])}.",
+            f"{paired.unit}, probability of being better {figures.probability(it['probability_better'])}.",
         )
 
 

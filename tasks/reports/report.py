@@ -132,7 +132,8 @@ def _evaluation(record: Record) -> Section:
     return Section(
         "Evaluation",
         f"Sampled {drawn}, {each}. A completion is right if {_judge(evaluation)} gives it 1. Policies are "
-        "compared on the same prompts, pair by pair; intervals are for other prompts of the same kind.",
+        "compared on the same prompts, pair by pair; intervals are for other "
+        f"{figures.unit(evaluation['sets'][HELD_OUT])} of the same kind.",
         charts=[*charts, _lengths(record)],
         tables=[table for name in evaluation["sets"] for table in _set_tables(evaluation, name, metric)],
     )

@@ -20,7 +20,7 @@ from grpo_core.config.base import flatten
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
-from grpo_core.evaluation.outcomes import bounds_of, paired_units, per_unit, unit_name, unit_numbers
+from grpo_core.evaluation.outcomes import bounds_of, grouped, paired_units, per_unit, unit_name, unit_numbers
 from grpo_core.evaluation.statistics import Difference, SeedDifference, paired_difference, seed_difference
 from tasks.rendering import figures
 from tasks.rendering.drawing import LINE_COLOURS
@@ -160,7 +160,8 @@ def make_choice(
         for policy in ("trained", "base")
     )
     by_seeds = max(len(seeds) for seeds in of_setting.values()) > 1
-    bounds, numbers = bounds_of(metric, first.config), unit_numbers(first.samples, HELD_OUT)
+    samples = grouped(*(record.samples for record in arms.values()))
+    bounds, numbers = bounds_of(metric, first.config), unit_numbers(samples, HELD_OUT)
 
     def mean(values: np.ndarray) -> float:
         return float(np.nanmean(per_unit(values, numbers)))
@@ -240,7 +241,7 @@ def describe(choice: Choice) -> Verdict:
 def choice_section(choice: Choice, arms: Records) -> Section:
     """Section with the settings, the best first."""
     metric = choice.metric
-    unit = "seeds" if choice.by_seeds else unit_name(arms[choice.arm].samples)
+    unit = "seeds" if choice.by_seeds else unit_name(grouped(*(record.samples for record in arms.values())))
     rows = []
     for setting in choice.settings:
         gain = asdict(setting.gain)

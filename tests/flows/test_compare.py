@@ -80,11 +80,12 @@ def test_the_paired_figures_are_those_of_the_outcomes() -> None:
     assert not paired.obstacle
 
 
-def test_prompts_are_paired_by_the_groups_of_the_first_run() -> None:
-    """Also with a run that was evaluated before its prompts had groups."""
+@pytest.mark.parametrize("grouped", ["first", "slower"])
+def test_prompts_are_paired_by_groups_if_one_of_two_runs_has_them(grouped: str) -> None:
+    """The other one was evaluated before evaluation.group_column was set."""
     records = _records("first", "slower")
     groups = pl.Series("group", [f"{row % 12}" for row in range(60)])
-    records["first"] = replace(records["first"], samples=records["first"].samples.with_columns(groups))
+    records[grouped] = replace(records[grouped], samples=records[grouped].samples.with_columns(groups))
     (paired,) = paired_with_first(records, "held-out").values()
     means = (outcomes_of(seed, rate).reshape(5, 12).mean(axis=0) for seed, rate in ((1, 0.5), (2, 0.9)))
     assert paired.differences["accuracy"] == asdict(paired_difference(*means, 0.95, (0.0, 1.0)))
