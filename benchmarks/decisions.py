@@ -15,12 +15,16 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
+from grpo_core.evaluation.outcomes import paired_units, per_unit
+from grpo_core.evaluation.sequential import has_fallen_behind
 from grpo_core.evaluation.statistics import BINARY, estimate, paired_difference, seen_bounds, tail
 from tasks.registry.gate import level_of
+from tasks.tracking.early_stop import shared_level
 
 SIZES = (10, 20, 50, 100, 200, 500, 1000)
 CONFIDENCE = 0.95
 LEVEL = 1 - CONFIDENCE
+GROUPED, GROUP_SIZES, ARMS, EVALUATIONS = 200, (1, 2, 5, 10), 4, 6
 OUTSIDE = LEVEL / 2
 Draw = Callable[[np.random.Generator, int], tuple[np.ndarray, np.ndarray]]  # outcomes on n prompts, before and after
 
@@ -177,6 +181,43 @@ def power_table(trials: int) -> Iterator[list[str]]:
             yield [f"{n:,} prompts, {100 * gain:.0f} points better", *map(_percent, found)]
 
 
+def groups_table(trials: int) -> Iterator[list[str]]:
+    """Rows for policies that are equally good, whose answers are right or wrong for a whole group of prompts: how often
+    a sweep stops an arm, and how often a candidate is found better, with prompts and with groups as the unit."""
+    for size in GROUP_SIZES:
+        rng, groups = np.random.default_rng(6), np.arange(GROUPED) // size
+        stopped, better = [], []
+        for _ in range(trials):
+            right = _equal_arms(rng, GROUPED // size)[..., groups]
+            stopped.append([_stops_one(right, numbers) for numbers in (np.arange(GROUPED), groups)])
+            before, after = right[:2, -1]
+            pairs = (before, after), paired_units(before, after, groups)
+            better.append([paired_difference(*pair, CONFIDENCE, BINARY).p_value <= LEVEL for pair in pairs])
+        label = f"{size} prompts per group" if size > 1 else "each prompt by itself"
+        yield [label, *map(_percent, np.mean(stopped, axis=0)), *map(_percent, np.mean(better, axis=0))]
+
+
+def _equal_arms(rng: np.random.Generator, groups: int) -> np.ndarray:
+    """Right or wrong of each arm at each evaluation on each group. Groups differ in difficulty; from one evaluation to
+    the next, an arm answers nine groups in ten as before. (ARMS, EVALUATIONS, groups)"""
+    right = (rng.random((ARMS, EVALUATIONS, groups)) < rng.beta(2, 2, groups)).astype(float)
+    for k in range(1, EVALUATIONS):
+        right[:, k] = np.where(rng.random((ARMS, groups)) < 0.9, right[:, k - 1], right[:, k])
+    return right
+
+
+def _stops_one(right: np.ndarray, numbers: np.ndarray) -> bool:
+    """True if one of the arms is stopped. The evidence never shrinks, so that of all evaluations decides."""
+    level = shared_level(CONFIDENCE)
+    return any(
+        has_fallen_behind(
+            [[per_unit(right[arm, k] - right[other, k], numbers) for other in range(arm)] for k in range(EVALUATIONS)],
+            *(arm, ARMS - 1, 1.0, level),
+        )
+        for arm in range(1, ARMS)
+    )
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
@@ -211,6 +252,15 @@ def main() -> None:
             "Power against the same champion, 20 % of the prompts tell the two apart",
             [f"attempt {attempt}" for attempt in (1, 2, 10, 100)],
             power_table(trials),
+        ),
+        _table(
+            f"{GROUPED} prompts in groups of one outcome: {ARMS} equal arms, {EVALUATIONS} evaluations",
+            [
+                f"{what}, by {unit}"
+                for what in ("sweeps that stop an arm (2.5 % allowed)", "found better (5 % allowed)")
+                for unit in ("prompts", "groups")
+            ],
+            groups_table(trials),
         ),
     ]
     arguments.output.write_text("\n".join(parts))

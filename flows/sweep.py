@@ -28,7 +28,7 @@ from tasks.stages.locks import locked
 from tasks.stages.run_directory import run_folder
 from tasks.stages.trials import read_trials
 from tasks.sweep import begin, choose, ending, propose
-from tasks.tracking.early_stop import trainings_of, why_stopped
+from tasks.tracking.early_stop import shared_level, trainings_of, why_stopped
 
 # Prefect shows this on the deployment's page, as Markdown with every line a paragraph.
 DESCRIPTION = """
@@ -103,7 +103,7 @@ def make_sweep_flow(sweep: Sweep) -> Callable[..., Path]:
 def _run_arms(sweep: Sweep, preset: str, changes: dict[str, Any]) -> Path:
     """Run the arms, and choose the best; returns the sweep's folder. If some failed, raises StageError, which names
     them, once the best of the others is chosen."""
-    level = 1 - sweep.base.evaluation.confidence if sweep.stop_early else None
+    level = shared_level(sweep.base.evaluation.confidence) if sweep.stop_early else None
     trainings = trainings_of([arm.config for arm in sweep.arms]) if sweep.stop_early else {}
     folder = sweep_folder(sweep.name)
     folder.mkdir(parents=True, exist_ok=True)

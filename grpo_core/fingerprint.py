@@ -98,7 +98,7 @@ def determining(config: RunConfig) -> dict[str, Any]:
         record = BUILTIN.get(reward["function"])
         left_out = record.operational if record else ()
         reward["args"] = {name: value for name, value in reward["args"].items() if name not in left_out}
-    reported = {"confidence", "sets", "category_column", "num_samples", "answer_pattern"}
+    reported = {"confidence", "sets", "category_column", "group_column", "num_samples", "answer_pattern"}
     sampled = {key: value for key, value in values["evaluation"].items() if key not in reported}
     return {**values, "held_out": sampled if config.train.eval_steps else None}
 

@@ -141,7 +141,7 @@ def _escaped(value: Any) -> Any:
 def _markdown(report: Mapping[str, Any], metric: str) -> str:
     parts = ["# Evaluation", *(f"**{escape(sentence)}.**" for sentence in verdicts(report, metric))]
     for name, figures in report["sets"].items():
-        parts += [f"## {escape(name)}: {figures['num_prompts']:,} prompts", table(rows_of(figures))]
+        parts += [f"## {escape(name)}: {as_text.counts(figures)}", table(rows_of(figures))]
         parts.append(table(_difference_rows(figures)))
         if categories := figures.get("categories"):
             parts.append(table(_category_rows(categories, metric)))
@@ -161,6 +161,6 @@ def _category_rows(categories: Mapping[str, Any], metric: str) -> Iterator[list[
     for number, (category, figures) in enumerate(categories.items()):
         head, *rows = rows_of(figures)
         if number == 0:
-            yield ["category", "prompts", *(f"{metric}, {column}" for column in head[1:])]
+            yield ["category", as_text.unit(figures), *(f"{metric}, {column}" for column in head[1:])]
         [values] = (values for name, *values in rows if name == metric)
-        yield [category, f"{figures['num_prompts']:,}", *values]
+        yield [category, f"{figures[f'num_{as_text.unit(figures)}']:,}", *values]

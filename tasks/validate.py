@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import polars as pl
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
@@ -20,10 +21,12 @@ from grpo_core.config.run import RunConfig
 from grpo_core.environments import rehearsal as with_environments
 from grpo_core.environments.setting import make_setting
 from grpo_core.evaluation.outcomes import bounds_of
+from grpo_core.evaluation.statistics import BINARY, paired_difference
 from grpo_core.rewards import rehearsal
 from grpo_core.rewards.composition import range_of_sum
 from grpo_core.rewards.contract import Reward, check_environments, rewards_of
 from tasks.data.contract import Part, check, needed_columns
+from tasks.data.groups import count_groups, group_problems
 from tasks.data.lengths import (
     ModelError,
     OptionsByEnvironment,
@@ -40,7 +43,7 @@ from tasks.data.sources import load_sources, pooled, sources_of, with_needed_col
 from tasks.data.template_notes import template_notes
 from tasks.processes.gpu_locks import one_free_gpu
 from tasks.processes.run import TimeLimitError, run_process
-from tasks.registry.gate import LEAST_PROMPTS
+from tasks.registry.gate import LEAST_UNITS
 from tasks.reports.data_report import FINDINGS, count_findings, count_shared, length_figures, markdown, write_report
 from tasks.stages.errors import StageError
 from tasks.stages.files import remove
@@ -48,6 +51,7 @@ from tasks.stages.run import Context, run_stage
 from tasks.stages.table import VALIDATE
 
 FINDINGS_SHOWN = 10
+FEW_GROUPS = 50
 
 
 @dataclass(frozen=True)
@@ -95,9 +99,11 @@ def _work(context: Context) -> dict[str, Any]:
         log.warning("%s: %d rows break %s; they are %s", found["dataset"], found["rows"], rule, done)
     rehearsal = report["rehearsal"] = _rehearse(context)
     counts = report["num_prompts"] | {name: part["num_prompts"] for name, part in report["parts"].items()}
+    counts |= report["num_groups"]
     rehearsal["warnings"] += [
         *screened.notes,
         *too_few_to_promote(context.config, counts, rehearsal["zero_or_one"]),
+        *too_few_groups(context.config, report),
     ]
     for warning in rehearsal["warnings"]:
         log.warning(warning)
@@ -105,28 +111,46 @@ def _work(context: Context) -> dict[str, Any]:
     return report
 
 
-def too_few_to_promote(config: RunConfig, num_prompts: Mapping[str, int], zero_or_one: Sequence[str]) -> list[str]:
+def too_few_groups(config: RunConfig, report: Mapping[str, Any]) -> list[str]:
+    """Warn of evaluation sets of so few groups that only large gains would be detected. `report`: of `screen`."""
+    confidence = config.evaluation.confidence
+    warnings = []
+    for name, file in config.evaluation_files.items():
+        count = report["num_groups"].get(file, FEW_GROUPS)
+        if count < FEW_GROUPS:
+            least = paired_difference(np.ones(count), np.ones(count), confidence, BINARY).minimum_detectable
+            warnings.append(
+                f"{name}: {report['num_prompts'][file]:,} prompts are {count:,} groups "
+                f"(evaluation.group_column = {config.evaluation.group_column!r}), and the groups count: even if "
+                f"policies hardly differ, a gain in accuracy of less than {100 * least:.0f} points would not be shown "
+                "reliably. Add groups rather than prompts"
+            )
+    return warnings
+
+
+def too_few_to_promote(config: RunConfig, num_units: Mapping[str, int], zero_or_one: Sequence[str]) -> list[str]:
     """Warn if no promotion will be possible because versions are compared by a reward of unknown range, on too few
-    prompts.
+    prompts or groups (`num_units`: of each data set).
 
     zero_or_one: the rewards that gave only 0 and 1 in the rehearsal.
     """
     metric = config.promotion.metric
     metric = metric or ("accuracy" if {*config.accuracy_rewards} <= {*zero_or_one} else "reward")
     files = {name: f"eval/{name}" for name in config.evaluated_sources} | config.evaluation_files
-    held_out = num_prompts[files[config.promotion.set]]
-    if held_out >= LEAST_PROMPTS or all(map(math.isfinite, bounds_of(metric, config))):
+    held_out, unit = num_units[files[config.promotion.set]], "groups" if config.evaluation.group_column else "prompts"
+    if held_out >= LEAST_UNITS or all(map(math.isfinite, bounds_of(metric, config))):
         return []
     unbounded = [repr(it.name) for it in config.rewards if not all(map(math.isfinite, range_of_sum([it])))]
     return [
         f"versions are compared by their mean reward, but the range of {', '.join(unbounded)} is unknown: with "
-        f"{held_out:,} prompts in {config.promotion.set!r} none can be promoted. Hold out {LEAST_PROMPTS} prompts or "
+        f"{held_out:,} {unit} in {config.promotion.set!r} none can be promoted. Hold out {LEAST_UNITS} {unit} or "
         "more, or give each such reward its range = [lowest, highest], or a clip"
     ]
 
 
 def _show(report: dict[str, Any], page: str) -> None:
-    prompts = ", ".join(f"{name} {count:,}" for name, count in report["num_prompts"].items())
+    groups = {name: f" in {count:,} groups" for name, count in report["num_groups"].items()}
+    prompts = ", ".join(f"{name} {count:,}{groups.get(name, '')}" for name, count in report["num_prompts"].items())
     broken = len({finding["check"] for finding in report["findings"]})
     description = f"Prompts kept: {prompts}. Rules broken: {broken or 'none'}"
     create_markdown_artifact(key="data-report", markdown=page, description=description)
@@ -170,6 +194,10 @@ def screen(config: RunConfig) -> Screened:
         name: {"rows_read": rows[name].height, "num_prompts": kept[name].height, "source": source.data}
         for name, source in sources_of(config).items()
     }
+    groups: dict[str, int] = {}
+    if (column := config.evaluation.group_column) and not shape:
+        shape = [*group_problems(column, parts, kept, bool(config.environment.factories))]
+        groups = {} if shape else count_groups(column, kept)
     if not shape:
         rows, kept, dropped = pooled(rows), pooled(kept), pooled(dropped)
         shape = [*_promotion_overlaps(config, kept)]
@@ -194,6 +222,7 @@ def screen(config: RunConfig) -> Screened:
     notes += [f"{rows_of}: a text with one of the others ends the training"] if tokens > known else []
     report = {
         "num_prompts": {name: own.height for name, own in kept.items()},
+        "num_groups": groups,
         "rows_read": {name: own.height for name, own in rows.items()},
         "parts": by_part,
         "columns": {

@@ -75,7 +75,7 @@ def write_schema(
 def _check_run(file: Path, overrides: list[str] | None) -> None:
     run = load_config(file, overrides)
     from tasks.data.path_or_hub import check_places
-    from tasks.validate import refusal, screen
+    from tasks.validate import refusal, screen, too_few_groups
 
     check_places(run)
     screened = screen(run)
@@ -84,10 +84,12 @@ def _check_run(file: Path, overrides: list[str] | None) -> None:
     for found in screened.report["findings"]:
         done = {"warn": "kept", "drop": "left out"}[found["severity"]]
         say(f"{found['dataset']}: {found['rows']:,} rows break {found['check']} ({found['rule']}); they are {done}")
-    for note in screened.notes:
+    for note in [*screened.notes, *too_few_groups(run, screened.report)]:
         say(note)
     for name, count in screened.report["num_prompts"].items():
-        say(f"{name}: {count:,} of {screened.report['rows_read'][name]:,} rows keep the contract")
+        groups = screened.report["num_groups"].get(name)
+        of_groups = f", in {groups:,} groups by {run.evaluation.group_column}" if groups is not None else ""
+        say(f"{name}: {count:,} of {screened.report['rows_read'][name]:,} rows keep the contract{of_groups}")
 
 
 def _check_file(file: Path, contract: Path) -> None:

@@ -13,10 +13,11 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.evaluation.sequential import has_fallen_behind
 from grpo_core.rewards.composition import range_of_sum
-from tasks.data.sources import count_prompts, held_out_sources, needs_loading
-from tasks.tracking.early_stop import RULE, read_rule, trainings_of
+from tasks.data.groups import count_groups
+from tasks.data.sources import count_prompts, held_out_sources, load_source, needs_loading, with_needed_columns
+from tasks.tracking.early_stop import RULE, read_rule, shared_level, trainings_of
 
-ENOUGH_LOOKS, ENOUGH_PROMPTS = 100, 200  # an arm that is behind at all of them is stopped, whatever the number of arms
+ENOUGH_LOOKS, ENOUGH_UNITS = 100, 200  # an arm that is behind at all of them is stopped, whatever the number of arms
 
 
 def refuse_stopping(sweep: str, arms: Sequence[Arm]) -> None:
@@ -39,7 +40,7 @@ def refuse_stopping(sweep: str, arms: Sequence[Arm]) -> None:
             f"--stop-early: the range of the rewards {', '.join(unbounded)} is unknown, so a few prompts could move "
             "the mean by any amount; give each its range = [lowest, highest], or a clip"
         )
-    level = 1 - arms[0].config.evaluation.confidence
+    level = shared_level(arms[0].config.evaluation.confidence)
     _refuse_if_none_can_stop(arms, level)
     rule, trainings = read_rule(sweep), trainings_of([arm.config for arm in arms])
     if rule and ([*rule["trainings"].items()], rule["level"]) != ([*trainings.items()], level):
@@ -60,19 +61,20 @@ def _refuse_if_none_can_stop(arms: Sequence[Arm], level: float) -> None:
             f"({arms[-1].plan.max_steps:,} updates, train.eval_steps = {arms[-1].config.train.eval_steps})"
         )
 
-    def stops(prompts: int) -> bool:
-        worst = np.full(prompts, -1.0)
+    def stops(units: int) -> bool:
+        worst = np.full(units, -1.0)
         return any(
             has_fallen_behind([[worst] * count for count in of_arm], place, len(arms) - 1, 1.0, level)
             for place, of_arm in enumerate(looks, start=1)
         )
 
-    prompts = _held_out_prompts(arms[0].config)
-    if not stops(prompts):
-        enough = next((count for count in range(prompts, ENOUGH_PROMPTS) if stops(count)), ENOUGH_PROMPTS)
+    units = _held_out_units(arms[0].config)
+    if not stops(units):
+        unit = "groups of prompts" if arms[0].config.evaluation.group_column else "prompts"
+        enough = next((count for count in range(units, ENOUGH_UNITS) if stops(count)), ENOUGH_UNITS)
         raise ConfigError(
-            f"--stop-early: with {prompts} held-out prompts and {len(arms)} arms, none could be stopped, even if its "
-            f"reward were the lowest on every prompt; hold out {enough} prompts or more, or leave out --stop-early"
+            f"--stop-early: with {units} held-out {unit} and {len(arms)} arms, none could be stopped, even if its "
+            f"reward were the lowest on every prompt; hold out {enough} {unit} or more, or leave out --stop-early"
         )
 
 
@@ -89,8 +91,14 @@ def _is_evaluated(arm: Arm, update: int) -> bool:
     return update == last or (update < last and update % (arm.config.train.eval_steps or 1) == 0)
 
 
-def _held_out_prompts(config: RunConfig) -> int:
+def _held_out_units(config: RunConfig) -> int:
+    """Number of held-out prompts, or of their groups; ENOUGH_UNITS if it is more or can only be counted later."""
     sources = held_out_sources(config.data)
-    if any(needs_loading(source.data) for source in sources):
-        return ENOUGH_PROMPTS
-    return min(sum(map(count_prompts, sources)), ENOUGH_PROMPTS)
+    if any(needs_loading(source.data) for source in sources.values()):
+        return ENOUGH_UNITS
+    if (column := config.evaluation.group_column) is None:
+        return min(sum(map(count_prompts, sources.values())), ENOUGH_UNITS)
+    parts = with_needed_columns({name: load_source(source) for name, source in sources.items()}, config)
+    if any(column not in rows.columns for rows in parts.values()):  # validate says what is missing
+        return ENOUGH_UNITS
+    return min(count_groups(column, parts)["eval"], ENOUGH_UNITS)

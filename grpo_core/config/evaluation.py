@@ -43,6 +43,10 @@ class EvaluationConfig(Section):
     """More prompts to evaluate on, besides data.eval; none of them may be trained on."""
     category_column: str = "category"
     """Column to group results by: a set that has it is also reported value by value."""
+    group_column: str | None = Field(None, min_length=1)
+    """Column of data.eval and `sets` in which prompts that belong together have the same value: questions on one
+    passage, sums of one template, paraphrases. Groups are then the unit of intervals, tests and decisions instead of
+    prompts, and figures are means over groups."""
     num_samples: int = Field(1, ge=1, le=1024)
     """n: completions per prompt; more than one gives pass@k and the majority vote, and needs a temperature above 0."""
     answer_pattern: str | None = None

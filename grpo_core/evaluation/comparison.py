@@ -11,15 +11,25 @@ import polars as pl
 
 from grpo_core.config.metrics import DECIDING, evaluated_metrics, reward_means
 from grpo_core.config.run import RunConfig
-from grpo_core.evaluation.outcomes import bounds_of, majority, outcomes, per_prompt, prompt_numbers, samples_of
-from grpo_core.evaluation.statistics import Bounds, estimate, paired_difference, seen_bounds
+from grpo_core.evaluation.outcomes import (
+    bounds_of,
+    majority,
+    outcomes,
+    paired_units,
+    per_unit,
+    prompt_numbers,
+    samples_of,
+    unit_name,
+    unit_numbers,
+)
+from grpo_core.evaluation.statistics import Bounds, Difference, estimate, paired_difference, seen_bounds
 
 Outcomes = Mapping[str, Mapping[str, np.ndarray]]  # policy → metric → one value per row of the set
 
 
 def compare_policies(samples: pl.DataFrame, config: RunConfig, policies: Sequence[str]) -> dict[str, Any]:
-    """Compare the policies on each evaluation set, and each source of the held-out prompts: number of prompts, every
-    policy's figures, and the last policy minus each of the others."""
+    """Compare the policies on each evaluation set, and each source of the held-out prompts: number of prompts (and of
+    groups, if they are the unit), every policy's figures, and the last policy minus each of the others."""
     held_out, *others = config.evaluation_files
     names = (held_out, *config.evaluated_sources, *others)
     return {name: _compare_on(name, samples, config, policies) for name in names}
@@ -30,13 +40,21 @@ def _compare_on(name: str, samples: pl.DataFrame, config: RunConfig, policies: S
     metrics = _metrics(config, config.rewards_of(like.get(name)))
     found = {policy: {metric: of(samples, name, policy) for metric, of in metrics.items()} for policy in policies}
     everywhere = np.ones(len(found["base"]["reward"]), dtype=bool)
-    numbers = prompt_numbers(samples, name)
-    report = _figures(found, [*metrics], everywhere, numbers, config)
+    numbers, prompts = unit_numbers(samples, name), prompt_numbers(samples, name)
+
+    def counts(rows: np.ndarray) -> dict[str, int]:
+        units = {"prompts": prompts} | {unit_name(samples): numbers}
+        return {f"num_{unit}": len(np.unique(its[rows])) for unit, its in units.items()}
+
+    report: dict[str, Any] = counts(everywhere) | _figures(found, [*metrics], everywhere, numbers, config)
     del report["policies"]["base"]["kl"]
     categories = _categories(samples, name)
     if categories is not None:
         kinds = sorted({kind for kind in categories if kind is not None})
-        report["categories"] = {kind: _figures(found, DECIDING, categories == kind, numbers, config) for kind in kinds}
+        report["categories"] = {
+            kind: counts(categories == kind) | _figures(found, DECIDING, categories == kind, numbers, config)
+            for kind in kinds
+        }
     return report
 
 
@@ -65,30 +83,27 @@ def _metrics(config: RunConfig, scored_by: Sequence[str]) -> dict[str, Callable[
 def _figures(
     found: Outcomes, metrics: Sequence[str], rows: np.ndarray, numbers: np.ndarray, config: RunConfig
 ) -> dict[str, Any]:
-    """Figures of all policies on the rows where `rows` is true. `numbers`: see `prompt_numbers`."""
+    """Figures of all policies on the rows where `rows` is true. `numbers`: see `unit_numbers`."""
     confidence = config.evaluation.confidence
     bounds = {metric: bounds_of(metric, config) for metric in metrics}
-    of_prompts = {
-        name: {metric: per_prompt(values[metric][rows], numbers[rows]) for metric in metrics}
-        for name, values in found.items()
+    on_rows = {name: {metric: values[metric][rows] for metric in metrics} for name, values in found.items()}
+    numbers = numbers[rows]
+    of_units = {
+        name: {metric: per_unit(values[metric], numbers) for metric in metrics} for name, values in on_rows.items()
     }
     seen = {metric: _seen(bounds[metric], [values[metric] for values in found.values()]) for metric in metrics}
-    *others, last = of_prompts
+    *others, last = on_rows
+
+    def difference(other: str, metric: str) -> Difference:
+        before, after = paired_units(on_rows[other][metric], on_rows[last][metric], numbers)
+        return paired_difference(before, after, confidence, bounds[metric])
+
     return {
-        "num_prompts": len(np.unique(numbers[rows])),
         "policies": {
             policy: {metric: asdict(estimate(values[metric], confidence, seen[metric])) for metric in metrics}
-            for policy, values in of_prompts.items()
+            for policy, values in of_units.items()
         },
-        "differences": {
-            other: {
-                metric: asdict(
-                    paired_difference(of_prompts[other][metric], of_prompts[last][metric], confidence, bounds[metric])
-                )
-                for metric in metrics
-            }
-            for other in others
-        },
+        "differences": {other: {metric: asdict(difference(other, metric)) for metric in metrics} for other in others},
     }
 
 

@@ -1,4 +1,5 @@
-"""Samples → a policy's outcome on each prompt, metric by metric. The distinct prompt is the unit of every statistic.
+"""Samples → a policy's outcome on each prompt, metric by metric. The unit of every statistic is the distinct prompt, or
+the group of prompts that belong together (`evaluation.group_column`).
 
 `samples` has a row for each completion that was drawn of each prompt (see `docs/reference/files.md`, samples.parquet).
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -16,10 +18,12 @@ from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.metrics import Deciding, evaluated_metric
 from grpo_core.config.run import RunConfig
+from grpo_core.evaluation.samples import GROUP
 from grpo_core.evaluation.statistics import BINARY, Bounds, pass_at_k
 from grpo_core.rewards.composition import range_of_sum, weighted_sum
 from grpo_core.rewards.contract import range_of
 
+PROMPT = ("task", "prompt")  # columns that tell prompts apart: the first that the samples have
 AccuracyReward = str | Mapping[str, str]  # name of a reward; with several sources, the source → its reward's
 
 
@@ -114,25 +118,57 @@ def left_unscored(
     return lost
 
 
+def grouped(*tables: pl.DataFrame) -> pl.DataFrame:
+    """Of several samples of the same prompts, the first that have groups; the first of all if none has. Some may have
+    been evaluated before `evaluation.group_column` was set."""
+    return next((samples for samples in tables if GROUP in samples.columns), tables[0])
+
+
+def unit_name(samples: pl.DataFrame) -> str:
+    """What is counted as one: "groups" of prompts if the samples have them, else "prompts"."""
+    return "groups" if GROUP in samples.columns else "prompts"
+
+
+def unit_numbers(samples: pl.DataFrame, set: str) -> np.ndarray:
+    """Number of each row's unit, in the order of the set's rows: its group, else its prompt; equal ones have the same
+    number. With an environment, prompts differ if anything that it begins with (`task`) does. (N,)"""
+    return _numbers(samples, set, (GROUP, *PROMPT))
+
+
 def prompt_numbers(samples: pl.DataFrame, set: str) -> np.ndarray:
-    """Number of each row's prompt, in the order of the set's rows; equal prompts have the same number. With an
-    environment, rows differ if anything that it begins with (`task`) does. (N,)"""
-    unit = "task" if "task" in samples.columns else "prompt"
-    of_set = samples_of(samples, set).filter(pl.col("sample") == 0).sort("row")
+    """Number of each row's prompt, whatever its group; see `unit_numbers`. (N,)"""
+    return _numbers(samples, set, PROMPT)
+
+
+def _numbers(samples: pl.DataFrame, set: str, columns: Sequence[str]) -> np.ndarray:
+    column = next(name for name in columns if name in samples.columns)
+    return number_equal(samples_of(samples, set).filter(pl.col("sample") == 0).sort("row")[column].to_list())
+
+
+def number_equal(values: Iterable[Any]) -> np.ndarray:
+    """Number the values in the order in which they first occur; equal ones have the same number. (N,)"""
     numbers: dict[str, int] = {}
-    return np.array([numbers.setdefault(repr(prompt), len(numbers)) for prompt in of_set[unit].to_list()], dtype=int)
+    return np.array([numbers.setdefault(repr(value), len(numbers)) for value in values], dtype=int)
 
 
-def per_prompt(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Outcomes of rows (N,) → of distinct prompts (P,): the mean over the rows that have the same prompt and a value.
+def per_unit(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Outcomes of rows (N,) → of units (U,): the mean over the rows that have the same number and a value.
 
-    Rows of the same prompt are not independent: counted one by one, they would look like more evidence.
+    Rows of the same unit are not independent: counted one by one, they would look like more evidence.
     """
     scored = ~np.isnan(values)
     distinct, places = np.unique(numbers, return_inverse=True)
     sums = np.bincount(places[scored], values[scored], minlength=len(distinct))
     counts = np.bincount(places[scored], minlength=len(distinct))
     return np.divide(sums, counts, out=np.full(len(distinct), np.nan), where=counts > 0)
+
+
+def paired_units(before: np.ndarray, after: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Outcomes of two policies on rows (N,) → on units (U,): means over those of a unit's rows that have a value of
+    both policies, since prompts of a group may differ in difficulty."""
+    unpaired = np.isnan(before) | np.isnan(after)
+    one, other = (per_unit(np.where(unpaired, np.nan, values), numbers) for values in (before, after))
+    return one, other
 
 
 def majority(

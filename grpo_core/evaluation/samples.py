@@ -20,6 +20,7 @@ from grpo_core.rewards.contract import Reward
 if TYPE_CHECKING:
     from grpo_core.rollout.collect import Sample
 
+GROUP = "group"  # the column with the value of evaluation.group_column
 SHOWN = ("opening", "conversation", "turns", "tool_calls", "failed_tool_calls", "environment_failure")
 
 
@@ -65,6 +66,8 @@ def prompt_columns(name: str, rows: Sequence[Mapping[str, Any]], config: RunConf
     for column, source in ((ANSWER, ANSWER), ("category", config.evaluation.category_column)):
         if source in rows[0]:
             columns[column] = [None if row[source] is None else str(row[source]) for row in rows]
+    if config.evaluation.group_column:
+        columns[GROUP] = [group_of(row, config.evaluation.group_column) for row in rows]
     if config.data.sources:
         columns["source"] = [row["source"] for row in rows]
     if config.environment.factories:  # an environment begins with the whole row: the same prompt may be another task
@@ -75,6 +78,13 @@ def prompt_columns(name: str, rows: Sequence[Mapping[str, Any]], config: RunConf
         "sample": list(range(n)) * len(rows),
     }
     return places | {column: [value for value in values for _ in range(n)] for column, values in columns.items()}
+
+
+def group_of(row: Mapping[str, Any], column: str) -> str:
+    """Value of `evaluation.group_column` as text. Raises GrpoError if the row has none."""
+    if row.get(column) is None:
+        raise GrpoError(f"evaluation.group_column = {column!r}: an evaluated prompt has no value in this column")
+    return str(row[column])
 
 
 def _content(row: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """Test repeatedly, while an arm of a sweep trains, whether it has fallen behind.
 
 At each look, the arm and an arm that ran before it have been evaluated after the same update on the same prompts. The
-hypothesis is that the arm is, at every look, at least as good in the mean over prompts as each arm before it. Betting
+hypothesis is that the arm is, at every look, at least as good in the mean over prompts (or groups of prompts that
+belong together: what is paired has to be independent) as each arm before it. Betting
 against it (Waudby-Smith & Ramdas 2024, arXiv:2010.09686) turns the paired differences of one look into an e-value: a
 capital that under the hypothesis is not expected to grow, whatever the distribution of the bounded differences.
 
@@ -20,11 +21,11 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import special
 
-STAKES = np.arange(1, 20) / 20  # shares of the capital that are bet on each prompt; the capital is divided among them
+STAKES = np.arange(1, 20) / 20  # shares of the capital that are bet on each unit; the capital is divided among them
 
 
 def log_evidence(differences: np.ndarray, largest: float) -> float:
-    """Logarithm of the e-value of one look. `differences`: the arm's outcome minus that of the other, one per prompt,
+    """Logarithm of the e-value of one look. `differences`: the arm's outcome minus that of the other, one per unit,
     NaN where one was not scored; `largest`: their largest possible size."""
     scaled = differences[~np.isnan(differences)] / largest
     capitals = np.log1p(-STAKES[:, None] * scaled).sum(axis=1)

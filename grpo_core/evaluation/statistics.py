@@ -1,6 +1,7 @@
 """Intervals of figures, and tests of whether one policy is better than another on the same prompts.
 
-The unit is always the prompt: a policy's outcome on it, one number. NaN stands for a prompt that nothing scored.
+The unit is always the prompt, or a group of prompts: a policy's outcome on it, one number. NaN stands for a unit that
+nothing scored.
 
 Outcomes that can only be 0 or 1 have score intervals and an exact test. All others have one method: the Bayesian
 bootstrap of the prompts (Rubin 1981), with one prompt more on which the outcome is the worst that is possible. Its
@@ -30,18 +31,18 @@ Bounds = tuple[float, float]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts with the interval that covers the true one with probability `confidence`; the interval is NaN
+    """A mean over units with the interval that covers the true one with probability `confidence`; the interval is NaN
     if all outcomes are equal and their range is not known."""
 
     mean: float
     low: float
     high: float
-    num_prompts: int
+    num_units: int
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A policy minus another, paired by prompt.
+    """A policy minus another, paired by unit.
 
     low, high: two-sided interval of `confidence`; NaN if all outcomes are equal and their range is not known.
     p_value: one-sided, of "not better in the mean". probability_better: posterior probability that the mean difference
@@ -56,7 +57,7 @@ class Difference:
     probability_better: float
     minimum_detectable: float
     confidence: float
-    num_prompts: int
+    num_units: int
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def paired_difference(
         probability_better=1 - tail(np.append(differences, [-largest, largest])) if largest else 0.5,
         minimum_detectable=_minimum_detectable(differences, largest, level or 1 - confidence) * unit,
         confidence=confidence,
-        num_prompts=n,
+        num_units=n,
     )
 
 

@@ -171,7 +171,7 @@ def build_schema(
     read = needed_columns(rewards)
     missing = [column for column, kinds in read.items() if not all(map(may_be_null, kinds.values()))]
     columns = {
-        column: pa.Column(nullable=True, checks=_check("missing_value", partial(_is_there, column=column)))
+        column: pa.Column(nullable=True, checks=_check("missing_value", partial(is_there, column=column)))
         for column in missing
     }
     prompt = pa.Column(nullable=True, checks=[_check(name, holds) for name, holds in rules.items()])
@@ -350,7 +350,8 @@ def _is_well_formed(frame: pl.DataFrame) -> pl.Expr:
     ).fill_null(False)
 
 
-def _is_there(frame: pl.DataFrame, column: str) -> pl.Series:
+def is_there(frame: pl.DataFrame, column: str) -> pl.Series:
+    """True for each row with a value in the column that is neither null, blank nor NaN."""
     value = frame[column]
     if value.dtype == pl.String:
         return value.str.contains(r"\S").fill_null(False)

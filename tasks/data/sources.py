@@ -65,7 +65,7 @@ def with_needed_columns(read: Mapping[str, Rows], config: RunConfig) -> dict[str
 def sources_of(config: RunConfig) -> dict[str, Source]:
     """Source of each data set: train, eval and those of `evaluation.sets`. With `data.sources`, train and eval have one
     part per source: train/NAME and eval/NAME."""
-    parts = {**dict(_training_sources(config.data)), **dict(_held_out_sources(config.data))}
+    parts = {**dict(_training_sources(config.data)), **held_out_sources(config.data)}
     origins = {source.name: key for key, source in config.data.origins.items() if isinstance(source, DataSource)}
     for place, it in enumerate(config.evaluation.sets):
         key, origin = f"evaluation.sets.{place}.data", origins.get(it.source or "", "data")
@@ -78,9 +78,9 @@ def training_sources(data: DataConfig) -> list[Source]:
     return [source for _, source in _training_sources(data)]
 
 
-def held_out_sources(data: DataConfig) -> list[Source]:
-    """Sources of the held-out prompts: `data.eval`, or that of each of `data.sources`."""
-    return [source for _, source in _held_out_sources(data)]
+def held_out_sources(data: DataConfig) -> dict[str, Source]:
+    """Sources of the held-out prompts, by part (see `sources_of`): `data.eval`, or that of each of `data.sources`."""
+    return dict(_held_out_sources(data))
 
 
 def _training_sources(data: DataConfig) -> Iterator[tuple[str, Source]]:

@@ -15,18 +15,21 @@ from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.outcomes import (
     bounds_of,
     deciding_metric,
+    grouped,
     left_unscored,
     outcomes,
-    per_prompt,
+    paired_units,
     prompt_numbers,
     rewards_in,
     samples_of,
+    unit_name,
+    unit_numbers,
 )
 from grpo_core.evaluation.statistics import POWER, Bounds, Difference, paired_difference
 from tasks.rendering import figures
 
 LEAST_COMPARED = 0.9  # share of a set's prompts; with fewer, the unscored ones could decide
-LEAST_PROMPTS = 200  # to decide by an outcome of unknown range, see docs/explanation/evaluation.md
+LEAST_UNITS = 200  # to decide by an outcome of unknown range, see docs/explanation/evaluation.md
 
 
 class NotComparableError(LookupError):
@@ -45,7 +48,7 @@ class Contestant:
 @dataclass(frozen=True)
 class Comparison:
     """A metric of both contestants on a set, and the rule for it. `candidate`, `rival`: means over the compared
-    prompts. `difference`: candidate minus rival, paired."""
+    units. `difference`: candidate minus rival, paired. `unit`: what it counts, prompts or groups of them."""
 
     set: str
     metric: str
@@ -53,8 +56,11 @@ class Comparison:
     rival: float
     difference: Difference
     bounds: Bounds
+    unit: str
     num_prompts: int
     """Number of prompts in the set. Those on which the rival was not scored are not compared."""
+    num_compared: int
+    """Number of prompts that were compared."""
     num_unscored: int
     """Number of rows on which samples of the candidate count as the worst value, see `decide`."""
     rule: str = ""
@@ -122,7 +128,7 @@ def level_of(attempt: int, confidence: float) -> float:
 
 
 def _found(gain: Comparison, rival: Contestant) -> str:
-    metric, compared = gain.metric, gain.difference.num_prompts
+    metric, compared = gain.metric, gain.num_compared
     candidate_has, rival_has = (figures.amount(metric, value) for value in (gain.candidate, gain.rival))
     found = f"{metric} on {gain.set} {candidate_has} against {rival_has} of {rival.label}, {_change(gain)}"
     if compared < gain.num_prompts:
@@ -137,7 +143,7 @@ def _found(gain: Comparison, rival: Contestant) -> str:
 def _change(found: Comparison) -> str:
     """Write a gain with its interval, as part of a sentence; without interval if nothing could be compared."""
     difference = vars(found.difference)
-    if not found.difference.num_prompts:
+    if not found.difference.num_units:
         return figures.gain(found.metric, difference)
     interval = f"{100 * found.difference.confidence:.3g}% interval {figures.interval(found.metric, difference)}"
     return f"{figures.gain(found.metric, difference)} ({interval})"
@@ -156,9 +162,8 @@ def _compare(
 
     def outcomes_of(contestant: Contestant, unscored_as: pl.Series | None = None) -> np.ndarray:
         keys = (set, contestant.policy, metric, config.rewards, config.accuracy_reward)
-        return per_prompt(outcomes(contestant.samples, *keys, unscored_as), numbers)
+        return outcomes(contestant.samples, *keys, unscored_as)
 
-    numbers = prompt_numbers(candidate.samples, set)
     before, after, bounds = outcomes_of(rival), outcomes_of(candidate), bounds_of(metric, config)
     names = rewards_in(metric, config)
     unscored = left_unscored(candidate.samples, candidate.policy, rival.samples, rival.policy, set, names)
@@ -166,7 +171,10 @@ def _compare(
         end, outermost = (bounds[0], np.nanmin) if worst == "lowest" else (bounds[1], np.nanmax)
         end = end if math.isfinite(end) else float(outermost([*before, *after]))
         after = outcomes_of(candidate, pl.select(pl.when(unscored).then(end)).to_series())
-    compared = ~(np.isnan(before) | np.isnan(after))
+    on_rows = ~(np.isnan(before) | np.isnan(after))
+    samples = grouped(candidate.samples, rival.samples)
+    before, after = paired_units(before, after, unit_numbers(samples, set))
+    compared, prompts = ~np.isnan(before), prompt_numbers(samples, set)
     return Comparison(
         set,
         metric,
@@ -174,7 +182,9 @@ def _compare(
         _mean(before[compared]),
         paired_difference(before, after, config.promotion.confidence, bounds, level),
         bounds,
-        num_prompts=len(before),
+        unit=unit_name(samples),
+        num_prompts=len(np.unique(prompts)),
+        num_compared=len(np.unique(prompts[on_rows])),
         num_unscored=samples_of(candidate.samples, set)["row"].filter(unscored).n_unique(),
     )
 
@@ -182,14 +192,14 @@ def _compare(
 def _held_to_gain(rules: PromotionConfig, gain: Comparison, level: float) -> Comparison:
     metric, found, broken = gain.metric, gain.difference, None
     least = figures.size(metric, rules.min_gain)
-    if not found.num_prompts:
+    if not found.num_units:
         broken = "no prompt was scored by both"
     elif undecided := _mostly_unscored(gain) or _too_few(gain):
         broken = undecided
     elif found.p_value > level:
         broken = (
             f"not shown to be better (p = {found.p_value:.2g}, and at most {level:.2g} is allowed; with "
-            f"{found.num_prompts:,} prompts, a true gain of {figures.detectable(metric, vars(found))} or more is "
+            f"{found.num_units:,} {gain.unit}, a true gain of {figures.detectable(metric, vars(found))} or more is "
             f"detected {POWER:.0%} of the time)"
         )
     elif found.mean < rules.min_gain:
@@ -200,10 +210,10 @@ def _held_to_gain(rules: PromotionConfig, gain: Comparison, level: float) -> Com
 
 def _mostly_unscored(found: Comparison) -> str | None:
     """Return why the prompts scored for both do not represent their set, as part of a sentence; None if they do."""
-    if found.difference.num_prompts >= LEAST_COMPARED * found.num_prompts:
+    if found.num_compared >= LEAST_COMPARED * found.num_prompts:
         return None
     return (
-        f"{found.metric} on {found.set} was scored for both on only {found.difference.num_prompts:,} of "
+        f"{found.metric} on {found.set} was scored for both on only {found.num_compared:,} of "
         f"{found.num_prompts:,} prompts, and a decision needs {LEAST_COMPARED:.0%} of them: make the "
         "reward score the others, then evaluate again with `grpo stage evaluate --run RUN --force` and "
         "`grpo stage register --run RUN`"
@@ -212,11 +222,11 @@ def _mostly_unscored(found: Comparison) -> str | None:
 
 def _too_few(found: Comparison) -> str | None:
     """Return why these prompts are too few for a decision, as part of a sentence; None if they are enough."""
-    if found.difference.num_prompts >= LEAST_PROMPTS or all(map(math.isfinite, found.bounds)):
+    if found.difference.num_units >= LEAST_UNITS or all(map(math.isfinite, found.bounds)):
         return None
     return (
-        f"{found.metric} has no bounds, and {found.difference.num_prompts:,} prompts are too few to show rare large "
-        f"losses: give the rewards a range or clip, or evaluate on {LEAST_PROMPTS} prompts or more"
+        f"{found.metric} has no bounds, and {found.difference.num_units:,} {found.unit} are too few to show rare large "
+        f"losses: give the rewards a range or clip, or evaluate on {LEAST_UNITS} {found.unit} or more"
     )
 
 

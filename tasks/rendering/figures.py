@@ -72,11 +72,23 @@ def size(metric: str, difference: float) -> str:
     )
 
 
-def verdict(metric: str, found: Mapping[str, Any], other: str) -> str:
-    """Describe the result of a paired difference (a `Difference` as in report.json) in a sentence."""
+def unit(found: Mapping[str, Any]) -> str:
+    """What the figures of an evaluation set, or of a category, count as one: prompts, or groups of them."""
+    return "groups" if "num_groups" in found else "prompts"
+
+
+def counts(found: Mapping[str, Any]) -> str:
+    """Format the size of an evaluation set: 500 prompts, or 500 prompts in 50 groups."""
+    groups = f" in {found['num_groups']:,} groups" if "num_groups" in found else ""
+    return f"{found['num_prompts']:,} prompts{groups}"
+
+
+def verdict(metric: str, found: Mapping[str, Any], other: str, unit: str) -> str:
+    """Describe the result of a paired difference (a `Difference` as in report.json) in a sentence. `unit`: what was
+    paired, prompts or groups."""
     from grpo_core.evaluation.statistics import POWER  # imports scipy, too slow for `grpo status`
 
-    n, by = found["num_prompts"], size(metric, abs(found["mean"]))
+    n, by = found["num_units"], size(metric, abs(found["mean"]))
     measure = "" if is_share(metric) else f" in {evaluated_metric(metric).heading}"
     if not n:
         return f"no comparison with the {other}: no prompt was scored for both"
@@ -84,7 +96,7 @@ def verdict(metric: str, found: Mapping[str, Any], other: str) -> str:
         return f"better than the {other} by {by}{measure} (p = {p_value(found['p_value'])})"
     if tone(found) == "worse":
         return f"worse than the {other} by {by}{measure}"
-    least = f"a gain of {detectable(metric, found)} or more would show on these {n:,} prompts, {POWER:.0%} of the time"
+    least = f"a gain of {detectable(metric, found)} or more would show on these {n:,} {unit}, {POWER:.0%} of the time"
     if min(chance := found["probability_better"], 1 - chance) < LIKELY:
         which = "better" if chance > 0.5 else "worse"
         return (

@@ -12,7 +12,7 @@ import numpy as np
 from grpo_core.config.base import flatten
 from grpo_core.config.evaluation import EVALUATED_BY, HELD_OUT
 from grpo_core.config.metrics import DECIDING, EVALUATED, TRAINED
-from grpo_core.evaluation.outcomes import bounds_of, outcomes, per_prompt, prompt_numbers
+from grpo_core.evaluation.outcomes import bounds_of, grouped, outcomes, paired_units, unit_name, unit_numbers
 from grpo_core.evaluation.statistics import Difference, paired_difference
 from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import series
@@ -31,10 +31,11 @@ Records = Mapping[str, Record]  # by the run's displayed name; all are compared 
 @dataclass(frozen=True)
 class Paired:
     """Difference of a run to the first on one evaluation set, by metric (a `Difference` as in report.json); or the
-    reason why they cannot be paired."""
+    reason why they cannot be paired. `unit`: what is paired, prompts or groups of them."""
 
     differences: Mapping[str, Mapping[str, Any]]
     obstacle: str = ""
+    unit: str = "prompts"
 
 
 def parameters_that_differ(records: Records) -> dict[str, list[str]]:
@@ -51,7 +52,8 @@ def evaluation_sets(records: Records) -> list[str]:
 
 
 def paired_with_first(records: Records, name: str, pairs: int = 1) -> dict[str, Paired]:
-    """Compare each other run's trained policy with that of the first, prompt by prompt of the evaluation set `name`.
+    """Compare each other run's trained policy with that of the first, prompt by prompt of the evaluation set `name`, or
+    group by group if one of the two has groups.
     `pairs`: see `comparison`."""
     (_, first), *others = records.items()
     return {label: _pair(first, other, name, pairs) for label, other in others}
@@ -61,12 +63,14 @@ def _pair(first: Record, other: Record, name: str, pairs: int) -> Paired:
     if first.evaluation["key"] != other.evaluation["key"]:
         return Paired({}, _what_differs(first, other))
     confidence = simultaneous(first.config.evaluation.confidence, pairs)
+    samples = grouped(first.samples, other.samples)
 
     def difference(metric: str) -> Difference:
-        before, after = (outcomes_per_prompt(record, name, metric) for record in (first, other))
-        return paired_difference(before, after, confidence, bounds_of(metric, first.config))
+        before, after = (outcomes_on(record, name, metric) for record in (first, other))
+        units = paired_units(before, after, unit_numbers(samples, name))
+        return paired_difference(*units, confidence, bounds_of(metric, first.config))
 
-    return Paired({metric: asdict(difference(metric)) for metric in DECIDING})
+    return Paired({metric: asdict(difference(metric)) for metric in DECIDING}, unit=unit_name(samples))
 
 
 def simultaneous(confidence: float, intervals: int) -> float:
@@ -74,11 +78,10 @@ def simultaneous(confidence: float, intervals: int) -> float:
     return 1 - (1 - confidence) / intervals
 
 
-def outcomes_per_prompt(record: Record, name: str, metric: str, policy: str = "trained") -> np.ndarray:
-    """A policy's metric on each distinct prompt of an evaluation set. (P,)"""
+def outcomes_on(record: Record, name: str, metric: str, policy: str = "trained") -> np.ndarray:
+    """A policy's metric on each row of an evaluation set. (N,)"""
     right = record.evaluation["accuracy_reward"]
-    values = outcomes(record.samples, name, policy, metric, record.config.rewards, right)
-    return per_prompt(values, prompt_numbers(record.samples, name))
+    return outcomes(record.samples, name, policy, metric, record.config.rewards, right)
 
 
 def _what_differs(first: Record, other: Record) -> str:
@@ -151,12 +154,13 @@ def _evaluation(records: Records, name: str, pairs: int) -> Section:
     ]
     head = ["", f"minus {first}", "probability better", "gain detectable from"]
     sets = [record.evaluation["sets"].get(name) for record in records.values()]
-    counts = dict.fromkeys(f"{found['num_prompts']:,}" for found in sets if found)
+    by = "Group by group" if any(it.unit == "groups" for it in paired.values()) else "Prompt by prompt"
+    counts = dict.fromkeys(figures.counts(found) for found in sets if found)
     return Section(
-        f"Evaluation on {name}, {' or '.join(counts)} prompts",
+        f"Evaluation on {name}, {' or '.join(counts)}",
         tables=[
             Table(["", *records], [*_figures(sets, _metric(records))]),
-            *([Table(head, rows, f"Prompt by prompt against {first}{_together(records, pairs)}")] if rows else []),
+            *([Table(head, rows, f"{by} against {first}{_together(records, pairs)}")] if rows else []),
         ],
         notes=[f"{label} cannot be paired with {first}: {it.obstacle}" for label, it in paired.items() if it.obstacle],
     )
@@ -223,9 +227,9 @@ def _verdicts(records: Records) -> Iterator[Verdict]:
         it = paired.differences[metric]
         yield Verdict(
             figures.tone(it),
-            f"{label}: {figures.verdict(metric, it, f'run {first}')}",
-            f"{figures.gain(metric, it)} {figures.interval(metric, it)} on the same {it['num_prompts']:,} "
-            f"prompts, probability of being better {figures.probability(it['probability_better'])}.",
+            f"{label}: {figures.verdict(metric, it, f'run {first}', paired.unit)}",
+            f"{figures.gain(metric, it)} {figures.interval(metric, it)} on the same {it['num_units']:,} "
+            f"{paired.unit}, probability of being better {figures.probability(it['probability_better'])}.",
         )
 
 

@@ -11,7 +11,7 @@ from tasks.rendering import figures as as_text
 def verdicts(report: Mapping[str, Any], metric: str) -> list[str]:
     """Sentences on the metric: one per set and policy that the trained one is compared with."""
     return [
-        f"{name}: {as_text.verdict(metric, differences[metric], other)}"
+        f"{name}: {as_text.verdict(metric, differences[metric], other, as_text.unit(figures))}"
         for name, figures in report["sets"].items()
         for other, differences in figures["differences"].items()
     ]

@@ -77,9 +77,10 @@ def headline(evaluation: Mapping[str, Any], metric: str) -> Verdict:
     champion, than the base?"""
     found, rival = evaluation["sets"][HELD_OUT], rival_of(evaluation)
     gain = found["differences"][rival][metric]
-    sentence = figures.verdict(metric, gain, _title(evaluation, rival))
+    unit = figures.unit(found)
+    sentence = figures.verdict(metric, gain, _title(evaluation, rival), unit)
     sentence = f"{sentence[0].upper()}{sentence[1:]}"
-    if not gain["num_prompts"]:
+    if not gain["num_units"]:
         return Verdict(figures.tone(gain), sentence)
     means = {policy: found["policies"][policy][metric]["mean"] for policy in evaluation["policies"]}
     steps = (f"{figures.amount(metric, mean)} ({policy})" for policy, mean in means.items())
@@ -87,10 +88,10 @@ def headline(evaluation: Mapping[str, Any], metric: str) -> Verdict:
     return Verdict(
         figures.tone(gain),
         sentence,
-        f"{' → '.join(steps)} {measure} on {gain['num_prompts']:,} held-out prompts. {figures.gain(metric, gain)} over "
+        f"{' → '.join(steps)} {measure} on {gain['num_units']:,} held-out {unit}. {figures.gain(metric, gain)} over "
         f"the {rival}, {gain['confidence']:.0%} interval {figures.interval(metric, gain)}, "
         f"probability of being better {figures.probability(gain['probability_better'])}. With "
-        f"{gain['num_prompts']:,} prompts, a true gain of {figures.detectable(metric, gain)} or more would be "
+        f"{gain['num_units']:,} {unit}, a true gain of {figures.detectable(metric, gain)} or more would be "
         f"detected {POWER:.0%} of the time.",
     )
 
@@ -131,7 +132,8 @@ def _evaluation(record: Record) -> Section:
     return Section(
         "Evaluation",
         f"Sampled {drawn}, {each}. A completion is right if {_judge(evaluation)} gives it 1. Policies are "
-        "compared on the same prompts, pair by pair; intervals are for other prompts of the same kind.",
+        "compared on the same prompts, pair by pair; intervals are for other "
+        f"{figures.unit(evaluation['sets'][HELD_OUT])} of the same kind.",
         charts=[*charts, _lengths(record)],
         tables=[table for name in evaluation["sets"] for table in _set_tables(evaluation, name, metric)],
     )
@@ -166,11 +168,11 @@ def _set_tables(evaluation: Mapping[str, Any], name: str, headlined: str) -> Ite
         [evaluated_metric(metric).heading, *cells(metric, found["policies"], found["differences"])]
         for metric in metrics
     ]
-    yield Table(head, rows, f"{name}, {found['num_prompts']:,} prompts")
+    yield Table(head, rows, f"{name}, {figures.counts(found)}")
     if categories := found.get("categories"):
         rows = [
             [
-                (category, f"{of_one['num_prompts']:,} prompts"),
+                (category, figures.counts(of_one)),
                 *cells(headlined, of_one["policies"], of_one["differences"]),
             ]
             for category, of_one in categories.items()
@@ -183,7 +185,7 @@ def _forest(evaluation: Mapping[str, Any], metric: str) -> Iterator[Chart]:
 
     def points(found: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
         figures_of = {policy: of_one[metric] for policy, of_one in found["policies"].items()}
-        return {policy: (it["mean"], it["low"], it["high"]) for policy, it in figures_of.items() if it["num_prompts"]}
+        return {policy: (it["mean"], it["low"], it["high"]) for policy, it in figures_of.items() if it["num_units"]}
 
     rows = []
     for name, found in evaluation["sets"].items():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.config.run import RunConfig
-from tasks.stages.run_directory import find_runs, storage_root
+from tasks.stages.run_directory import find_runs, read_config, storage_root
 from tasks.stages.table import Stage
 
 # Fields of a receipt that are not copied.
@@ -24,6 +24,13 @@ def sweep_folder(sweep: str) -> Path:
 def arm_prefix(sweep: str) -> str:
     """Prefix of the names of a sweep's arms."""
     return f"{sweep}."
+
+
+def arms_of(sweep: str) -> dict[str, RunConfig]:
+    """Configurations of a sweep's arms, by name. Raises ConfigError if one is not valid."""
+    named = {name: run for name, run in sorted(find_runs().items()) if name.startswith(arm_prefix(sweep))}
+    configs = {name: read_config(run) for name, run in named.items()}
+    return {name: config for name, config in configs.items() if config.registry.sweep == sweep}
 
 
 def other_arms(run: Path, config: RunConfig) -> list[Path]:

@@ -78,8 +78,8 @@ class Parts:
 
     @cached_property
     def evaluation_sets(self) -> Named:
-        sets = self.config.evaluation.sets
-        return {
+        sets, column = self.config.evaluation.sets, self.config.evaluation.group_column
+        return ({"evaluation.group_column": column} if column else {}) | {
             f"evaluation.sets {each.name}": [
                 *(each.split, each.subset, each.revision, content_hash(each.data)),
                 *([each.source] if each.source else []),

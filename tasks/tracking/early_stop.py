@@ -12,14 +12,14 @@ import polars as pl
 
 from grpo_core import run_files
 from grpo_core.config.run import RunConfig
-from grpo_core.evaluation.outcomes import bounds_of, per_prompt
+from grpo_core.evaluation.outcomes import bounds_of, number_equal, per_unit
 from grpo_core.evaluation.sequential import has_fallen_behind
-from tasks.stages.arms import arm_prefix, sweep_folder
+from tasks.stages.arms import arms_of, sweep_folder
 from tasks.stages.condition import MARKER
 from tasks.stages.errors import ArmStopped
 from tasks.stages.files import read_json, write_text
 from tasks.stages.lineage import lineage_keys
-from tasks.stages.run_directory import find_runs, read_config
+from tasks.stages.run_directory import run_folder
 from tasks.stages.table import TRAIN, VALIDATE
 
 RULE = "stop_early.json"  # in the sweep's folder: `trainings`, as in `write_rule`; `level`; whether it `stops` arms
@@ -29,6 +29,12 @@ STOPPED = "stopped.json"  # in an unfinished training: why it was stopped
 def trainings_of(arms: Sequence[RunConfig]) -> dict[str, str]:
     """Lineage key of each arm's training, by the arm's name, in the order in which they run."""
     return {config.name: lineage_keys(config)[TRAIN.name] for config in arms}
+
+
+def shared_level(confidence: float) -> float:
+    """Level at which a sweep that stops arms stops them, and that at which it then chooses: half of 1 − confidence
+    each, so that with `confidence` it errs in neither."""
+    return (1 - confidence) / 2
 
 
 def write_rule(sweep: str, trainings: Mapping[str, str], level: float | None) -> None:
@@ -55,34 +61,33 @@ def why_stopped(run: Path, config: RunConfig) -> str:
 
 def stopped_arms(sweep: str) -> dict[str, str]:
     """Arms of a sweep whose trainings were stopped, with the reasons."""
-    found = {
-        name: read_json(TRAIN.partial(run) / STOPPED).get("reason", "")
-        for name, run in sorted(find_runs().items())
-        if name.startswith(arm_prefix(sweep)) and read_config(run).registry.sweep == sweep
-    }
-    return {name: reason for name, reason in found.items() if reason}
+    reasons = {name: read_json(TRAIN.partial(run_folder(name)) / STOPPED).get("reason", "") for name in arms_of(sweep)}
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 class Race:
-    """Compares an arm's training with those of the arms before it. Does nothing for a run that is not an arm, or if no
-    rule stops arms. `folder`: where the training writes; `updates`: its number of updates."""
+    """Compares an arm's training with those of the arms before it, each as the rule names it: another training of an
+    arm is no part of the sweep. Does nothing for a run that is not an arm, or if no rule stops arms. `folder`: where
+    the training writes; `updates`: its number of updates."""
 
     def __init__(self, run: Path, config: RunConfig, folder: Path, updates: int):
         self.folder, self.updates, self.seen = folder, updates, 0
         rule = read_rule(config.registry.sweep) if config.registry.sweep else {}
-        arms = [*rule["trainings"]] if rule.get("stops") else []
-        self.earlier = [run.parent / name for name in arms[: arms.index(run.name)]] if run.name in arms else []
+        trainings: dict[str, str] = rule["trainings"] if rule.get("stops") else {}
+        arms, own = [*trainings], read_json(folder / MARKER).get("lineage_key")
+        is_arm = run.name in arms and own == trainings[run.name]
+        self.earlier = arms[: arms.index(run.name)] if is_arm else []
+        (folder / STOPPED).unlink(missing_ok=True)
         if not self.earlier:
             return
-        (folder / STOPPED).unlink(missing_ok=True)
         self.stoppable, self.level = len(arms) - 1, rule["level"]
         lowest, highest = bounds_of("reward", config)
         self.most = highest - lowest
-        rows = pl.read_parquet(run_files.prompts(run, "eval"))
-        numbers: dict[str, int] = {}
-        units = rows.rows() if config.environment.factories else rows["prompt"].to_list()
-        self.numbers = np.array([numbers.setdefault(repr(unit), len(numbers)) for unit in units])
-        self.rivals = [_training(other) for other in self.earlier if _asked(other) == _asked(run)]
+        rows, group = pl.read_parquet(run_files.prompts(run, "eval")), config.evaluation.group_column
+        whole = rows.rows() if config.environment.factories else rows["prompt"].to_list()
+        self.numbers = number_equal(rows[group].to_list() if group else whole)
+        found = {run.parent / name: _training(run.parent / name, trainings[name]) for name in self.earlier}
+        self.rivals = [there for other, there in found.items() if there and _asked(other) == _asked(run)]
 
     def look(self) -> None:
         """Raises ArmStopped if the training has fallen behind. Cheap if there was no evaluation since the last call."""
@@ -105,20 +110,26 @@ class Race:
             raise ArmStopped(reason)
 
     def _differences(self, step: str) -> dict[str, np.ndarray]:
-        """This arm's reward minus that of each earlier arm on each held-out prompt after an update, by the earlier
-        arm's name. Includes only arms that were evaluated after this update."""
-        own = self._rewards(self.folder, step)
+        """This arm's reward minus that of each earlier arm on each held-out prompt or group after an update, by the
+        earlier arm's name. Includes only arms that were evaluated after this update."""
+        own = _rewards(self.folder, step)
         there = [training for training in self.rivals if (training / run_files.HELD_OUT_SCORES / step).exists()]
-        return {training.parent.name: own - self._rewards(training, step) for training in there}
-
-    def _rewards(self, training: Path, step: str) -> np.ndarray:
-        scores = pl.read_parquet(training / run_files.HELD_OUT_SCORES / step)["reward"]
-        return per_prompt(scores.fill_null(np.nan).to_numpy(), self.numbers)
+        return {it.parent.name: per_unit(own - _rewards(it, step), self.numbers) for it in there}
 
 
-def _training(run: Path) -> Path:
-    """Folder of the arm's training, finished or not."""
-    return TRAIN.path(run) if TRAIN.path(run).exists() else TRAIN.partial(run)
+def _rewards(training: Path, step: str) -> np.ndarray:
+    """Reward on each row of the held-out prompts after an update; NaN if it was not scored. (N,)"""
+    scores = pl.read_parquet(training / run_files.HELD_OUT_SCORES / step)["reward"]
+    return scores.fill_null(np.nan).to_numpy()
+
+
+def _training(run: Path, key: str) -> Path | None:
+    """Folder of the arm's training with this lineage key, finished or not; None if there is none."""
+    keys = {
+        TRAIN.path(run): TRAIN.read_receipt(run).get("lineage_key"),
+        TRAIN.partial(run): read_json(TRAIN.partial(run) / MARKER).get("lineage_key"),
+    }
+    return next((folder for folder, its in keys.items() if its == key), None)
 
 
 def _asked(run: Path) -> str | None:

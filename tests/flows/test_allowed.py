@@ -238,7 +238,13 @@ def test_every_key_that_may_name_a_file_an_address_or_code_is_known() -> None:
     read = {"model.name_or_path", "model.adapter", "data.train", "data.eval", "evaluation.sets.data"}
     read |= {"rollout.recording", "data.sources.train", "data.sources.eval"}
     names = {"model.revision", "data.train_split", "data.eval_split", "evaluation.sets.split"}
-    names |= {"name", "evaluation.accuracy_reward", "evaluation.sets.name", "evaluation.category_column"}
+    names |= {
+        "name",
+        "evaluation.accuracy_reward",
+        "evaluation.sets.name",
+        "evaluation.category_column",
+        "evaluation.group_column",
+    }
     names |= {
         "data.subset",
         "evaluation.sets.subset",

@@ -80,6 +80,19 @@ def test_the_paired_figures_are_those_of_the_outcomes() -> None:
     assert not paired.obstacle
 
 
+@pytest.mark.parametrize("grouped", ["first", "slower"])
+def test_prompts_are_paired_by_groups_if_one_of_two_runs_has_them(grouped: str) -> None:
+    """The other one was evaluated before evaluation.group_column was set."""
+    records = _records("first", "slower")
+    groups = pl.Series("group", [f"{row % 12}" for row in range(60)])
+    records[grouped] = replace(records[grouped], samples=records[grouped].samples.with_columns(groups))
+    (paired,) = paired_with_first(records, "held-out").values()
+    means = (outcomes_of(seed, rate).reshape(5, 12).mean(axis=0) for seed, rate in ((1, 0.5), (2, 0.9)))
+    assert paired.differences["accuracy"] == asdict(paired_difference(*means, 0.95, (0.0, 1.0)))
+    page = Page(comparison_page(records)).text
+    assert "Group by group against first" in page and "on the same 12 groups" in page
+
+
 def test_the_other_order_changes_the_sign_and_nothing_else() -> None:
     forth, back = (
         paired_with_first(_records(*names), "held-out")[names[1]].differences["accuracy"]

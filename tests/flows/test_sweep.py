@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ from grpo_core.errors import GrpoError
 from tasks.stages.arms import sweep_folder
 from tasks.stages.errors import ArmStopped, Interrupted, StageError
 from tasks.stages.locks import RunInUseError, locked
-from tasks.tracking.early_stop import trainings_of, write_rule
+from tasks.tracking.early_stop import shared_level, trainings_of, write_rule
 from tests.command_line import run_here
 from tests.conftest import write_config, write_sums
 
@@ -232,15 +233,21 @@ RANGES = ("rewards.1.range=[0.0, 1.0]",)
         (("--grid", "train.eval_steps=2,3"), RANGES, "none could be stopped. Give all"),
         (("--grid", "train.learning_rate=0.1,0.2"), ("train.eval_steps=2", "data.eval=two.parquet", *RANGES),
          "with 2 held-out prompts and 2 arms, none could be stopped, even if its reward were the lowest on every "
-         "prompt; hold out 8 prompts or more"),
+         "prompt; hold out 9 prompts or more"),
+        (("--grid", "train.learning_rate=0.1,0.2"),
+         ("train.eval_steps=2", "evaluation.group_column=passage", "data.eval=passages.parquet", *RANGES),
+         "with 2 held-out groups of prompts and 2 arms, none could be stopped, even if its reward were the lowest on "
+         "every prompt; hold out 9 groups of prompts or more"),
     ],
-    ids=["seeds", "seed", "eval_steps", "range", "last update", "other updates", "few prompts"],
+    ids=["seeds", "seed", "eval_steps", "range", "last update", "other updates", "few prompts", "few groups"],
 )  # fmt: skip
 def test_arms_that_could_not_be_stopped_honestly_are_refused(
     config: Path, options: tuple[str, ...], overrides: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(config.parent)
     write_sums(config.parent / "two.parquet", 60, 62)
+    sums = pl.read_parquet(write_sums(config.parent / "passages.parquet", 60, 76))
+    sums.with_columns(passage=pl.int_range(16) % 2).write_parquet(config.parent / "passages.parquet")
     given = [word for key in overrides for word in ("--set", key)]
     done = run_here("sweep", str(config), "--stop-early", *options, *given)
     assert (done.returncode, done.stdout) == (2, "")
@@ -253,11 +260,11 @@ def test_the_level_of_stopping_is_spent_once_in_a_sweep(config: Path) -> None:
 
     sweep = stopping("train.learning_rate=0.1,0.2")
     sweep_folder(sweep.name).mkdir(parents=True)
-    write_rule(sweep.name, trainings_of([arm.config for arm in sweep.arms]), 1 - 0.95)
+    write_rule(sweep.name, trainings_of([arm.config for arm in sweep.arms]), shared_level(0.95))
     stopping("train.learning_rate=0.1,0.2")  # goes on
     write_rule(sweep.name, {}, None)  # a command without --stop-early in between
     for grid, more in (("0.1,0.2,0.3", ()), ("0.2,0.1", ()), ("0.1,0.2", ("train.max_steps=8",))):
-        with pytest.raises(GrpoError, match=r"has already stopped arms at level 0\.05"):
+        with pytest.raises(GrpoError, match=r"has already stopped arms at level 0\.025"):
             stopping(f"train.learning_rate={grid}", more=more)
 
 

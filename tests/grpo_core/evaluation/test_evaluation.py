@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.config import memory_bounds
 from grpo_core.config.files import parse_config
-from grpo_core.evaluation.outcomes import prompt_numbers
+from grpo_core.evaluation.outcomes import unit_numbers
 from grpo_core.evaluation.run import evaluate
 from grpo_core.evaluation.samples import prompt_columns, samples_table
 from grpo_core.model import divergence
@@ -293,7 +293,7 @@ def test_rows_of_an_environment_are_told_apart_by_all_that_it_begins_with(
     config = parse_config({**values, "environment": environment})
     rows = [{"prompt": [{"role": "user", "content": "Play."}], "seed": seed} for seed in (3, 4, 3)]
     table = samples_table(prompt_columns("held-out", rows, config), [])
-    assert prompt_numbers(table, "held-out").tolist() == numbers
+    assert unit_numbers(table, "held-out").tolist() == numbers
 
 
 def test_samples_of_sets_whose_columns_differ_make_one_table(values: dict[str, Any]) -> None:

@@ -186,7 +186,7 @@ def test_the_report_has_each_policy_s_figures_and_what_the_last_gains_on_each_ot
     assert {*policies["trained"]} - {*policies["base"]} == {"kl"}
     before, after = (np.array(_by_hand(samples, "hard", policy, "accuracy")) for policy in ("base", "trained"))
     assert policies["trained"]["accuracy"]["mean"] == pytest.approx(np.nanmean(after))
-    assert policies["trained"]["accuracy"]["num_prompts"] == 11, "row 0 was not scored"
+    assert policies["trained"]["accuracy"]["num_units"] == 11, "row 0 was not scored"
     assert difference["accuracy"]["mean"] == pytest.approx(np.nanmean(after - before))
     assert difference["kl"]["mean"] == policies["trained"]["kl"]["mean"]
 

@@ -88,7 +88,7 @@ def test_a_source_s_figures_are_those_of_a_run_on_it_alone(source: str) -> None:
     for policy in POLICIES:
         for metric, figures in alone["policies"][policy].items():
             found = of_source["policies"][policy][metric]
-            assert (found["mean"], found["num_prompts"]) == pytest.approx((figures["mean"], figures["num_prompts"]))
+            assert (found["mean"], found["num_units"]) == pytest.approx((figures["mean"], figures["num_units"]))
     assert of_source["differences"]["base"]["accuracy"] == alone["differences"]["base"]["accuracy"]
     assert of_source["differences"]["base"]["pass@2"] == alone["differences"]["base"]["pass@2"]
 

@@ -27,7 +27,7 @@ UNKNOWN = (-math.inf, math.inf)
 )
 def test_the_interval_of_a_rate_is_wilson_s(right: int, of: int, low: float, high: float) -> None:
     found = estimate([1.0] * right + [0.0] * (of - right) + [math.nan] * 3, 0.95, SHARE)
-    assert (found.mean, found.num_prompts) == (pytest.approx(right / of), of)
+    assert (found.mean, found.num_units) == (pytest.approx(right / of), of)
     assert (found.low, found.high) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
 
 
@@ -142,9 +142,9 @@ def test_an_absurdly_wide_range_shows_nothing_instead_of_an_overflow() -> None:
 def test_without_a_scored_prompt_nothing_is_claimed() -> None:
     found = estimate([math.nan] * 3, 0.95, SHARE)
     assert math.isnan(found.mean)
-    assert found.num_prompts == 0
+    assert found.num_units == 0
     difference = paired_difference([math.nan, 1.0], [1.0, math.nan], 0.95, SHARE)
-    assert (difference.num_prompts, difference.p_value, difference.probability_better) == (0, 1.0, 0.5)
+    assert (difference.num_units, difference.p_value, difference.probability_better) == (0, 1.0, 0.5)
 
 
 def test_equal_outcomes_of_unknown_range_have_no_interval() -> None:

@@ -228,13 +228,34 @@ def test_a_reward_that_does_not_count_leaves_nothing_unscored() -> None:
     assert verdict.comparisons[0].difference == _decide(config, samples).comparisons[0].difference
 
 
+def test_prompts_of_a_group_count_once() -> None:
+    """30 of 60 prompts are won, none lost: those of three groups of twelve."""
+    right = {"champion": [0] * 60, "trained": [int(row % 12 < 3) for row in range(60)]}
+    samples = fixed_samples(right)
+    assert _decide(promotion_config(), samples).accepted
+    verdict = _decide(promotion_config(), samples.with_columns(group=pl.format("passage {}", pl.col("row") % 12)))
+    of_groups = _decide(promotion_config(), fixed_samples({policy: of[:12] for policy, of in right.items()}))
+    assert not verdict.accepted
+    assert verdict.comparisons[0].difference == of_groups.comparisons[0].difference
+    assert "with 12 groups, a true gain of" in verdict.reason
+
+
+def test_prompts_that_only_one_policy_was_scored_on_do_not_decide_within_a_group() -> None:
+    """The champion was scored on the one hard prompt of each group, and the candidate is right on the others only."""
+    hard = [row % 5 == 0 for row in range(100)]
+    samples = fixed_samples({"champion": [0 if it else None for it in hard], "trained": [int(not it) for it in hard]})
+    verdict = _decide(promotion_config(), samples.with_columns(group=pl.col("row") // 5))
+    assert verdict.comparisons[0].difference.mean == 0
+    assert "was scored for both on only 20 of 100 prompts" in verdict.reason
+
+
 def test_a_prompt_that_comes_twice_counts_once() -> None:
     samples = fixed_samples({"champion": [0] * 10, "trained": [1] * 6 + [0] * 4})
     twice = samples.with_columns(prompt=pl.format("prompt {}", pl.col("row") // 2))
     assert _decide(promotion_config(), samples).accepted
     verdict = _decide(promotion_config(), twice)
     assert not verdict.accepted
-    assert (verdict.comparisons[0].num_prompts, verdict.comparisons[0].difference.num_prompts) == (5, 5)
+    assert (verdict.comparisons[0].num_prompts, verdict.comparisons[0].difference.num_units) == (5, 5)
     assert verdict.comparisons[0].difference.p_value == pytest.approx(1 / 8)  # three of three
 
 

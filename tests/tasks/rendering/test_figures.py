@@ -58,4 +58,4 @@ def test_the_verdict_says_what_the_figures_mean_in_the_metric_s_unit(
 ) -> None:
     bounds = (0.0, 1.0) if metric == "accuracy" else (-math.inf, math.inf)
     difference = vars(paired_difference(before, after, 0.95, bounds))
-    assert re.fullmatch(sentence, verdict(metric, difference, "base"))
+    assert re.fullmatch(sentence, verdict(metric, difference, "base", "prompts"))

@@ -99,6 +99,17 @@ def test_the_verdict_is_on_the_champion_and_its_tone_is_the_test_s(
 
 
 @pytest.mark.slow
+def test_a_page_on_prompts_in_groups_counts_the_groups(tmp_path: Path) -> None:
+    values = values_of("sums", evaluation={"group_column": "passage"})
+    samples = samples_of({"base": outcomes_of(0, 0.4), "trained": outcomes_of(1, 0.45)})
+    samples = samples.with_columns(group=pl.format("passage {}", pl.col("row") % 12))
+    text = Page(_html(read_record(made_up_run(tmp_path, values, samples, metrics_of())))).text
+    for words in ("would show on these 12 groups", "on 12 held-out groups", "With 12 groups, a true gain of"):
+        assert words in text
+    assert "held-out, 60 prompts in 12 groups" in text and "intervals are for other groups" in text
+
+
+@pytest.mark.slow
 def test_what_others_wrote_is_text_and_nothing_comes_from_elsewhere(full_html: str, full_page: Page) -> None:
     assert EVIL in full_page.text
     assert EVIL not in full_html

@@ -19,6 +19,7 @@ from grpo_core.evaluation.statistics import paired_difference, seed_difference
 from tasks.reports.record import Record
 from tasks.reports.sweep import (
     NoChoiceError,
+    choice_section,
     describe,
     make_choice,
     read_arms,
@@ -40,7 +41,8 @@ def arm(rate: float, right: np.ndarray, seed: int = 0, base: np.ndarray = BASE, 
     config = parse_config({**values, "seed": seed})
     evaluation = {"key": key, "deciding_metric": "accuracy", "accuracy_reward": "numeric_match"}
     samples = samples_of({"base": base, "trained": right})
-    return Record(config, {}, {}, {}, evaluation, {}, [], [], [], samples)
+    result = {"resumed_at_step": None, "train_seconds": 1.0, "sampled_tokens": 9}
+    return Record(config, {}, {}, result, evaluation, {}, [], [], [], samples)
 
 
 def named(*records: Record) -> dict[str, Record]:
@@ -104,6 +106,60 @@ def test_seeds_of_one_setting_are_a_sweep_too() -> None:
     choice = make_choice(named(*(arm(0.1, first(count), seed) for seed, count in enumerate((30, 36)))))
     assert (choice.best.label, choice.arm) == ("the configuration", "sums.sweep.learning_rate-0.1_seed-1")
     assert choice.best.may_be_best
+
+
+def test_groups_are_the_unit_where_prompts_belong_together() -> None:
+    """15 prompts more than another arm are three groups of five: too few to show that the other is worse."""
+    arms = named(arm(0.1, first(45)), arm(0.2, first(30)))
+    groups = np.arange(NUM_PROMPTS) // 5
+    grouped = {name: replace(it, samples=it.samples.with_columns(group=groups)) for name, it in arms.items()}
+    whole, choice = make_choice(arms), make_choice(grouped)
+    assert [it.may_be_best for it in whole.settings] == [True, False]
+    assert [it.may_be_best for it in choice.settings] == [True, True]
+    assert "; the unit is groups. With 95%" in choice_section(choice, grouped).text
+    base, best = (values.reshape(12, 5).mean(axis=1) for values in (BASE, first(45)))
+    assert choice.best.gain == paired_difference(base, best, 1 - 0.05 / 2, (0.0, 1.0))
+
+
+def test_the_table_shows_each_seed() -> None:
+    whole = named(*(arm(0.1, first(count), seed) for seed, count in enumerate((30, 36, 33))), arm(0.2, first(3), 2))
+    [table] = choice_section(make_choice(whole), whole).tables
+    assert [row[table.head.index("seeds")] for row in table.rows] == [
+        ("3", "0: 50.0%, 1: 60.0%, 2: 55.0%"),
+        ("1 of 3", "2: 5.0%"),
+    ]
+
+
+def test_stopping_and_choosing_share_the_error_that_is_allowed() -> None:
+    """6 wins of 6 are p = 1/64, between half of 5 %, shared by two other settings, and the whole of it."""
+    arms = named(arm(0.1, first(36)), arm(0.2, first(30)))
+    stopped = {"sums.sweep.learning_rate-0.3_seed-0": "stopped after update 20 of 200"}
+    all_arms = {name: record.config for name, record in named(*arms.values(), arm(0.3, first(0))).items()}
+    choice = make_choice(arms, all_arms, stopped, stops=True)
+    assert [it.may_be_best for it in choice.settings] == [True, True]
+    assert not make_choice(arms, all_arms, stopped).settings[1].may_be_best
+    assert choice.best.gain == paired_difference(BASE, first(36), 1 - 0.025 / 3, (0.0, 1.0))
+    assert make_choice(arms, stops=True).best.gain == paired_difference(BASE, first(36), 1 - 0.025 / 2, (0.0, 1.0)), (
+        "whether or not an arm is stopped"
+    )
+    section = choice_section(choice, arms)
+    assert "and the best setting is among those that may be it or that were stopped." in section.text
+    assert "The 5% are shared: half for this, half for stopping an arm that was as good" in section.text
+    assert section.notes == ["sums.sweep.learning_rate-0.3_seed-0: stopped after update 20 of 200"]
+    whole = choice_section(make_choice(arms), arms).text
+    assert "among those that may be it." in whole and "shared" not in whole
+
+
+@pytest.mark.parametrize("stopped", [(0.2, 0.3), (0.3,)], ids=["others stopped", "one failed"])
+def test_the_only_arm_that_finished_is_named_by_its_value(stopped: tuple[float, ...]) -> None:
+    all_arms = {name: it.config for name, it in named(*(arm(rate, first(9)) for rate in (0.1, 0.2, 0.3))).items()}
+    names = {rate: name for rate, name in zip((0.1, 0.2, 0.3), all_arms, strict=True) if rate in stopped}
+    choice = make_choice(named(arm(0.1, first(30))), all_arms, dict.fromkeys(names.values(), "behind"), stops=True)
+    said = describe(choice).sentence
+    assert said.startswith("train.learning_rate=0.1: accuracy 50.0%, ")
+    labels = "; ".join(f"train.learning_rate={rate}" for rate in stopped)
+    assert f" Stopped early, so not compared at the end: {labels}." in said
+    assert "shown to be worse" not in said
 
 
 @pytest.mark.slow

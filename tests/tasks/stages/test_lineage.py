@@ -183,6 +183,11 @@ def test_what_only_the_final_evaluation_does_concerns_no_training(values: dict[s
     assert _stale(values, edited) == ["evaluate", "register"]
 
 
+def test_groups_are_validated_and_concern_no_training(values: dict[str, Any]) -> None:
+    values["train"]["eval_steps"] = 2
+    assert _stale(values, {**values, "evaluation": {"group_column": "n"}}) == ["validate", "evaluate", "register"]
+
+
 def test_the_seed_concerns_training_and_what_follows(values: dict[str, Any]) -> None:
     assert _stale(values, {**values, "seed": 1}) == ["train", "evaluate", "register"]
 

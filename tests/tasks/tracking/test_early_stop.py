@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ from tasks.stages.errors import ArmStopped
 from tasks.stages.files import write_text
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.table import TRAIN
-from tasks.tracking.early_stop import Race, stopped_arms, why_stopped, write_rule
+from tasks.tracking.early_stop import Race, stopped_arms, trainings_of, why_stopped, write_rule
 from tests.conftest import config_values, make_run, write_sums
 
 NAMES = [f"sums.sweep.{arm}" for arm in "abc"]
-RULE = dict.fromkeys(NAMES, "the lineage key of a training")
 
 
 @pytest.fixture
@@ -45,14 +45,25 @@ def values(folder: Path, name: str) -> dict[str, Any]:
     }
 
 
+def trainings(arms: dict[str, Path]) -> dict[str, str]:
+    return trainings_of([parse_config(values(run.parents[1], name)) for name, run in arms.items()])
+
+
+def finish(run: Path, key: str) -> Path:
+    """Leave a finished training with this lineage key; returns its folder."""
+    TRAIN.path(run).mkdir()
+    write_text(TRAIN.receipt_path(run), json.dumps({"lineage_key": key}))
+    return TRAIN.path(run)
+
+
 def score(folder: Path, update: int, reward: float, count: int = 16) -> None:
     (folder / HELD_OUT_SCORES).mkdir(parents=True, exist_ok=True)
     scores = pl.DataFrame({"row": range(count), "reward": [reward] * count})
     scores.write_parquet(folder / HELD_OUT_SCORES / f"step-{update:06d}.parquet")
 
 
-def race(run: Path, updates: int = 8) -> Race:
-    config = parse_config(values(run.parents[1], run.name))
+def race(run: Path, updates: int = 8, **sections: Any) -> Race:
+    config = parse_config({**values(run.parents[1], run.name), **sections})
     folder = TRAIN.partial(run)
     folder.mkdir(exist_ok=True)
     write_text(folder / MARKER, f'{{"lineage_key": "{lineage_keys(config)["train"]}"}}')
@@ -61,7 +72,9 @@ def race(run: Path, updates: int = 8) -> Race:
 
 def test_an_arm_is_stopped_by_what_the_arms_before_it_did_after_the_same_update(arms: dict[str, Path]) -> None:
     first, second, third = arms.values()
-    write_rule("sums.sweep", RULE, 0.05)
+    rule = trainings(arms)
+    write_rule("sums.sweep", rule, 0.05)
+    finish(first, rule[first.name])
     for update in (2, 4, 6, 8):
         score(TRAIN.path(first), update, 2.0)
     race(first).look()
@@ -87,12 +100,18 @@ def test_an_arm_is_stopped_by_what_the_arms_before_it_did_after_the_same_update(
     running.look()  # what is trained to its end is evaluated
 
 
-@pytest.mark.parametrize("without", ["rule", "arm", "prompts", "update"])
+@pytest.mark.parametrize("without", ["rule", "arm", "prompts", "update", "its training", "own training"])
 def test_nothing_is_stopped_without(arms: dict[str, Path], without: str) -> None:
+    """An earlier arm's training of other values, which a change of the configuration has left behind, is no rival, and
+    a training of other values than the sweep's is no arm."""
     first, second, _ = arms.values()
-    write_rule(
-        "sums.sweep", dict.fromkeys(NAMES[: 1 if without == "arm" else 3], ""), None if without == "rule" else 0.05
-    )
+    rule = trainings(arms)
+    finish(first, "another" if without == "its training" else rule[first.name])
+    if without == "own training":
+        rule[second.name] = "another"
+    if without == "arm":
+        rule = {first.name: rule[first.name]}
+    write_rule("sums.sweep", rule, None if without == "rule" else 0.05)
     if without == "prompts":
         (first / "dataset" / "report.json").write_text('{"made": {"eval": "others"}}')
     score(TRAIN.path(first), 3 if without == "update" else 2, 2.0)
@@ -100,17 +119,49 @@ def test_nothing_is_stopped_without(arms: dict[str, Path], without: str) -> None
     race(second).look()
 
 
+def test_an_unfinished_training_is_the_rival_beside_a_finished_one_of_other_values(arms: dict[str, Path]) -> None:
+    first, second, _ = arms.values()
+    rule = trainings(arms)
+    write_rule("sums.sweep", rule, 0.05)
+    score(finish(first, "another"), 2, 0.0)
+    race(first)
+    score(TRAIN.partial(first), 2, 2.0)
+    score(TRAIN.partial(second), 2, 0.0)
+    with pytest.raises(ArmStopped):
+        race(second).look()
+
+
+@pytest.mark.parametrize(("groups", "stops"), [(16, True), (2, False)])
+def test_prompts_of_a_group_count_once(arms: dict[str, Path], groups: int, stops: bool) -> None:
+    """Sixteen lost prompts stop an arm, the same of two passages do not."""
+    first, second, _ = arms.values()
+    rule = trainings(arms)
+    write_rule("sums.sweep", rule, 0.05)
+    prompts = second / "dataset" / "eval.parquet"
+    pl.read_parquet(prompts).with_columns(passage=pl.int_range(16) % groups).write_parquet(prompts)
+    score(finish(first, rule[first.name]), 2, 2.0)
+    score(TRAIN.partial(second), 2, 0.0)
+    running = race(second, evaluation={"group_column": "passage"})
+    if stops:
+        with pytest.raises(ArmStopped):
+            running.look()
+    else:
+        running.look()
+
+
 def test_a_training_that_goes_on_is_no_longer_stopped(arms: dict[str, Path]) -> None:
     first, second, _ = arms.values()
-    write_rule("sums.sweep", RULE, 0.05)
-    score(TRAIN.path(first), 2, 2.0)
+    rule = trainings(arms)
+    write_rule("sums.sweep", rule, 0.05)
+    score(finish(first, rule[first.name]), 2, 2.0)
     running = race(second)
     score(TRAIN.partial(second), 2, 0.0)
     with pytest.raises(ArmStopped):
         running.look()
-    write_rule("sums.sweep", RULE, None)
+    write_rule("sums.sweep", rule, None)
     race(second).look()
-    write_rule("sums.sweep", RULE, 0.05)
+    assert stopped_arms("sums.sweep") == {}, "whatever becomes of it now"
+    write_rule("sums.sweep", rule, 0.05)
     (TRAIN.partial(second) / HELD_OUT_SCORES / "step-000002.parquet").unlink()
     race(second).look()
     assert stopped_arms("sums.sweep") == {}
