@@ -7,6 +7,7 @@ import unicodedata
 from collections.abc import Callable
 
 from grpo_core.rewards.builtin.answers import DASHES, NEGATION
+from grpo_core.rewards.builtin.chinese_japanese import CJK_UNIT, MYRIAD, POWERS
 
 LONGEST = 1000  # characters of an answer
 
@@ -35,12 +36,6 @@ FUNCTIONS = (
     "sin|cos|tan|log|ln|exp|sqrt|mod|pi|inf|infinity|infty|or|and|times|plus|minus|over|choose|squared|cubed|dozen"
 )
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "bn": 9}
-MYRIAD = re.compile(r"(?<=\d)\s*([万萬亿億])")
-CJK = "\u3005\u3040-\u30ff\u3400-\u9fff"  # Chinese and Japanese letters, for a class of characters
-CJK_UNIT = (  # without letters that may change the number: 72以上, 72倍, 72半
-    rf"(?:(?![以不非未超半的之の倍成割折百十多余几下上な第乗根約因違加減减乘除打一二三四五六七八九两太了是有在会能]"
-    rf"|千(?![克米瓦卡])|(?:平方|立方)\Z)[{CJK}]){{1,4}}"
-)
 GREEK = "alpha|beta|gamma|theta|lambda|omega"
 FONT = r"\\(?:underline|text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*"
 NO_UNIT = rf"(?!\s*(?:{FUNCTIONS}|(?:{'|'.join(SCALES)})s?|{GREEK}|per ?cent|[ap]\.?\s*m)\b|[万萬亿億])"
@@ -70,7 +65,7 @@ ANYWHERE: Rules = [
     (re.compile(rf"(?<=\d)\s*({GREEK})\b(?!\s*[a-z])"), r"\\\1"),
     (re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}"), lambda number: _repeating(*number.groups())),
     (re.compile(rf"(?<=\d)\s*({'|'.join(SCALES)})s?\b"), lambda scale: rf" \cdot 10^{{{SCALES[scale[1]]}}}"),
-    (MYRIAD, lambda scale: f" \\cdot 10^{{{4 if scale[1] in '万萬' else 8}}}"),
+    (MYRIAD, lambda scale: f" \\cdot 10^{{{POWERS[scale[1]]}}}"),
     (re.compile(r"\s*\b(?:percent|per cent)\b"), r"\\%"),
     (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi"),
     (re.compile(r"\\varnothing\b"), r"\\emptyset"),

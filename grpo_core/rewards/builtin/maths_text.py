@@ -6,14 +6,14 @@ import re
 from typing import NamedTuple
 
 from grpo_core.rewards.builtin.answers import NEGATION
-from grpo_core.rewards.builtin.maths_chinese_japanese import (
+from grpo_core.rewards.builtin.chinese_japanese import (
+    CJK,
     NOT,
     concluded_answer,
     has_unclear_number,
     stated_answer,
 )
 from grpo_core.rewards.builtin.maths_spelling import (
-    CJK,
     FUNCTIONS,
     JUXTAPOSED,
     LONGEST,

@@ -1,15 +1,21 @@
 """Find the answer in Chinese and Japanese prose, whose words no spaces part: 答案是72, 共有72个苹果, 答えは72です.
 
 Only what is clear counts: a sentence with two numbers, a hedge, a comparison or words that change the number
-("72的一半") states nothing. Texts are in the spelling of `maths_spelling.plain`, in which ： and ， are ASCII.
+("72的一半") states nothing. Texts are in NFKC, in which ： and ， are ASCII.
 """
 
 from __future__ import annotations
 
 import re
 
-from grpo_core.rewards.builtin.maths_spelling import CJK, LONGEST, MYRIAD
-
+LONGEST = 1000  # characters of a sentence
+POWERS = {"万": 4, "萬": 4, "亿": 8, "億": 8}
+MYRIAD = re.compile(r"(?<=\d)\s*([万萬亿億])")
+CJK = "\u3005\u3040-\u30ff\u3400-\u9fff"  # Chinese and Japanese letters, for a class of characters
+CJK_UNIT = (  # without letters that may change the number: 72以上, 72倍, 72半
+    rf"(?:(?![以不非未超半的之の倍成割折百十多余几下上な第乗根約因違加減减乘除打一二三四五六七八九两太了是有在会能]"
+    rf"|千(?![克米瓦卡])|(?:平方|立方)\Z)[{CJK}]){{1,4}}"
+)
 NOT = re.compile(
     "不是|并非|並非|不等于|不等於|不为|不為|不对|不對|不正确|不正確|错误|錯誤|ではな|ではあり|じゃな|違い|違う|間違"
 )
@@ -43,7 +49,7 @@ UNCLEAR = re.compile(  # what hedges, bounds or changes a number, or numbers som
     r"|(?:步骤|步驟|问题|問題|ステップ|例|方法|情况|[图図式注])\s*\(?\d"
 )
 SPELLINGS = (
-    (MYRIAD, lambda myriad: f" \\cdot 10^{{{4 if myriad[1] in '万萬' else 8}}}"),
+    (MYRIAD, lambda scale: f" \\cdot 10^{{{POWERS[scale[1]]}}}"),
     (re.compile(r"(?:[负負]|マイナス)\s*(?=\d)"), "-"),
     (re.compile(r"百分之\s*(\d+(?:\.\d+)?)"), r"\1%"),
     (re.compile(r"(?<=\d)\s*パーセント"), "%"),
@@ -93,7 +99,7 @@ def _only_answer(sentence: str) -> str | None:
         return None
     for pattern, spelling in SPELLINGS:
         said = pattern.sub(spelling, said)
-    if UNCLEAR.search(said) or SUPPOSED.search(said):
+    if NOT.search(said) or UNCLEAR.search(said) or SUPPOSED.search(said):
         return None
     pieces = [piece for piece in re.split(f"[{CJK}、「」『』【】]+", said) if re.search(r"\w", piece)]
     return pieces[0].strip(" ,:;*") if len(pieces) == 1 else None
