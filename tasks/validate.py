@@ -40,6 +40,7 @@ from tasks.data.sources import load_sources, pooled, sources_of, with_needed_col
 from tasks.data.template_notes import template_notes
 from tasks.processes.gpu_locks import one_free_gpu
 from tasks.processes.run import TimeLimitError, run_process
+from tasks.registry.feasible import impossible_rules, rules_beyond_size
 from tasks.registry.gate import LEAST_PROMPTS
 from tasks.reports.data_report import FINDINGS, count_findings, count_shared, length_figures, markdown, write_report
 from tasks.stages.errors import StageError
@@ -95,14 +96,24 @@ def _work(context: Context) -> dict[str, Any]:
         log.warning("%s: %d rows break %s; they are %s", found["dataset"], found["rows"], rule, done)
     rehearsal = report["rehearsal"] = _rehearse(context)
     counts = report["num_prompts"] | {name: part["num_prompts"] for name, part in report["parts"].items()}
+    metric = deciding_metric_of(context.config, rehearsal["zero_or_one"])
+    if impossible := [*impossible_rules(context.config, metric)]:
+        raise StageError("no version could be promoted, whatever it learns:\n" + "\n".join(impossible))
+    files = {name: f"eval/{name}" for name in context.config.evaluated_sources} | context.config.evaluation_files
     rehearsal["warnings"] += [
         *screened.notes,
         *too_few_to_promote(context.config, counts, rehearsal["zero_or_one"]),
+        *rules_beyond_size(context.config, metric, {name: counts[file] for name, file in files.items()}),
     ]
     for warning in rehearsal["warnings"]:
         log.warning(warning)
     _show(report, markdown(report, screened.findings, context.partial))
     return report
+
+
+def deciding_metric_of(config: RunConfig, zero_or_one: Sequence[str]) -> str:
+    """The metric that will decide on promotions. `zero_or_one`: the rewards that gave only 0 and 1 in the rehearsal."""
+    return config.promotion.metric or ("accuracy" if {*config.accuracy_rewards} <= {*zero_or_one} else "reward")
 
 
 def too_few_to_promote(config: RunConfig, num_prompts: Mapping[str, int], zero_or_one: Sequence[str]) -> list[str]:
@@ -111,8 +122,7 @@ def too_few_to_promote(config: RunConfig, num_prompts: Mapping[str, int], zero_o
 
     zero_or_one: the rewards that gave only 0 and 1 in the rehearsal.
     """
-    metric = config.promotion.metric
-    metric = metric or ("accuracy" if {*config.accuracy_rewards} <= {*zero_or_one} else "reward")
+    metric = deciding_metric_of(config, zero_or_one)
     files = {name: f"eval/{name}" for name in config.evaluated_sources} | config.evaluation_files
     held_out = num_prompts[files[config.promotion.set]]
     if held_out >= LEAST_PROMPTS or all(map(math.isfinite, bounds_of(metric, config))):
