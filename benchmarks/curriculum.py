@@ -341,7 +341,7 @@ def draw(case: Case, document: Mapping[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for arm in case.arms:
+    for arm in dict.fromkeys(each["arm"] for each in document["trainings"]):
         colour = COLOURS[arm]
         trainings = [each for each in document["trainings"] if each["arm"] == arm]
         curves = np.array([each["curve"] for each in trainings])  # (seeds, evaluations, 2)
