@@ -1,12 +1,13 @@
 """Measures whether a curriculum learns from fewer samples: trains a recipe with each kind and with none, paired by
 seed.
 
-    python -m benchmarks.curriculum [half | most] [--seeds 3] [--output FOLDER] [--tiny]
+    python -m benchmarks.curriculum [half | most] [--seeds 3 | --again] [--output FOLDER] [--tiny]
 
 Uses the quickstart's base and held-out sums. In the case `half`, half of the prompts are the quickstart's own, of two
 digits, and half have one or three, which this base never gets right; in the case `most`, four of five have three. A
 probe's samples count: the curve of an arm with a probe begins that much later. One training per core runs at a time,
-with one thread each. Writes curriculum.json, or curriculum-most.json, after each training, and a picture at the end.
+with one thread each. Writes curriculum.json, or curriculum-most.json, after each training, and a picture at the end,
+and prints the table of the pages. With --again, nothing is trained: the recorded trainings are compared again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,10 @@ import polars as pl
 
 from benchmarks.command import ROOT, parse, python_path
 from grpo_core.config.files import dump_config, parse_config
+from grpo_core.evaluation.statistics import seed_difference
 from grpo_core.planning.plan import make_plan, plan_inputs
 
+LAST = 4  # evaluations whose mean is the held-out reward at the end: one alone moves by more than what is compared
 REACHED = 0.9  # share of the gain without a curriculum; samples until then are counted
 HALVED = "the band, probe, batches of half the size"  # about as many groups with a signal per update as with none
 BAND = {"kind": "band", "band": [0.1, 0.9]}
@@ -110,12 +113,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.curriculum", description="Curricula beside none.")
     parser.add_argument("case", nargs="?", choices=CASES, default="half")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--again", action="store_true", help="compare the recorded trainings again")
     arguments = parse(parser, writes=True)
     case, name = CASES[arguments.case], "curriculum" if arguments.case == "half" else "curriculum-most"
     if arguments.tiny:
         case = cut_down(case)
-    for document in learn(case, range(arguments.seeds)):
-        (arguments.output / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    path = arguments.output / f"{name}.json"
+    for document in [_again(path)] if arguments.again else learn(case, range(arguments.seeds)):
+        path.write_text(json.dumps(document, indent=1) + "\n")
+    print(table(document))
     draw(case, document, arguments.output / f"{name}.png")
 
 
@@ -161,15 +167,21 @@ def _train(run: Path, case: Case, arm: str, seed: int) -> dict[str, Any]:
     return {"arm": arm, "seed": seed, **_outcome(run, batch)}
 
 
+def _again(path: Path) -> dict[str, Any]:
+    document = json.loads(path.read_text())
+    return {**document, "paired": paired(document["trainings"])}
+
+
 def paired(trainings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Compare each arm with the arm without a curriculum, by seed. Samples include the probe's.
 
-    Differences in held-out reward: at the end, on the mean over the training, and after as many samples as the arm
-    without a curriculum takes in all. Samples until REACHED of the gain without a curriculum, as a multiple of those
-    that the arm without one needs for it (null: not reached).
+    Differences in held-out reward: at the end, with Student's interval of 95 %, its two-sided p-value and that after
+    Holm (1979) over the arms (null without spread or with one seed); on the mean over the training; and after as many
+    samples as the arm without a curriculum takes in all. Samples until REACHED of the gain without a curriculum, from
+    the first evaluation to the end, as a multiple of those that the arm without one needs for it (null: not reached).
     """
     by_arm = {(each["arm"], each["seed"]): each for each in trainings}
-    found = []
+    found: list[dict[str, Any]] = []
     for arm in dict.fromkeys(each["arm"] for each in trainings):
         pairs = [
             (by_arm["none", seed], each)
@@ -178,19 +190,72 @@ def paired(trainings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         ]
         if not pairs:
             continue
-        more = [each["curve"][-1][1] - none["curve"][-1][1] for none, each in pairs]
+        ends = [(_end(none), _end(each)) for none, each in pairs]
         means = [_mean(each) - _mean(none) for none, each in pairs]
         equal = [_after(none["curve"][-1][0], each) - none["curve"][-1][1] for none, each in pairs]
         ratios = []
         for none, each in pairs:
-            first, last = none["curve"][0][1], none["curve"][-1][1]
-            needed, own = (_samples_to(first + REACHED * (last - first), it) for it in (none, each))
+            first = none["curve"][0][1]
+            needed, own = (_samples_to(first + REACHED * (_end(none) - first), it) for it in (none, each))
             ratios.append(own / needed if own and needed else None)
-        found.append({"arm": arm, "more_reward": more, "standard_error": _standard_error(more)})
-        found[-1] |= {"more_on_the_mean": means, "standard_error_of_that": _standard_error(means)}
-        found[-1] |= {"more_after_equal_samples": equal, "standard_error_after_equal_samples": _standard_error(equal)}
-        found[-1] |= {"times_the_samples": ratios}
-    return found
+        end = seed_difference(*zip(*ends, strict=True), confidence=0.95)
+        has_spread = not math.isnan(end.low)
+        found.append(
+            {
+                "arm": arm,
+                "more_at_the_end": [own - none for none, own in ends],
+                "interval": [end.low, end.high] if has_spread else None,
+                "p_value": 2 * min(end.p_value, 1 - end.p_value) if has_spread else None,
+                "more_on_the_mean": means,
+                "standard_error_of_that": _standard_error(means),
+                "more_after_equal_samples": equal,
+                "standard_error_after_equal_samples": _standard_error(equal),
+                "times_the_samples": ratios,
+            }
+        )
+    corrected = _holm([each["p_value"] for each in found])
+    return [{**each, "p_value_after_holm": p_value} for each, p_value in zip(found, corrected, strict=True)]
+
+
+def _holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """The p-values, corrected for their number by Holm's step-down method (1979)."""
+    known = sorted((p_value, place) for place, p_value in enumerate(p_values) if p_value is not None)
+    corrected: list[float | None] = [None] * len(p_values)
+    most = 0.0
+    for rank, (p_value, place) in enumerate(known):
+        most = max(most, min(1.0, (len(known) - rank) * p_value))
+        corrected[place] = most
+    return corrected
+
+
+def table(document: Mapping[str, Any]) -> str:
+    """The comparison as a table of Markdown."""
+
+    def trainings_of(arm: str) -> list[Mapping[str, Any]]:
+        return [each for each in document["trainings"] if each["arm"] == arm]
+
+    def silent(arm: str) -> str:
+        return f"{mean(each['silent_groups'] for each in trainings_of(arm)):.0%}"
+
+    lines = [
+        "| curriculum | silent groups | held-out reward at the end | p after Holm | samples |",
+        "|---|---|---|---|---|",
+        f"| none | {silent('none')} | {mean(map(_end, trainings_of('none'))):.3f} | | 1 |",
+    ]
+    for each in document["paired"]:
+        more, interval, p_value = mean(each["more_at_the_end"]), each["interval"], each["p_value_after_holm"]
+        end = f"{more:+.3f}" + (f" ({interval[0]:+.3f} to {interval[1]:+.3f})" if interval else "")
+        ratios = [ratio for ratio in each["times_the_samples"] if ratio is not None]
+        samples = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+        if ratios and len(ratios) < len(each["times_the_samples"]):
+            samples += f", {len(ratios)} of {len(each['times_the_samples'])} seeds"
+        p_text = "" if p_value is None else f"{p_value:.2g}"
+        lines.append(f"| {each['arm']} | {silent(each['arm'])} | {end} | {p_text} | {samples} |")
+    return "\n".join(lines)
+
+
+def _end(training: Mapping[str, Any]) -> float:
+    return mean(reward for _, reward in training["curve"][-LAST:])
 
 
 def _mean(training: Mapping[str, Any]) -> float:
@@ -276,7 +341,7 @@ def draw(case: Case, document: Mapping[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for arm in case.arms:
+    for arm in dict.fromkeys(each["arm"] for each in document["trainings"]):
         colour = COLOURS[arm]
         trainings = [each for each in document["trainings"] if each["arm"] == arm]
         curves = np.array([each["curve"] for each in trainings])  # (seeds, evaluations, 2)

@@ -43,6 +43,7 @@ from tasks.data.sources import load_sources, pooled, sources_of, with_needed_col
 from tasks.data.template_notes import template_notes
 from tasks.processes.gpu_locks import one_free_gpu
 from tasks.processes.run import TimeLimitError, run_process
+from tasks.registry.feasible import impossible_rules, rules_beyond_size
 from tasks.registry.gate import LEAST_UNITS
 from tasks.reports.data_report import FINDINGS, count_findings, count_shared, length_figures, markdown, write_report
 from tasks.stages.errors import StageError
@@ -99,10 +100,15 @@ def _work(context: Context) -> dict[str, Any]:
         log.warning("%s: %d rows break %s; they are %s", found["dataset"], found["rows"], rule, done)
     rehearsal = report["rehearsal"] = _rehearse(context)
     counts = report["num_prompts"] | {name: part["num_prompts"] for name, part in report["parts"].items()}
+    metric = deciding_metric_of(context.config, rehearsal["zero_or_one"])
+    if impossible := [*impossible_rules(context.config, metric)]:
+        raise StageError("no version could be promoted, whatever it learns:\n" + "\n".join(impossible))
     counts |= report["num_groups"]
+    files = {name: f"eval/{name}" for name in context.config.evaluated_sources} | context.config.evaluation_files
     rehearsal["warnings"] += [
         *screened.notes,
         *too_few_to_promote(context.config, counts, rehearsal["zero_or_one"]),
+        *rules_beyond_size(context.config, metric, {name: counts[file] for name, file in files.items()}),
         *too_few_groups(context.config, report),
     ]
     for warning in rehearsal["warnings"]:
@@ -128,14 +134,18 @@ def too_few_groups(config: RunConfig, report: Mapping[str, Any]) -> list[str]:
     return warnings
 
 
+def deciding_metric_of(config: RunConfig, zero_or_one: Sequence[str]) -> str:
+    """The metric that will decide on promotions. `zero_or_one`: the rewards that gave only 0 and 1 in the rehearsal."""
+    return config.promotion.metric or ("accuracy" if {*config.accuracy_rewards} <= {*zero_or_one} else "reward")
+
+
 def too_few_to_promote(config: RunConfig, num_units: Mapping[str, int], zero_or_one: Sequence[str]) -> list[str]:
     """Warn if no promotion will be possible because versions are compared by a reward of unknown range, on too few
     prompts or groups (`num_units`: of each data set).
 
     zero_or_one: the rewards that gave only 0 and 1 in the rehearsal.
     """
-    metric = config.promotion.metric
-    metric = metric or ("accuracy" if {*config.accuracy_rewards} <= {*zero_or_one} else "reward")
+    metric = deciding_metric_of(config, zero_or_one)
     files = {name: f"eval/{name}" for name in config.evaluated_sources} | config.evaluation_files
     held_out, unit = num_units[files[config.promotion.set]], "groups" if config.evaluation.group_column else "prompts"
     if held_out >= LEAST_UNITS or all(map(math.isfinite, bounds_of(metric, config))):

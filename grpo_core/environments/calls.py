@@ -82,9 +82,11 @@ def _checked(call: ToolCall) -> ToolCall:
     if _is_deep(call.arguments, DEEPEST):
         return ToolCall("", problem=f"the arguments nest deeper than {DEEPEST} levels")
     try:
-        json.dumps([call.name, call.arguments], ensure_ascii=False).encode()
+        json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         return ToolCall("", problem="the call holds half of a character (a lone surrogate such as \\ud800)")
+    except ValueError:
+        return ToolCall("", problem="the call holds NaN or a number beyond any float, which JSON does not have")
     return call
 
 

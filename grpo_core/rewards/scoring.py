@@ -1,18 +1,20 @@
 """Run the reward functions: each within its time limit, asynchronous ones concurrently; a failure names its completion.
 
-Asynchronous functions start before the last completion is there, while the others are still being sampled. An isolated
-function runs in its own process, which is ended, with all that it has started, when its time is up.
+Asynchronous functions start before the last completion is there, while the others are still being sampled, all on one
+event loop, which is kept. An isolated function runs in its own process, which is ended, with all that it has started,
+when its time is up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import inspect
 import math
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -74,19 +76,19 @@ def score_arriving(
     asynchronous = [reward for reward in rewards if reward.is_async]
     items: list[Item] = []
     parts: list[tuple[Batch, dict[str, _Answer]]] = []  # with the answers of asynchronous functions
-    with closing(_Loop()) as loop:
+    with closing(_Calls()) as calls:
         with closing(arriving):
             for new in arriving:
                 moved()
                 if new:
                     items += new
                     batch = batch_of(list(new))
-                    parts.append((batch, loop.start(asynchronous, batch)))
-                loop.turn()
+                    parts.append((batch, calls.start(asynchronous, batch)))
+                calls.turn()
         whole_batch = joined([batch for batch, _ in parts])
         synchronous = [(reward, whole_batch.scored_by(reward)) for reward in rewards if not reward.is_async]
         at_the_end = {reward.name: _run(reward, own) for reward, own in synchronous if own.rows}
-        loop.finish()
+        calls.finish()
     called = {reward.name: parts if reward.is_async else [(whole_batch, at_the_end)] for reward in rewards}
     columns: list[list[float]] = []
     logged = [Logged() for _ in whole_batch.rows]
@@ -104,85 +106,136 @@ def score_arriving(
     return items, whole_batch, columns, logged
 
 
-class _Loop:
-    """The calls of asynchronous functions, on an event loop that runs only within `turn` and `finish`: the code between
-    them may run its own loops. Time in which the loop stands still does not count against any reward's time limit."""
+class _Loop(threading.local):
+    """The event loop of this process's reward functions, one per thread. It is kept between batches, and with it what
+    the functions keep: connections, semaphores, tasks.
+
+    It runs only within `run`: the code between may run its own loops. Time in which it stands still does not count
+    against any reward's time limit.
+    """
 
     def __init__(self) -> None:
-        self.runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        self.calls: dict[asyncio.Task[None], tuple[Reward, Batch]] = {}
-        self.scopes: set[asyncio.Timeout] = set()
+        self.runner: asyncio.Runner | None = None
+        self.scopes: set[asyncio.Timeout] = set()  # of the calls under way
+        self.stopped = time.monotonic()
+        self.ran = 0.0  # seconds in total
+
+    def get(self) -> asyncio.AbstractEventLoop:
+        if not self.runner:
+            self.runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+            atexit.register(self.close)
+        return self.runner.get_loop()
+
+    def run(self, work: Awaitable[Item]) -> Item:
+        """Return the result of the work, which is cancelled if an interrupt or a time limit ends the running.
+
+        First, the loop deals with what came while it stood still, such as the end of a kept connection.
+        """
+        start = time.monotonic()
+        stood = start - self.stopped
+
+        async def catch_up_and_work() -> Item:
+            for scope in self.scopes:
+                if not scope.expired():
+                    scope.reschedule((scope.when() or 0.0) + stood)
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            return await work
+
+        task = self.get().create_task(catch_up_and_work())
+        try:
+            return self.get().run_until_complete(task)
+        finally:
+            self.stopped = time.monotonic()
+            self.ran += self.stopped - start
+            self.cancel([task])
+
+    def cancel(self, tasks: Collection[asyncio.Task[Any]]) -> None:
+        """Cancel those that are not done. One that ignores it is abandoned, and the loop with it."""
+        under_way = [task for task in tasks if not (task.done() or task.get_loop().is_closed())]
+        for task in under_way:
+            task.cancel()
+        if under_way:
+            try:
+                with _time_limit(GRACE):
+                    self.get().run_until_complete(asyncio.gather(*under_way, return_exceptions=True))
+            except _TimeIsUpError:
+                self.close()
+
+    def close(self) -> None:
+        """Cancel what is under way and end the loop; the next call gets a new one."""
+        runner, self.runner = self.runner, None
+        if runner:
+            with suppress(_TimeIsUpError), _time_limit(GRACE):
+                runner.close()
+
+
+_loop = _Loop()
+
+
+class _Calls:
+    """The calls of asynchronous functions in one generation batch."""
+
+    def __init__(self) -> None:
+        self.under_way: dict[asyncio.Task[None], tuple[Reward, Batch]] = {}
         self.failed: list[tuple[Reward, Batch, BaseException]] = []  # in the order in which they did
-        self.deadline = self.stopped = time.monotonic()
+        self.deadline = _loop.ran + GRACE  # in seconds that the loop has run
 
     def start(self, rewards: Sequence[Reward], batch: Batch) -> dict[str, _Answer]:
         """Call the functions with the rows that they score. Returns what their answers will be put into, by name."""
         answers = dict[str, _Answer]()
-        for reward in rewards:
-            if (own := batch.scored_by(reward)).rows:
-                self._start_call(reward, own, answers)
+        parts = [(reward, own) for reward in rewards if (own := batch.scored_by(reward)).rows]
+        if parts:
+            self._run_within_limits(asyncio.sleep(0))
+        for reward, own in parts:
+            self._start_call(reward, own, answers)
         return answers
 
     def _start_call(self, reward: Reward, batch: Batch, answers: dict[str, _Answer]) -> None:
         async def call() -> None:
             log = CallLog()
             try:
-                values = await _awaited(reward, batch, log, reward.timeout, self.scopes)
+                values = await _awaited(reward, batch, log, reward.timeout)
                 answers[reward.name] = _Answer(checked(reward, values, batch), log)
             except FAILURES as error:
                 self.failed.append((reward, batch, error))
 
         _make_ready(reward)
-        task = self.runner.get_loop().create_task(call())
-        task.add_done_callback(self.calls.pop)
-        self.calls[task] = reward, batch
-        self.deadline = max(self.deadline, time.monotonic() + reward.timeout + GRACE)
+        task = _loop.get().create_task(call())
+        task.add_done_callback(self.under_way.pop)
+        self.under_way[task] = reward, batch
+        self.deadline = max(self.deadline, _loop.ran + reward.timeout + GRACE)
 
     def turn(self) -> None:
         """Let the calls progress as far as they can without waiting."""
-
-        async def turns() -> None:
-            for _ in range(TURNS):
-                await asyncio.sleep(0)
-
-        if self.calls:
-            self._run(turns())
+        if self.under_way:
+            self._run(asyncio.sleep(0))
 
     def finish(self) -> None:
-        while self.calls:
-            self._run(asyncio.wait([*self.calls], return_when=asyncio.FIRST_COMPLETED))
+        while self.under_way:
+            self._run(asyncio.wait([*self.under_way], return_when=asyncio.FIRST_COMPLETED))
 
     def close(self) -> None:
-        """Cancel the remaining calls. Calls that ignore cancellation are abandoned."""
-        with suppress(_TimeIsUpError), _time_limit(GRACE):
-            self.runner.close()
+        """Cancel the remaining calls."""
+        _loop.cancel([*self.under_way])
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> None:
         """Let the loop run until the work is done. Raises RewardError if a call has failed."""
-        with phase(REWARDS, ", ".join(sorted({reward.name for reward, _ in self.calls.values()}))):
+        with phase(REWARDS, ", ".join(sorted({reward.name for reward, _ in self.under_way.values()}))):
             self._run_within_limits(work)
 
     def _run_within_limits(self, work: Coroutine[Any, Any, Any]) -> None:
-        stood = time.monotonic() - self.stopped
-        self.deadline += stood
-
-        async def postpone_limits_and_work() -> None:
-            for scope in self.scopes:
-                if not scope.expired():
-                    scope.reschedule((scope.when() or 0.0) + stood)
-            await work
-
         try:
-            with _time_limit(max(self.deadline - time.monotonic(), 1e-3)):
-                self.runner.get_loop().run_until_complete(postpone_limits_and_work())
+            with _time_limit(max(self.deadline - _loop.ran, 1e-3)):
+                _loop.run(work)
         except _TimeIsUpError as time_is_up:  # a call that had to be interrupted has recorded nothing
-            self.failed += [(*call, time_is_up) for call in self.calls.values()]
-        self.stopped = time.monotonic()
+            self.failed += [(*call, time_is_up) for call in self.under_way.values()]
         if self.failed:
             reward, batch, error = self.failed[0]
             if isinstance(error, ProcessDiedError):  # any of the calls under way in that process may have ended it
-                calls = [(other, part) for other, part, _ in self.failed] + [*self.calls.values()]
+                calls = [(other, part) for other, part, _ in self.failed] + [*self.under_way.values()]
                 batch = joined([*{id(part): part for other, part in calls if other is reward}.values()])
+            self.close()  # the search for the completion that causes the failure uses the loop
             raise _explained(reward, batch, error) from error
 
 
@@ -199,8 +252,9 @@ def _call(reward: Reward, batch: Batch, log: CallLog, seconds: float) -> Any:
     """The function's answer. Raises _TimeIsUpError if there is none after `seconds`."""
     _make_ready(reward)
     if reward.process or reward.is_async:
+        run = asyncio.run if reward.process else _loop.run  # a process keeps nothing on the loop of its caller
         with _time_limit(seconds + GRACE):
-            return asyncio.run(_awaited(reward, batch, log, seconds, set()))
+            return run(_awaited(reward, batch, log, seconds))
     with _time_limit(seconds):
         return plain_answer(reward, batch, log)
 
@@ -214,29 +268,25 @@ def _make_ready(reward: Reward) -> None:
 def plain_answer(reward: Reward, batch: Batch, log: CallLog) -> Any:
     """The answer, in this process, of a function that is not `async def`; a coroutine that it returns is run."""
     answer = reward.function(**batch.arguments(reward, log))
-    return asyncio.run(_result_of(answer)) if inspect.isawaitable(answer) else answer
+    return _loop.run(answer) if inspect.isawaitable(answer) else answer
 
 
-async def _result_of(answer: Awaitable[Any]) -> Any:
-    return await answer
-
-
-async def _awaited(reward: Reward, batch: Batch, log: CallLog, seconds: float, scopes: set[asyncio.Timeout]) -> Any:
-    """The coroutine's answer; its time limit is among `scopes` while it runs."""
+async def _awaited(reward: Reward, batch: Batch, log: CallLog, seconds: float) -> Any:
+    """The coroutine's answer; its time limit is among the loop's scopes while it runs."""
     if reward.process:
         answer: Any = reward.process.call(batch.read_by(reward), log)
     else:
         answer = reward.function(**batch.arguments(reward, log))
     try:
         async with asyncio.timeout(seconds) as scope:
-            scopes.add(scope)
+            _loop.scopes.add(scope)
             return await answer
     except (TimeoutError, asyncio.CancelledError):
         if scope.expired():
             raise _TimeIsUpError from None
         raise
     finally:
-        scopes.discard(scope)
+        _loop.scopes.discard(scope)
 
 
 @contextmanager

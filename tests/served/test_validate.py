@@ -100,6 +100,14 @@ def test_a_reward_that_breaks_its_contract_is_found_before_training(
         _validate(_run(model_folder, tmp_path, "rehearsed", {}, rewards=[{"function": "tried_rewards:tried"}]))
 
 
+def test_a_rule_of_promotion_that_no_version_can_keep_is_found_before_training(
+    storage: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    promotion = {"guards": [{"metric": "accuracy", "min": 1.2}]}
+    with pytest.raises(StageError, match=r"no version could be promoted.*\n.*min = 1\.2: accuracy is from 0 to 1"):
+        _validate(_run(model_folder, tmp_path, "impossible", {}, promotion=promotion))
+
+
 ADDS = """
 import os
 from pathlib import Path

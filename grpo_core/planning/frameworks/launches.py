@@ -23,6 +23,9 @@ MODULES = {  # files and modules that are those tools' commands
     r"(.*[./])?swift[./]cli[./](\w+)(\.py)?": r"swift \2",
     r"(.*[./])?trl[./]scripts[./](\w+)(\.py)?": r"trl \2",
 }
+STARTERS = ("torchrun", "accelerate", "deepspeed", "python", "python3", *TOOLS)
+UNKNOWN = re.compile(r"\$\{?\w+(\[[@*]\])?\}?")
+VERL = re.compile(r"verl\b.*|recipe[./].*")
 GRPO_NAME = re.compile(r"grpo|gspo|rloo", re.I)
 ONLY_GRPO = {"num_generations", "steps_per_generation", "generation_batch_size"}
 SETTINGS = ONLY_GRPO | {
@@ -89,7 +92,7 @@ def launches(text: str) -> list[Launch]:
     """Every command of the script that starts a tool of TRL or ms-swift, a server, or a Python file."""
     try:
         found = [_launch(command) for command in commands(text)]
-    except ShellError as error:
+    except (ShellError, RecursionError) as error:
         raise RecipeError(f"the script cannot be read: {error}") from error
     return [launch for launch in found if launch]
 
@@ -114,6 +117,9 @@ def _launch(command: Command) -> Launch | None:
         return Launch(
             program, _arguments(words[after:]), _arguments(words[:place]), command.environment, "..." not in words
         )
+    unknown = [word for word in words if UNKNOWN.fullmatch(word)]
+    if unknown and (unknown[0] == words[0] or words[0].rpartition("/")[2] in STARTERS):
+        return Launch(unknown[0], {}, {}, command.environment, is_whole=True)
     return None
 
 
@@ -163,6 +169,10 @@ def why_not_grpo(launch: Launch, arguments: Arguments, system: str, folder: Path
         return f"{program} is not written out (it says '...'): add what it leaves open"
     if owner:
         return None
+    if UNKNOWN.fullmatch(program):
+        return f"what is started stands in {program}, whose value depends on what happens before; write it out"
+    if VERL.fullmatch(program):
+        return f"{program} is verl's, whose scripts are not supported: only those of TRL, Open-R1 and ms-swift are"
     if system == "swift" or not program.endswith(".py"):
         return f"{program} is not known"
     return _why_not_own_program(program, arguments, folder)

@@ -86,6 +86,12 @@ MEGATRON_WHOLE_NUMBERS = (
     "max_resample_times",
 )
 RLOO = {"num_generations": 2}  # defaults of TRL's RLOOConfig that differ from GRPOConfig's and that a plan depends on
+OPTIONS = {  # of `grpo plan`, that replace a recipe's value
+    *WHOLE_NUMBERS,
+    *("num_train_epochs", "max_steps", "warmup_steps"),
+    *("per_device_eval_batch_size", "num_generations_eval", "num_eval_prompts"),
+}
+PROCESSES = ("global_world_size", "num_processes", "NPROC_PER_NODE", "NNODES", "train.gpus")
 NO = ("no", False)  # YAML reads a bare `no` as false
 
 
@@ -204,6 +210,8 @@ def recipe_inputs(recipe: Recipe, rows: Sequence[int | None], given: Mapping[str
     """
     arguments = {**DEFAULTS[recipe.rules], **(RLOO if recipe.algorithm == "rloo" else {})}
     arguments |= {name: value for name, value in {**recipe.arguments, **given}.items() if value is not None}
+    if "warmup_steps" in given:
+        arguments.pop("warmup_ratio", None)
     held_out = _whole_number("num_eval_prompts", arguments)
     evaluates = arguments.get("eval_strategy", arguments.get("evaluation_strategy", "no")) not in NO
     ratio = 0.0
@@ -313,7 +321,7 @@ def _whole_number(key: str, arguments: Mapping[str, Any]) -> Any:
         return None
     number = _number(key, arguments)
     if number != int(number):
-        raise RecipeError(f"{key} = {arguments[key]!r} is not a whole number")
+        raise RecipeError(f"{key} = {arguments[key]!r} is not a whole number; {_instead_of(key)}")
     return int(number)
 
 
@@ -324,5 +332,13 @@ def _number(key: str, arguments: Mapping[str, Any]) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, bool) or not math.isfinite(number):
-        raise RecipeError(f"{key} = {value!r} is not a number")
+        raise RecipeError(f"{key} = {value!r} is not a number; {_instead_of(key)}")
     return number
+
+
+def _instead_of(key: str) -> str:
+    """How to give a number that the recipe does not have."""
+    option = "num_processes" if key in PROCESSES else "warmup_steps" if key == "warmup_ratio" else key
+    if option in OPTIONS or option == "num_processes":
+        return f"give --{option.replace('_', '-')}"
+    return "write the number into the recipe"

@@ -1,13 +1,16 @@
 """Commands of a shell script: words and environment of each, with the variables that the script itself sets.
 
 Nothing is run. Understood are quotes (over several lines too), comments, continued lines, redirections, here-documents,
-assignments, arrays and `$NAME`, `${NAME}`, `${NAME:-default}`, `${NAME[@]}`; all other text is kept as it is.
+assignments, arrays, `$NAME`, `${NAME}`, `${NAME[@]}`, `${NAME[KEY]}`, defaults and alternatives (`${NAME:-word}`, with
+expansions of their own) and whole-number arithmetic (`$((2 * N))`); all other text is kept as it is.
 """
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 BLANK = re.compile(r"(?:[ \t\r]|\\\r?\n)+")
@@ -15,12 +18,21 @@ PLACEHOLDER = re.compile(r"<[\w.-]+>")  # <host>: what a reader is to fill in
 REDIRECTION = re.compile(r"\d*(?:<<<|<<-?|<&|<|>>|>&|>\||>|&>>|&>)")
 END = re.compile(r"\n|;+|&&|\|\||[|&()]")
 SUBSTITUTION = r"\$\((?>[^()]+|\((?>[^()]+|\([^()]*\))*\))*\)|`[^`]*`"
-VARIABLE = r"\$\{[^}]*\}|\$\w+|\$[@*]"
+SIMPLE = re.compile(rf"{SUBSTITUTION}|\$\w+|\$[@*]")
 SINGLE = re.compile(r"\$?'([^']*)'")
-DOUBLE = re.compile(rf'"((?>\\.|{SUBSTITUTION}|[^"\\])*+)"', re.S)
-BARE = re.compile(rf"{SUBSTITUTION}|{VARIABLE}|\\.?|[^\s;&|<>()'\"\\$`]+|\$", re.S)
-NAMED = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
+BARE = re.compile(r"\\.?|[^\s;&|<>()'\"\\$`]+|\$", re.S)
+PLAIN = re.compile(r"[^\\\"'$`]+")
+PARAMETER = re.compile(r"\$\{(\w+)(?:\[([^]]*)\])?(?:(:?)([-+=])(.*))?\}|\$(\w+)", re.S)
+ELEMENT = re.compile(r"\[([^]]*)\]=(.*)", re.S)
+ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: lambda left, right: _divided(left, right),
+    ast.Mod: lambda left, right: left - right * _divided(left, right),
+}
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+TO_ELEMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\]\+?=.*)", re.S)
 NAME = re.compile(r"[A-Za-z_]\w*")
 LEADING = {"if", "then", "elif", "else", "while", "until", "do", "!", "time", "{", "}"}
 SETS = {"export", "declare", "local", "readonly", "typeset"}
@@ -54,7 +66,7 @@ def commands(text: str) -> Iterator[Command]:
     known: Values = {}
     blocks: list[tuple[str, Values, set[str]]] = []  # what ends it, values before it, names set in its branches
     before = ""
-    for words, end in _statements(text, known):
+    for words, arrays, end in _statements(text, known):
         uncertain = before in ("&&", "||", "|") or end in ("|", "&")
         if end == "(":
             blocks.append((")", dict(known), set()))
@@ -73,12 +85,17 @@ def commands(text: str) -> Iterator[Command]:
                 _end_branch(known, *blocks[-1][1:])
             elif first in SETS:
                 while words and words[0].startswith("-"):
-                    uncertain, words = uncertain or not set(words[0]) <= set("-xrga"), words[1:]
-        own: Values = {}
+                    uncertain, words = uncertain or not set(words[0]) <= set("-xrgaA"), words[1:]
+        own = arrays
         while words and (match := ASSIGNMENT.match(words[0])):
             name, value = match.group(1), words[0][match.end() :]
             old = own.get(name, known.get(name, [])) if match.group(2) else []
             own[name] = _bounded(name, [(old[0] if old else "") + value, *old[1:]])
+            words = words[1:]
+        if words and (match := TO_ELEMENT.fullmatch(words[0])):
+            old, element = known.get(match.group(1), []), match.group(2)
+            is_plain = ELEMENT.fullmatch(element) and (not old or _keyed(old))
+            own[match.group(1)] = [*old, element] if is_plain else [f"${match.group(1)}"]
             words = words[1:]
         if words and words[0] in READS:
             for name in words[1:]:
@@ -117,9 +134,11 @@ def _bounded(name: str, values: list[str]) -> list[str]:
     return values
 
 
-def _statements(text: str, known: Values) -> Iterator[tuple[list[str], str]]:
-    """Words between two ends (newline, `;`, `&&`, `|` and so on), expanded with the variables known by then."""
+def _statements(text: str, known: Values) -> Iterator[tuple[list[str], Values, str]]:
+    """Words between two ends (newline, `;`, `&&`, `|` and so on), expanded with the variables known by then, and the
+    arrays that are assigned there."""
     words: list[str] = []
+    arrays: Values = {}
     heredocs: list[str] = []
     position = 0
     while position < len(text):
@@ -140,17 +159,17 @@ def _statements(text: str, known: Values) -> Iterator[tuple[list[str], str]]:
                 for delimiter in heredocs:
                     position = _after_heredoc(text, position, delimiter)
                 heredocs = []
-            yield words, end.group()
-            words = []
+            yield words, arrays, end.group()
+            words, arrays = [], {}
         else:
             word, position = _word(text, position, known)
             if word and ASSIGNMENT.fullmatch(word[-1]) and text[position : position + 1] == "(":
                 name = word[-1].rstrip("+=")
                 values, position = _array(text, position + 1, known)
-                known[name] = _bounded(name, (known.get(name, []) if "+=" in word[-1] else []) + values)
+                arrays[name] = _bounded(name, (known.get(name, []) if "+=" in word[-1] else []) + values)
             else:
                 words += word
-    yield words, "\n"
+    yield words, arrays, "\n"
 
 
 def _word(text: str, position: int, known: Values) -> tuple[list[str], int]:
@@ -160,15 +179,18 @@ def _word(text: str, position: int, known: Values) -> tuple[list[str], int]:
     while position < len(text):
         if single := SINGLE.match(text, position):
             values, position, quoted = [single.group(1)], single.end(), True
-        elif double := DOUBLE.match(text, position):
-            values, position, quoted = _double_quoted(double.group(1), known), double.end(), True
+        elif text[position] == '"':
+            end = _closing(text, position + 1, '"')
+            values, position, quoted = _double_quoted(text[position + 1 : end], known), end + 1, True
+        elif end := _expansion_end(text, position):
+            splits = not (parts and ASSIGNMENT.match(parts[0]))
+            values, position = _expanded(text[position:end], known, splits=splits), end
+            quoted = splits and "" in values
         elif bare := BARE.match(text, position):
             piece, position, quoted = bare.group(), bare.end(), False
-            values = [piece[1:].strip("\n")] if piece[0] == "\\" else _expanded(piece, known)
-            if re.fullmatch(VARIABLE, piece) and not (parts and ASSIGNMENT.match(parts[0])):
-                values = " ".join(values).split()
+            values = [piece[1:].strip("\n")] if piece[0] == "\\" else [piece]
         elif text[position] in "'\"`":
-            raise ShellError(f"a quote is never closed: {text[position : _line_end(text, position)]}")
+            raise _unclosed(text, position)
         else:
             break
         begun = begun or quoted
@@ -177,25 +199,165 @@ def _word(text: str, position: int, known: Values) -> tuple[list[str], int]:
     return parts if any(parts) or begun else [], position
 
 
+def _expansion_end(text: str, position: int) -> int | None:
+    """Where the expansion that begins at `position` ends; None if none does."""
+    if text.startswith("${", position):
+        return _closing(text, position + 2, "}") + 1
+    match = SIMPLE.match(text, position)
+    return match.end() if match else None
+
+
+def _closing(text: str, start: int, closer: str) -> int:
+    """Position of the `closer`, a brace or double quote, of what begins before `start`."""
+    position = start
+    while position < len(text) and text[position] != closer:
+        if end := _expansion_end(text, position):
+            position = end
+        elif text[position] == '"':
+            position = _closing(text, position + 1, '"') + 1
+        elif closer == "}" and (single := SINGLE.match(text, position)):  # pairs even in double quotes
+            position = single.end()
+        else:
+            position += 2 if text[position] == "\\" else 1
+    if position >= len(text):
+        raise _unclosed(text, start - 1)
+    return position
+
+
+def _unclosed(text: str, position: int) -> ShellError:
+    kind = "bracket" if text[position] == "{" else "quote"
+    return ShellError(f"a {kind} is never closed: {text[position : _line_end(text, position)]}")
+
+
 def _double_quoted(text: str, known: Values) -> list[str]:
     """The text's words: one, unless it is an array alone."""
     if re.fullmatch(r"\$\{\w+\[[@*]\]\}|\$[@*]", text):
-        return _expanded(text, known)
-    pieces = re.split(rf"({SUBSTITUTION}|{VARIABLE})", re.sub(r"\\([\"\\\n])", r"\1", text))
-    return ["".join(" ".join(_expanded(piece, known)) for piece in pieces)]
+        return _expanded(text, known, quoted=True)
+    return [_text(text, known, quoted=True)]
 
 
-def _expanded(piece: str, known: Values) -> list[str]:
-    """Values of a variable; `.` for the script's own folder; any other text as it stands."""
+def _text(text: str, known: Values, quoted: bool) -> str:
+    """The text without its quotes, with its expansions, as one word."""
+    parts: list[str] = []
+    position = 0
+    while position < len(text):
+        if plain := PLAIN.match(text, position):
+            parts.append(plain.group())
+            position = plain.end()
+        elif text[position] == '"':
+            end = _closing(text, position + 1, '"')
+            parts.append(_text(text[position + 1 : end], known, quoted=True))
+            position = end + 1
+        elif not quoted and (single := SINGLE.match(text, position)):
+            parts.append(single.group(1))
+            position = single.end()
+        elif end := _expansion_end(text, position):
+            parts.append(" ".join(_expanded(text[position:end], known, quoted)))
+            position = end
+        elif text[position] == "\\":
+            escaped = text[position + 1 : position + 2]
+            keeps = quoted and escaped not in '"\\\n$`'
+            parts.append(text[position : position + 2] if keeps else escaped.strip("\n"))
+            position += 2
+        else:
+            parts.append(text[position])
+            position += 1
+    return "".join(parts)
+
+
+def _split(text: str, known: Values) -> list[str]:
+    """Words of a text that is not in quotes."""
+    words: list[str] = []
+    position = 0
+    while position < len(text):
+        if text[position].isspace():
+            position += 1
+        elif END.match(text, position) or REDIRECTION.match(text, position):  # letters like any other, in a default
+            return [_text(text, known, quoted=False)]
+        else:
+            word, position = _word(text, position, known)
+            words += word
+    return words
+
+
+def _expanded(piece: str, known: Values, quoted: bool = False, splits: bool = False) -> list[str]:
+    """Values of an expansion; `.` for the script's own folder; what is not understood or not known as it stands.
+    `splits`: blanks in the values part words."""
     if piece in ("$@", "$*"):  # nothing is given to the script
         return []
+    if piece.startswith("$((") and piece.endswith("))") and (number := _calculated(piece[3:-2], known)) is not None:
+        return [str(number)]
     if piece.startswith("$(") and OWN_FOLDER.search(piece):
         return ["."]
-    if match := NAMED.fullmatch(piece):
-        name, default = match.group(1) or match.group(3), match.group(2)
-        values = known.get(name, [piece if default is None else default])
-        return values if "[" in piece else values[:1]
-    return [piece]
+    match = PARAMETER.fullmatch(piece)
+    if match is None:
+        return [piece]
+    name, index, colon, operation, word = match.group(1) or match.group(6), *match.groups()[1:5]
+    values = known.get(name)
+    if values == [f"${name}"]:
+        return [piece if operation == "+" else f"${name}"]
+    if values and index is not None:
+        try:
+            values = _elements(values, _text(index, known, quoted))
+        except LookupError:
+            return [piece]
+    is_given = values is not None and (not colon or any(values))
+    if operation == "+" or (operation and not is_given):
+        if operation == "+" and not is_given:
+            return [] if splits else [""]
+        word = word.replace("\\}", "}") if quoted else word
+        values = _split(word, known) if splits else [_text(word, known, quoted)]
+        if operation == "=" and index is None:
+            known[name] = [" ".join(values)]
+        return values
+    if values is None:
+        return [piece]
+    values = values if index in ("@", "*") else values[:1]
+    return " ".join(values).split() if splits else values
+
+
+def _elements(values: list[str], index: str) -> list[str] | None:
+    """Elements of an array at the index or key, all for @ and *; None if there is none. Raises LookupError if that is
+    not known."""
+    keyed = _keyed(values)
+    if index in ("@", "*") and not (keyed and len(keyed) > 1):  # bash gives keyed ones in an order of its own
+        return [*keyed.values()] if keyed else values
+    if "$" in index or index in ("@", "*") or not (keyed or index.isdecimal()):
+        raise LookupError(index)
+    found = keyed.get(index) if keyed else values[int(index)] if int(index) < len(values) else None
+    return None if found is None else [found]
+
+
+def _keyed(values: list[str]) -> dict[str, str]:
+    """Elements by key, of an array whose elements all have one; empty for any other."""
+    found = [ELEMENT.fullmatch(value) for value in values]
+    return {match[1]: match[2] for match in found if match} if all(found) else {}
+
+
+def _calculated(text: str, known: Values) -> int | None:
+    """Value of an arithmetic expression as bash computes it; None unless it is plain arithmetic of whole numbers."""
+    text = NAME.sub(lambda name: (known.get(name[0]) or [name[0]])[0], _text(text, known, quoted=True)).strip()
+    try:
+        value = _whole(ast.parse(text, mode="eval").body) if re.fullmatch(r"[\d\s()+*/%-]+", text) else None
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+        return None
+    return value if value is not None and abs(value) < 2**63 else None
+
+
+def _divided(left: int, right: int) -> int:
+    """Towards zero, as in C."""
+    return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
+
+
+def _whole(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_whole(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
+            return ARITHMETIC[type(op)](_whole(left), _whole(right))
+    raise ValueError(ast.unparse(node))
 
 
 def _array(text: str, position: int, known: Values) -> tuple[list[str], int]:

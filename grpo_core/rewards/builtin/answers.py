@@ -9,6 +9,7 @@ from decimal import Decimal, DecimalException, InvalidOperation
 from typing import Any
 
 from grpo_core.data.chat import text_of
+from grpo_core.rewards.builtin.chinese_japanese import stated_answer
 from grpo_core.rewards.builtin.record import BuiltinReward, Rewards
 
 # A minus right after a digit, letter or closing bracket subtracts or ranges; it is not a sign.
@@ -128,6 +129,8 @@ def multiple_choice(completions: Sequence[Any], answer: Sequence[str]) -> list[f
 def _chosen_letter(text: str) -> str | None:
     plain = re.sub(r"[*_`]+", "", text).strip()
     stated = [plain[head.end() : head.end() + SENTENCE].lstrip().partition("\n")[0] for head in STATED.finditer(plain)]
+    if not plain.isascii() and (answer := stated_answer(unicodedata.normalize("NFKC", plain))):
+        stated.append(answer)
     for places in (BOXED.findall(plain), TAGGED.findall(plain), stated):
         for said in reversed(places):
             if LETTER.search(said) or LONE.fullmatch(said):

@@ -153,8 +153,7 @@ class _SharedState:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Count one call, from before its client connects until the client is closed. The calls of a generation batch
-        share one event loop."""
+        """Count one call, from before its client connects until the client is closed."""
         if self.loop is not asyncio.get_running_loop():
             self.loop, self.calls, self.asking = asyncio.get_running_loop(), set(), set()
             self.turns = asyncio.Semaphore(self.concurrency)

@@ -40,7 +40,7 @@ def api_key(name: str | None) -> str | None:
 
 
 def connect(base_url: str, key: str | None, max_retries: int, seconds: float) -> Any:
-    """Client of one call: connections belong to an event loop, and each generation batch has its own."""
+    """Client of one call, for each of which the key is read again."""
     import openai
 
     # A redirect would take the question to an unknown server, and the client's default key the secret of another one;

@@ -7,6 +7,7 @@ import unicodedata
 from collections.abc import Callable
 
 from grpo_core.rewards.builtin.answers import DASHES, NEGATION
+from grpo_core.rewards.builtin.chinese_japanese import CJK_UNIT, MYRIAD, POWERS
 
 LONGEST = 1000  # characters of an answer
 
@@ -37,7 +38,7 @@ FUNCTIONS = (
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "bn": 9}
 GREEK = "alpha|beta|gamma|theta|lambda|omega"
 FONT = r"\\(?:underline|text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*"
-NO_UNIT = rf"(?!\s*(?:{FUNCTIONS}|(?:{'|'.join(SCALES)})s?|{GREEK}|per ?cent|[ap]\.?\s*m)\b)"
+NO_UNIT = rf"(?!\s*(?:{FUNCTIONS}|(?:{'|'.join(SCALES)})s?|{GREEK}|per ?cent|[ap]\.?\s*m)\b|[万萬亿億])"
 UNIT = "[a-z]{3,}|[ckm]m|k?m/s|[km]g|ml|ft|in|lb|oz|(?-i:[NLJ])"
 POWER = r"(?:\^\s*\{?\d\}?)?"
 
@@ -64,6 +65,7 @@ ANYWHERE: Rules = [
     (re.compile(rf"(?<=\d)\s*({GREEK})\b(?!\s*[a-z])"), r"\\\1"),
     (re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}"), lambda number: _repeating(*number.groups())),
     (re.compile(rf"(?<=\d)\s*({'|'.join(SCALES)})s?\b"), lambda scale: rf" \cdot 10^{{{SCALES[scale[1]]}}}"),
+    (MYRIAD, lambda scale: f" \\cdot 10^{{{POWERS[scale[1]]}}}"),
     (re.compile(r"\s*\b(?:percent|per cent)\b"), r"\\%"),
     (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi"),
     (re.compile(r"\\varnothing\b"), r"\\emptyset"),
@@ -92,6 +94,7 @@ ALONE: Rules = [
         ),
         "",
     ),
+    (re.compile(rf"(?<=[\d}})%])\s*{CJK_UNIT}\Z"), ""),  # 72个苹果
     (re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?\s*[CF]?\Z"), ""),
     (re.compile(r"\A\(?\s*([A-Za-z])\s*\)\Z"), r"\1"),  # (A)
     (re.compile(r"(?<=\d)_\{?10\}?\Z"), ""),

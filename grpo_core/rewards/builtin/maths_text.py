@@ -6,6 +6,13 @@ import re
 from typing import NamedTuple
 
 from grpo_core.rewards.builtin.answers import NEGATION
+from grpo_core.rewards.builtin.chinese_japanese import (
+    CJK,
+    NOT,
+    concluded_answer,
+    has_unclear_number,
+    stated_answer,
+)
 from grpo_core.rewards.builtin.maths_spelling import (
     FUNCTIONS,
     JUXTAPOSED,
@@ -20,7 +27,7 @@ PROSE = 2000  # characters, counted from the end, among which a number is looked
 
 BRACE = re.compile(r"\\f?box(?:ed)?\s*\{|[{}]")
 BESIDE = re.compile(r"(?:\\text|\\quad|and|or|[\s$.,;&{}])*")  # all that may stand between boxes that are one answer
-DENIED = re.compile(r"(?:\bnot|n't)\s*[$(\[\\]*\Z")
+DENIED = re.compile(r"(?:\bnot|n't|不是|并非|不等于|不为)\s*[$(\[\\]*\Z")
 FINAL = re.compile(r"(?i)\bfinal answer\b[^.\n]{0,100}?\bis\b[\s:]*(?=[$\d+-]|\\[(\[])")
 STATED = re.compile(r"(?i)\banswer\b[^.:=\n]{0,40}?(?:\bis\b|\bbe\b|[:=])[\s*:]*|####")
 SENTENCE_END = re.compile(r"[.!?](?=[\s*]|\Z)|\n")
@@ -69,8 +76,13 @@ def final_statement(text: str) -> Statement:
     if boxed is not None and not final:
         return Statement("" if UNREAD.search(boxed[:LONGEST]) else normalize_answer(boxed))
     last = text.strip().rpartition("\n")[2]
-    clauses = CLAUSE_END.split(text[final[-1].start() :] if final else text)
-    text = "".join("" if NEGATION.search(clause) else clause for clause in clauses).strip()
+    text = text[final[-1].start() :] if final else text
+    if not text.isascii():
+        marked = max((found.end() for found in STATED.finditer(text)), default=0)
+        answer = stated_answer(text[marked:]) or (None if marked else concluded_answer(text))
+        text = text if answer is None else f"The answer is {answer}"
+    clauses = CLAUSE_END.split(text)
+    text = "".join("" if NEGATION.search(clause) or NOT.search(clause) else clause for clause in clauses).strip()
     prose = _as_sets(normalize_text(text[-PROSE:]))
     # "no solution" is an answer.
     if NEGATION.search(last) and words(normalize_answer(last)) and not re.search(r"\d", last):
@@ -79,6 +91,9 @@ def final_statement(text: str) -> Statement:
     line = text.rpartition("\n")[2][-LONGEST:]
     if not stated and (UNREAD.search(line) or ROW.search(normalize_text(line))):
         return Statement("")
+    if not stated and has_unclear_number(line):
+        alone = normalize_answer(line)
+        return Statement("" if re.search(f"[{CJK}]", alone) else alone)
     if not stated:
         return Statement(_unless_several(text.rpartition("\n")[2]), (prose,))
     sentence = SENTENCE_END.split(text[stated[-1].end() :].strip(), maxsplit=1)[0]

@@ -85,7 +85,7 @@ PIECES = st.sampled_from(
 def test_any_text_gives_calls_that_can_be_recorded_and_sent_or_what_is_wrong(form: str, text: str) -> None:
     said, calls = read_turn(form, text, TOOLS)
     for call in calls:
-        json.dumps(call.message, ensure_ascii=False).encode()
+        json.dumps(call.message, ensure_ascii=False, allow_nan=False).encode()
         pickle.dumps(call.arguments)
         assert isinstance(call.name, str) and isinstance(call.arguments, dict) and (call.name or call.problem)
     assert said == text.strip() or any(not call.problem for call in calls)
@@ -112,6 +112,9 @@ def test_long_text_costs_time_in_proportion(form: str) -> None:
         ("glm", "<tool_call>book\n<arg_key>title</arg_key>x</tool_call>", "'title' has no <arg_value>"),
         ("glm", "<tool_call></tool_call>", "no name"),
         ("mistral", "[TOOL_CALLS]book{}", "not valid JSON"),
+        ("hermes", '<tool_call>{"name": "book", "arguments": {"price": NaN}}</tool_call>', "holds NaN"),
+        ("xml", "<tool_call><function=book><parameter=price>-Infinity</parameter></function></tool_call>", "holds NaN"),
+        ("mistral", '[TOOL_CALLS][{"name": "book", "arguments": {"tags": [1e999]}}]', "beyond any float"),
     ],
 )
 def test_what_is_wrong_with_a_call_is_said(form: str, text: str, problem: str) -> None:

@@ -8,14 +8,17 @@ refused, or ended without an update. `num_prompts` counts the rows of the data, 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
+from flows.cli.plan import plan
 from grpo_core.planning.frameworks.launches import RecipeError
-from grpo_core.planning.frameworks.recipes import DEFAULTS, Recipe, read_recipe, recipe_inputs
+from grpo_core.planning.frameworks.recipes import DEFAULTS, OPTIONS, PROCESSES, Recipe, read_recipe, recipe_inputs
 from grpo_core.planning.plan import PlanError, make_plan
 from grpo_core.planning.rules import Rules
 
@@ -171,6 +174,40 @@ def test_a_recipe_that_says_too_little_or_nothing_is_refused(
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(RecipeError, match=message):
         recipe_inputs(read_recipe(tmp_path / name, "trl-1.16"), [None if "hub/name" in message else 100], {})
+
+
+@pytest.mark.parametrize("key", [*sorted(OPTIONS), "warmup_ratio", *PROCESSES])
+def test_what_is_no_number_is_refused_with_the_option_that_replaces_it(key: str) -> None:
+    values = {"eval_strategy": "steps", "generation_batch_size": 8, key: "$N"}
+    recipe = Recipe("trl-1.16", values, {key: "$N"} if key in PROCESSES else {})
+    with pytest.raises(RecipeError, match=re.escape(f"{key} = '$N' is not a number; give --")) as error:
+        recipe_inputs(recipe, [100], {})
+    option = str(error.value).rpartition("--")[2].replace("-", "_")
+    assert option in inspect.signature(plan).parameters
+    assert recipe_inputs(recipe, [100], {option: 8})
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("python3 -m verl.trainer.main_ppo data.train_batch_size=8", "main_ppo is verl's, whose scripts are not"),
+        ("A=(-m swift.cli.rlhf)\nif x; then A+=(--y); fi\ntorchrun ${A[@]}", r"what is started stands in \$A, whose"),
+        ('A=(swift rlhf)\n[[ $X ]] && A+=(--num_generations 4)\n"${A[@]}"', r"what is started stands in \$A, whose"),
+    ],
+)
+def test_a_script_whose_training_cannot_be_read_is_refused_with_the_reason(
+    tmp_path: Path, script: str, reason: str
+) -> None:
+    (tmp_path / "r.sh").write_text(script)
+    with pytest.raises(RecipeError, match=reason):
+        read_recipe(tmp_path / "r.sh", "swift-4.6")
+
+
+def test_what_a_script_writes_in_an_array_with_defaults_of_defaults_is_planned(tmp_path: Path) -> None:
+    script = 'DATA=${DATA:-"${HOME}/data"}\nargs=(--nproc_per_node $((2 * 2)) swift/cli/rlhf.py --rlhf_type grpo)\n'
+    script += 'args+=(--num_generations "${G:-${H:-4}}")\ntorchrun "${args[@]}"\n'
+    inputs = _read(tmp_path / "run.sh", script, "swift-4.6", 100)
+    assert (inputs.num_generations, inputs.num_processes) == (4, 4)
 
 
 BOMB = "a: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))

@@ -27,17 +27,34 @@ show "p1"\
 "p2" $LIST
 """
 
+EXPANSIONS = r"""
+N=4 E= F=1 KEY=b I=2
+DATA=${DATA:-"${E:-/home}/data"}; show $DATA "$DATA"
+B=${B:-"x y"}; show $B "$B" ${Z:-"a b"} ${Z:-a b} "${Z:-a b}" ${Z:-'a b'} "${Z:-'a b'}" "${Z:-"a b"}" ${Z:-"a b" c d}
+show "${A:-${D:-2}}" ${A:-${D:-${C:-"7 8"}}} "${V:-
+two lines}" "${X:-$N}}" "${X:-a\}b}" ${X:-a\ b} ${X:-"a"b} ${X:-a"b c"d} ${X:-} "${X:-}" ${X:-""}
+show $((1+1)) "$((2 * 3))" "$(( (2+3)*4 - 7/2 ))" $((7%3)) $((-7/2)) $((-7%3)) $((N*2)) $((${N} + ${M:-3})) x$((N+1))y
+show "${N:-"$((N+1))"}" "${O:-$((N*3))}"
+declare -A MAP=([a]=1 [b]="2 3"); show ${MAP[$KEY]:-8} "${MAP[$KEY]:-8}" "${MAP[c]:-8}" ${MAP["a"]} ${NOMAP[$KEY]:-8}
+declare -A MORE; MORE[x]=5; MORE["y z"]=6; show ${MORE[x]} "${MORE[y z]}" ${MORE[q]:-9}
+LIST=(a "b c" d); show ${LIST[1]} "${LIST[1]}" "${LIST[0]}" "${LIST[$I]}" ${LIST[5]:-none}
+show "${E:-1}" "${E-1}" [${E:+x}] [${E+x}] "${F:+yes $F}" ${F:+yes $F} ${X:+no} end ${G:=5} $G "${G:=6}"
+args=(--processes 8 "my grpo.py"); args+=(--x "${Q:-"1 2"}"); show torchrun "${args[@]}"
+show "${R:-(a; b) | c > d}" "it's \"quoted\" \$N \\ \a"
+"""
 
-def test_words_are_those_that_bash_gives_a_program(tmp_path: Path) -> None:
+
+@pytest.mark.parametrize("script", [SCRIPT, EXPANSIONS])
+def test_words_are_those_that_bash_gives_a_program(tmp_path: Path, script: str) -> None:
     program = tmp_path / "show"
     program.write_text(f'#!/bin/bash\nprintf "%s\\0" "$@" END >> {tmp_path}/seen\n')
     program.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    subprocess.run(["bash", "-c", SCRIPT], env=environment, cwd=tmp_path, check=True)
+    subprocess.run(["bash", "-c", script], env=environment, cwd=tmp_path, check=True)
     said = (tmp_path / "seen").read_text().split("END\0")[:-1]
     theirs = [text.split("\0")[:-1] for text in said]
-    ours = [command.words[1:] for command in commands(SCRIPT) if command.words[0] == "show"]
-    assert len(theirs) == 9
+    ours = [command.words[1:] for command in commands(script) if command.words[0] == "show"]
+    assert len(theirs) > 8
     assert ours == theirs
 
 
@@ -59,6 +76,17 @@ def test_what_a_reader_is_to_fill_in_is_a_word() -> None:
     assert command.words == ["run", "--host", "<first-ip>", "<second-ip>", "--port", "8000"]
 
 
+def test_arithmetic_that_bash_reads_otherwise_stands_as_it_is() -> None:
+    texts = ["$((010))", "$((2**3))", "$((N++))", "$((1/0))", "$((9999999999 * 9999999999))", "$((UNSET + 1))"]
+    [command] = commands("run " + " ".join(texts))
+    assert command.words[1:] == texts
+
+
+def test_a_bracket_that_is_never_closed_is_named() -> None:
+    with pytest.raises(ShellError, match=r"a bracket is never closed: \{A:-1"):
+        list(commands("run ${A:-1 b"))
+
+
 @pytest.mark.parametrize("script", ["run 'x", 'run "x', "run `x", 'run "' + "$(a)" * 200])
 def test_a_quote_that_is_never_closed_is_named(script: str) -> None:
     with pytest.raises(ShellError, match="a quote is never closed"):
@@ -68,6 +96,9 @@ def test_a_quote_that_is_never_closed_is_named(script: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
+        "x && G=(8)",
+        "if x; then G+=(8); fi",
+        "G[0]+=8",
         "if x; then G=8; else G=9; fi",
         "case x in a) G=8;; esac",
         "for i in 1; do G=8; done",

@@ -149,6 +149,10 @@ def test_normalized_match_does_not_apply_where_there_is_no_answer() -> None:
         "Answer: B) Vitamin C",
         "The best choice would be B.",
         "I would go with (B): it is not toxic",
+        "答案是B。",
+        "选项A错，因此选择B。",
+        "答案：B，不是C",
+        "答えはBです。",
     ],
 )
 def test_multiple_choice_finds_the_letter_in_hard_phrasings(completion: str) -> None:
@@ -162,6 +166,11 @@ def test_multiple_choice_finds_the_letter_in_hard_phrasings(completion: str) -> 
         "A or B",
         "The answer is A or B.",
         "Answer: either A or B",
+        "答案是A或B。",
+        "答案不是B。",
+        "答案是B吗？",
+        "答案是B。不对，重新看。",
+        "答えはBではなく、別です。",
         "Answer: A, B, C, D",
         "Answer: A/B",
         "Answer: A (or B)",
