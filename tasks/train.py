@@ -124,7 +124,7 @@ def _showing_progress(folder: Path, plan: Plan) -> Iterator[Callable[[str], None
     """Give a function that takes the training's output line by line, for the log and the artifacts. However the
     training ends, the figures that it wrote are shown."""
     log = get_run_logger()
-    output, live = Output(folder / OUTPUT, log), Live(folder / run_files.METRICS, plan, log)
+    output, live = Output(folder / OUTPUT, log), Live(folder / run_files.METRICS, plan)
 
     def on_line(line: str) -> None:
         output.line(line)
