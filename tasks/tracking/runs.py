@@ -64,8 +64,8 @@ LINEAGE = "lineage.txt"  # among its artifacts
 TRAINING_MODE = "?workflowType=machine_learning"  # of MLflow's pages; by default they are for LLM applications
 SERVED_AT = "GRPO_MLFLOW_URL"  # variable: address at which `grpo up` serves the SQLite file, set for its children
 
-# These log every attempt to reach a server that is down, and a missing GPU: no action is needed. The last one logs that a
-# database is new, and each error that it raises.
+# These log every attempt to reach a server that is down, and a missing GPU: no action is needed. The last one also logs
+# each error that it raises.
 for library in ("urllib3.connectionpool", "mlflow.system_metrics.system_metrics_monitor"):
     logging.getLogger(library).setLevel(logging.ERROR)
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
