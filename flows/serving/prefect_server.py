@@ -43,8 +43,18 @@ class Named:
 
 class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start. If told to end meanwhile, end once the database is made, before any request is accepted: Prefect's
-        services fail if they are stopped before they have begun."""
+        """Start; once the database is made, free lost slots. If told to end meanwhile, end before any request is
+        accepted: Prefect's services fail if they are stopped before they have begun."""
+        make_database = self.lifespan.startup
+
+        async def make_database_and_free_slots() -> None:
+            from flows.serving.lost_slots import free_lost_slots
+
+            await make_database()
+            if not self.lifespan.should_exit:
+                await free_lost_slots()
+
+        self.lifespan.startup = make_database_and_free_slots  # uvicorn accepts requests after it
         await super().startup(sockets)
         if self.should_exit:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

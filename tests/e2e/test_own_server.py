@@ -25,7 +25,7 @@ from tasks.stages import table
 from tests.conftest import config_values
 from tests.e2e.holding import FUNCTION, write_inputs
 from tests.processes import words
-from tests.serving import RUN_SECONDS
+from tests.serving import RUN_SECONDS, prefect_server
 from tests.small_disk import fill, small_disk
 
 pytestmark = pytest.mark.e2e
@@ -230,3 +230,20 @@ def test_a_server_that_cannot_be_started_again_says_why_in_one_sentence(tmp_path
     assert "Prefect's server cannot be started again, what runs goes on without it: " in _said(tmp_path)
     log = tmp_path / "prefect" / "server.log"
     assert re.search(rf"sqlite3\.DatabaseError\) [\w ]+\. It wrote to {re.escape(str(log))}\n", _said(tmp_path))
+
+
+def test_a_slot_that_no_lease_holds_is_free_when_the_server_starts_again(tmp_path: Path) -> None:
+    limits = {"grpo-training": 2, "grpo-training-turn": 1}
+    with prefect_server(tmp_path) as server:
+        for name, slots in limits.items():
+            server.api.post("/v2/concurrency_limits/", json={"name": name, "limit": slots}).raise_for_status()
+        for name, how in [
+            ("grpo-training", {"lease_duration": 600}),
+            ("grpo-training", {}),
+            ("grpo-training-turn", {}),
+        ]:
+            path = "/v2/concurrency_limits/increment" + ("-with-lease" if how else "")
+            server.api.post(path, json={"names": [name], "slots": 1, **how}).raise_for_status()
+        assert [server.get(f"/v2/concurrency_limits/{name}")["active_slots"] for name in limits] == [2, 1]
+    with prefect_server(tmp_path) as server:
+        assert [server.get(f"/v2/concurrency_limits/{name}")["active_slots"] for name in limits] == [1, 0]
