@@ -122,6 +122,8 @@ class _OwnServer:
                 return
             log.warning("%s; it is started again. It writes to %s", ended, self.child.log)
             if not any(self._start_again() for _ in range(STARTS)):
+                if self.is_ending:
+                    return
                 self.socket.close()  # requests fail from now on, instead of waiting
                 log.error("%s cannot be started again, what runs goes on without it: %s", SERVER, self._reason())
                 return
