@@ -13,7 +13,6 @@ from typing import Any
 import mlflow
 import polars as pl
 from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core import run_files
@@ -35,6 +34,7 @@ from tasks.stages.dependencies import Parts, hash_values
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import EVALUATE, TRAIN
+from tasks.tracking.artifacts import show_markdown, show_table
 from tasks.tracking.runs import (
     answering,
     commit_text,
@@ -80,16 +80,14 @@ def _work(context: Context) -> dict[str, Any]:
         report["champion"] = identity(champion)
     run_id = training_run_id(TRAIN.path(context.run))
     metric = as_text.metric_of(config, report)
-    create_markdown_artifact(
-        key="evaluation", markdown=_markdown(report, metric), description=escape("; ".join(verdicts(report, metric)))
-    )
+    show_markdown("evaluation", _markdown(report, metric), escape("; ".join(verdicts(report, metric))))
     samples = pl.read_parquet(context.partial / run_files.SAMPLES)
     first = samples.filter((pl.col("set") == HELD_OUT) & (pl.col("sample") == 0)).head(SAMPLES_SHOWN)
     rows = json.loads(_with_policies_side_by_side(first, report["policies"]).write_json())
-    create_table_artifact(
-        key="evaluation-samples",
-        table=[{key: _cell(key, value) for key, value in row.items()} for row in rows],
-        description=f"The first {first.height} held-out prompts, as {', '.join(report['policies'])} complete them",
+    show_table(
+        "evaluation-samples",
+        [{key: _cell(key, value) for key, value in row.items()} for row in rows],
+        f"The first {first.height} held-out prompts, as {', '.join(report['policies'])} complete them",
     )
     address, keys = run_address(TRAIN.path(context.run)), lineage_keys(config)
     commit = commit_text(trained_on_commit(client, run_id))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger, task
-from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core import run_files
@@ -33,6 +32,7 @@ from tasks.processes.pace import measured_pace
 from tasks.rendering.markdown import escape
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import GPU_DEPLOYMENT, PLAN, PROBE, VALIDATE
+from tasks.tracking.artifacts import show_table
 from tasks.tracking.runs import earlier_throughput
 
 
@@ -84,7 +84,7 @@ def _work(context: Context) -> dict[str, Any]:
     if taken:
         get_run_logger().info("epoch 1 takes %s", taken)
         table.append({"quantity": "epoch 1 takes", "value": taken, "how": "pass rates of the base model"})
-    create_table_artifact(key="plan", table=table, description="What the training will do, take and need")
+    show_table("plan", table, "What the training will do, take and need")
     return {"plan": figures, "sources": sources, "forecasts": forecasts}
 
 

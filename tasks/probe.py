@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core.config.run import RunConfig
@@ -18,6 +17,7 @@ from tasks.processes.resources import gpus_and_servers
 from tasks.rendering.markdown import table
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import PROBE
+from tasks.tracking.artifacts import show_markdown
 
 BAR = 40  # characters of the longest bar
 
@@ -39,7 +39,7 @@ def _work(context: Context) -> dict[str, Any]:
         log.info(sentence)
     parts = ["# Pass rates of the base model", *said, table(histogram(report))]
     description = "How often the base model solves each training prompt"
-    create_markdown_artifact(key="pass-rates", markdown="\n\n".join(parts) + "\n", description=description)
+    show_markdown("pass-rates", "\n\n".join(parts) + "\n", description)
     return report
 
 

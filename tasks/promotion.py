@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
@@ -19,6 +18,7 @@ from tasks.registry.champion import Outcome
 from tasks.rendering import figures
 from tasks.rendering.markdown import escape, table
 from tasks.reports.events import announce
+from tasks.tracking.artifacts import show_markdown
 from tasks.tracking.runs import answering, version_address
 
 EVENTS = {"promoted": "grpo.promoted", "forced": "grpo.promoted", WAITING: "grpo.waiting-for-approval"}
@@ -35,7 +35,7 @@ def promote(
         outcome = champion.promote(model, version, force, changes, approval)
     get_run_logger().info("%s version %s: %s: %s", model, outcome.version, outcome.decision, outcome.reason)
     headline = f"{model} version {outcome.version}: {outcome.decision}"
-    create_markdown_artifact(key="promotion", markdown=_markdown(headline, outcome), description=escape(headline))
+    show_markdown("promotion", _markdown(headline, outcome), escape(headline))
     if event := EVENTS.get(outcome.decision):
         announce(event, "model", model, _payload(outcome, approval))
     return outcome_as_state(outcome)

@@ -13,7 +13,6 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core import run_files
@@ -32,6 +31,7 @@ from tasks.stages.lineage import lineage_keys
 from tasks.stages.mlflow_address import first_cause, tracking_uri
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import EVALUATE, PLAN, REGISTER, TRAIN
+from tasks.tracking.artifacts import show_markdown
 from tasks.tracking.evaluated import log_checkpoints, log_figures, send_evaluated
 from tasks.tracking.live import CURVES
 from tasks.tracking.runs import (
@@ -105,12 +105,12 @@ def _work(context: Context) -> dict[str, Any]:
     log.info("registered %s version %s, alias %s", name, number, config.registry.alias)
     policies = report["sets"][HELD_OUT]["policies"]
     base, trained = (figures.amount(metric, policies[policy][metric]["mean"]) for policy in ("base", "trained"))
-    create_markdown_artifact(
-        key="registration",
-        markdown=f"# {escape(name)} version {number}\n\nAlias {escape(config.registry.alias)}. "
+    show_markdown(
+        "registration",
+        f"# {escape(name)} version {number}\n\nAlias {escape(config.registry.alias)}. "
         f"{escape(f'Held-out {metric} {trained}, of the base model {base}.')}\n\n[Version {number} in MLflow]"
         f"({version_address(name, number)}), of the MLflow run {run_page(training)}\n",
-        description=escape(f"{name} version {number}, alias {config.registry.alias}"),
+        escape(f"{name} version {number}, alias {config.registry.alias}"),
     )
     return {
         "model_name": name,

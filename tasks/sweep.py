@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
@@ -29,6 +28,7 @@ from tasks.stages.files import write_text
 from tasks.stages.run_directory import read_config, run_folder
 from tasks.stages.table import REGISTER, TRAIN
 from tasks.stages.trials import Space, add_trial
+from tasks.tracking.artifacts import show_markdown
 from tasks.tracking.early_stop import write_rule
 from tasks.tracking.runs import answering, connect
 from tasks.tracking.sweeps import end_sweep_run, log_choice, open_sweep_run
@@ -79,7 +79,7 @@ def choose(sweep: str, alias: str) -> State[Path]:
             client.set_model_version_tag(name, version, CHOSEN, sweep)
             client.set_registered_model_alias(name, alias, version)
     get_run_logger().info("%s. %s", verdict.headline, verdict.sentence)
-    create_markdown_artifact(key="sweep", markdown=_markdown(sweep, choice, arms), description=escape(verdict.headline))
+    show_markdown("sweep", _markdown(sweep, choice, arms), escape(verdict.headline))
     gain = asdict(choice.best.gain)
     log_choice(
         sweep,

@@ -26,6 +26,7 @@ from tasks.reports.events import announce_training
 from tasks.stages.condition import saved_updates
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json
+from tasks.stages.mlflow_address import first_cause
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import PLAN, TRAIN
 from tasks.tracking.early_stop import Race
@@ -116,7 +117,7 @@ def _logging_cost(config: RunConfig, folder: Path, tracked: Mapping[str, Any]) -
                 for name, value in training_cost(folder, config).metrics.items():
                     client.log_metric(tracked["run_id"], name, value)
         except Exception as error:  # MLflow may be away; `register` logs it again
-            get_run_logger().warning("the training's cost could not be logged: %s", error)
+            get_run_logger().warning("the training's cost could not be logged: %s", first_cause(error))
 
 
 @contextmanager
@@ -124,7 +125,7 @@ def _showing_progress(folder: Path, plan: Plan) -> Iterator[Callable[[str], None
     """Give a function that takes the training's output line by line, for the log and the artifacts. However the
     training ends, the figures that it wrote are shown."""
     log = get_run_logger()
-    output, live = Output(folder / OUTPUT, log), Live(folder / run_files.METRICS, plan, log)
+    output, live = Output(folder / OUTPUT, log), Live(folder / run_files.METRICS, plan)
 
     def on_line(line: str) -> None:
         output.line(line)

@@ -12,7 +12,6 @@ from typing import Any, get_args
 import numpy as np
 import polars as pl
 from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core import run_files
@@ -50,6 +49,7 @@ from tasks.stages.errors import StageError
 from tasks.stages.files import remove
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import VALIDATE
+from tasks.tracking.artifacts import show_markdown
 
 FINDINGS_SHOWN = 10
 FEW_GROUPS = 50
@@ -163,7 +163,7 @@ def _show(report: dict[str, Any], page: str) -> None:
     prompts = ", ".join(f"{name} {count:,}{groups.get(name, '')}" for name, count in report["num_prompts"].items())
     broken = len({finding["check"] for finding in report["findings"]})
     description = f"Prompts kept: {prompts}. Rules broken: {broken or 'none'}"
-    create_markdown_artifact(key="data-report", markdown=page, description=description)
+    show_markdown("data-report", page, description)
 
 
 def screen(config: RunConfig) -> Screened:

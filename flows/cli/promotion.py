@@ -63,8 +63,9 @@ def promote(
             from prefect import tags
 
             from flows import promotion
+            from flows.serving.server_setup import prefect_answering
 
-            with tags(TAG):
+            with prefect_answering(), tags(TAG):
                 # Prefect answers with the result of the state that the flow returns.
                 outcome = cast(champion.Outcome, promotion.promote(model, version, force, changes, approval))
         else:
@@ -89,8 +90,9 @@ def rollback(model: RegisteredModel) -> None:
         from prefect import tags
 
         from flows import promotion
+        from flows.serving.server_setup import prefect_answering
 
-        with tags(TAG):
+        with prefect_answering(), tags(TAG):
             text = promotion.rollback(model)
     else:
         with answering():

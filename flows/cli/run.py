@@ -52,8 +52,9 @@ def run(
 
             from flows.parameters.form import changes_from_overrides
             from flows.pipeline import make_pipeline
+            from flows.serving.server_setup import prefect_answering
 
-    with refusals(resolved.name, started=True), tags(TAG):
+    with refusals(resolved.name, started=True), prefect_answering(), tags(TAG):
         folder = make_pipeline(resolved)(str(config), changes_from_overrides(config, overrides))
     _summary(folder, resolved, time.monotonic() - start)
 

@@ -36,9 +36,9 @@ def _set_up() -> None:
     configure()
     os.environ["PREFECT_API_URL"] = find_api_to_serve()
     with importing():
-        from flows.serving.server_setup import password_asked_for, set_up
+        from flows.serving.server_setup import prefect_answering, set_up
 
-    with password_asked_for():
+    with prefect_answering():
         set_up()
 
 

@@ -46,8 +46,9 @@ def stage(
         with importing():
             from prefect import tags
 
+            from flows.serving.server_setup import prefect_answering
             from flows.stages import FLOWS
 
-    with refusals(run, started=True), tags(TAG):
+    with refusals(run, started=True), prefect_answering(), tags(TAG):
         FLOWS[name](run, force)
     show_status(folder)

@@ -99,11 +99,12 @@ def sweep(
             from prefect import tags
 
             from flows.parameters.form import changes_from_overrides
+            from flows.serving.server_setup import prefect_answering
             from flows.sweep import make_sweep_flow
             from tasks.reports.report import PAGE
             from tasks.reports.sweep import describe, read_choice, sweep_sections
 
-    with refusals(asked.name, started=True), tags(TAG):
+    with refusals(asked.name, started=True), prefect_answering(), tags(TAG):
         options = {"grid": grid or [], "seeds": seeds, "optuna": optuna, "ranges": ranges or []}
         folder = make_sweep_flow(asked)(str(config), changes_from_overrides(config, overrides), options)
     choice, arms = read_choice(asked.name)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import suppress
 from typing import Annotated
 
 import httpx2
@@ -19,24 +16,15 @@ import psutil
 import typer
 
 from flows.cli.terminal import refuse, say
+from flows.serving.children import Child, describe_end, last_words, start_child
 from flows.serving.environment import configure
-from flows.serving.find_server import SERVER_ID, START_SECONDS, is_ours, server_command, server_log
+from flows.serving.find_server import SERVER, SERVER_ID, START_SECONDS, is_ours, server_command, server_log
 from flows.serving.ports import HOST, is_listening, refuse_taken
 from flows.serving.up_file import Up, announced, new_up
 from grpo_core.system.processes import importing
 from tasks.stages.run_directory import storage_root
 
 ENDING_SECONDS = 60  # for `grpo serve` and each server to end; a server may be creating its database
-LINES_SHOWN = 10
-
-
-@dataclass(frozen=True)
-class Child:
-    """A process of `grpo up`. `name`: for messages; `log`: file that it writes to, None for the terminal."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    log: Path | None = None
 
 
 def up(
@@ -75,30 +63,21 @@ def _serve(this: Up, prefect_port: int, mlflow_port: int) -> None:
     say(f"Starting Prefect and MLflow over {storage_root()}")
     children: list[Child] = []
     try:
-        children.append(_start("Prefect's server", server_command(prefect_port), server_log()))
+        children.append(start_child(SERVER, server_command(prefect_port), ENDING_SECONDS, server_log()))
         connect()  # creates the database, which the server and trainings would otherwise create concurrently
-        children.append(_start("MLflow's server", mlflow, mlflow_log))
+        children.append(start_child("MLflow's server", mlflow, ENDING_SECONDS, mlflow_log))
         _wait(children, lambda: is_ours(api, this.server_id))
         say(f"Prefect  {this.prefect_url}  ready; writes to {server_log()}")
         mlflow_process = psutil.Process(children[1].process.pid)
         _wait(children, lambda: _answers(f"{this.mlflow_url}/health") and is_listening(mlflow_process, mlflow_port))
         say(f"MLflow   {this.mlflow_url}  ready; writes to {mlflow_log}")
-        children.append(_start("grpo serve", ["flows.cli.main", "serve"]))
+        children.append(start_child("grpo serve", ["flows.cli.main", "serve"], ENDING_SECONDS))
         _wait_for_end(children)
     finally:
         _on_signals(signal.SIG_IGN)  # a second Ctrl-C would leave some running; each ends soon
         for child in reversed(children):  # flow runs report their end while the server still runs
             child.process.terminate()
             child.process.wait()
-
-
-def _start(name: str, module: Sequence[str], log: Path | None = None) -> Child:
-    """Start `python -m MODULE…` under supervision, in a session of its own, since the terminal's Ctrl-C would end all
-    children together. When the pipe closes, the supervisor knows that this process has died."""
-    command = [sys.executable, "-m", "tasks.processes.supervise", str(ENDING_SECONDS), sys.executable, "-m", *module]
-    with log.open("ab") if log else nullcontext() as output:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)
-    return Child(name, process, log)
 
 
 def _wait(children: Sequence[Child], is_ready: Callable[[], bool]) -> None:
@@ -121,11 +100,7 @@ def _wait_for_end(children: Sequence[Child]) -> None:
 
 
 def _end(child: Child) -> None:
-    code = child.process.wait()
-    status = code if code >= 0 else 128 - code
-    lines = child.log.read_text(errors="replace").splitlines()[-LINES_SHOWN:] if child.log else []
-    wrote = "\n".join([f". It wrote to {child.log}:", *lines]) if lines else ""
-    refuse(f"{child.name} has ended, with status {status}; everything else is ended too{wrote}", exit_status=1)
+    refuse(f"{describe_end(child)}; everything else is ended too{last_words(child)}", exit_status=1)
 
 
 def _answers(url: str) -> bool:

@@ -1,4 +1,5 @@
-"""The Prefect server that a command works with: one that runs already, or one started for this command.
+"""The Prefect server that a command works with: one that runs already, or one started for this command, which is
+started again if it dies.
 
 A command never uses a server only because it answers at Prefect's usual port: it may be a colleague's, whose runs write
 to another storage.
@@ -8,12 +9,12 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 import secrets
 import socket
 import ssl
-import subprocess
-import sys
+import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -21,11 +22,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from flows.serving.children import describe_end, last_error, start_child
 from flows.serving.up_file import ServerError, Up, find_up
 from tasks.stages.run_directory import storage_root
 
 START_SECONDS = 180
 STOP_SECONDS = 10
+STARTS = 3  # in a row, of a server that ends before it answers
+SERVER = "Prefect's server"  # in messages
 USUAL_API = "http://127.0.0.1:4200/api"
 SERVER_ID = "GRPO_SERVER_ID"  # in the environment of our Prefect server; every answer contains it
 ID_HEADER, STORAGE_HEADER = "grpo-server-id", "grpo-storage"
@@ -45,9 +49,9 @@ def server_for_command() -> Iterator[str]:
     After the body, the server has the GPU limits. Raises ServerError if there is no server."""
     with _prefect_api() as url:
         yield url
-    from flows.serving.server_setup import ensure_gpu_limits, password_asked_for
+    from flows.serving.server_setup import ensure_gpu_limits, prefect_answering
 
-    with password_asked_for():
+    with prefect_answering():
         ensure_gpu_limits()
 
 
@@ -82,33 +86,81 @@ def _prefect_api() -> Iterator[str]:
         yield url
         _wait_for(up)
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server_id = secrets.token_hex(8)
-    log = server_log()
-    with log.open("a") as output:
-        server = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tasks.processes.supervise",
-                str(STOP_SECONDS),
-                sys.executable,
-                "-m",
-                *server_command(port),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, SERVER_ID: server_id},
-        )
-    atexit.register(_stop, server)
-    url = os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
-    yield url
-    if not wait_until_healthy(url, server_id, lambda: server.poll() is None):
-        raise ServerError(f"Prefect's server did not start; it wrote to {log}:\n{log.read_text()[-2000:]}")
+    server = _OwnServer()
+    os.environ["PREFECT_API_URL"] = server.url
+    yield server.url
+    server.watch()
+
+
+class _OwnServer:
+    """A Prefect server over $PREFECT_HOME that ends with this process.
+
+    This process holds the socket on which it listens: requests wait while the server starts, and while it is started
+    again, and nobody else can take the port.
+    """
+
+    def __init__(self) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}/api"
+        self.server_id = secrets.token_hex(8)
+        self.lock, self.is_ending = threading.Lock(), False
+        self._start()
+        atexit.register(self._end)
+
+    def watch(self) -> None:
+        """Wait until the server answers; from then on, start it again when it ends. Raises ServerError if it does not
+        answer."""
+        if not self._answers():
+            raise ServerError(f"{SERVER} did not start: {self._reason()}")
+        threading.Thread(target=self._keep_running, daemon=True).start()
+
+    def _keep_running(self) -> None:
+        log = logging.getLogger("prefect.serving")  # below Prefect's own, to look like the lines around it
+        while True:
+            ended = describe_end(self.child)
+            if self.is_ending:
+                return
+            log.warning("%s; it is started again. It writes to %s", ended, self.child.log)
+            if not any(self._start_again() for _ in range(STARTS)):
+                if self.is_ending:
+                    return
+                self.socket.close()  # requests fail from now on, instead of waiting
+                log.error("%s cannot be started again, what runs goes on without it: %s", SERVER, self._reason())
+                return
+
+    def _start_again(self) -> bool:
+        self._start()
+        if self._answers():
+            return True
+        self.child.process.terminate()  # if it hangs
+        return False
+
+    def _reason(self) -> str:
+        from tasks.stages.prefect_address import full_database
+
+        return full_database() or f"{last_error(self.child)}. It wrote to {self.child.log}"
+
+    def _answers(self) -> bool:
+        return wait_until_healthy(self.url, self.server_id, lambda: self.child.process.poll() is None)
+
+    def _start(self) -> None:
+        with self.lock:
+            if not self.is_ending:
+                listening = self.socket.fileno()
+                self.child = start_child(
+                    SERVER,
+                    ["flows.serving.prefect_server", "--socket", str(listening)],
+                    STOP_SECONDS,
+                    server_log(),
+                    {**os.environ, SERVER_ID: self.server_id},
+                    [listening],
+                )
+
+    def _end(self) -> None:
+        with self.lock:
+            self.is_ending = True
+        self.child.process.terminate()
+        self.child.process.wait()
 
 
 def server_command(port: int) -> list[str]:
@@ -119,11 +171,6 @@ def server_command(port: int) -> list[str]:
 def server_log() -> Path:
     """The file to which our Prefect server writes its output."""
     return Path(os.environ["PREFECT_HOME"]) / "server.log"
-
-
-def _stop(server: subprocess.Popen[bytes]) -> None:
-    server.terminate()
-    server.wait()
 
 
 def find_api() -> str | None:

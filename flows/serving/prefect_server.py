@@ -1,4 +1,5 @@
-"""Prefect's server for the browser and programs of one machine: `python -m flows.serving.prefect_server PORT`.
+"""Prefect's server for the browser and programs of one machine: `python -m flows.serving.prefect_server PORT`, or
+`--socket NUMBER` for a socket that it inherits, which listens already.
 
 Without a password, `prefect server start` obeys every web page open in a browser on the machine: a page could create a
 deployment whose steps are shell commands. This server answers only its own pages.
@@ -42,8 +43,18 @@ class Named:
 
 class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start. If told to end meanwhile, end once the database is made, before any request is accepted: Prefect's
-        services fail if they are stopped before they have begun."""
+        """Start; once the database is made, free lost slots. If told to end meanwhile, end before any request is
+        accepted: Prefect's services fail if they are stopped before they have begun."""
+        make_database = self.lifespan.startup
+
+        async def make_database_and_free_slots() -> None:
+            from flows.serving.lost_slots import free_lost_slots
+
+            await make_database()
+            if not self.lifespan.should_exit:
+                await free_lost_slots()
+
+        self.lifespan.startup = make_database_and_free_slots  # uvicorn accepts requests after it
         await super().startup(sockets)
         if self.should_exit:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -55,16 +66,18 @@ def main() -> None:
         from prefect.server.api.server import create_app
         from prefect.settings import get_current_settings
 
+    inherits = sys.argv[1] == "--socket"
     settings = get_current_settings().server
     config = uvicorn.Config(
         OwnPagesOnly(Named(create_app(final=True))),
         host="127.0.0.1",
-        port=int(sys.argv[1]),
+        port=0 if inherits else int(sys.argv[1]),
         log_level=settings.logging_level.lower(),
         timeout_keep_alive=settings.api.keepalive_timeout,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
-    Server(config).run(sockets=[config.bind_socket()])  # bind the port before touching the database
+    # Bind the port before touching the database.
+    Server(config).run(sockets=[socket.socket(fileno=int(sys.argv[2])) if inherits else config.bind_socket()])
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.client.schemas.objects import StateType
 from prefect.events import AutomationCore, EventTrigger, Posture
 from prefect.events.actions import ChangeFlowRunState
-from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
-from prefect.settings import PREFECT_API_URL
+from prefect.exceptions import ObjectNotFound
 
 from flows.serving.environment import HEARTBEAT_SECONDS, TAG
 from flows.serving.up_file import ServerError
 from grpo_core.planning.nvidia import visible_devices
 from tasks.processes.slots import GPU_LIMIT, TURN
+from tasks.stages.prefect_address import HTTP_ERROR, describe_server_failure
 
 CRASH_WATCH = "grpo: runs whose process is gone are crashed"
 LONGEST_SILENCE = timedelta(seconds=2.5 * HEARTBEAT_SECONDS)  # two heartbeats missed
@@ -33,22 +33,19 @@ ENDED = [
 
 
 @contextmanager
-def password_asked_for() -> Iterator[None]:
-    """Raises ServerError if the server answers a request of the body by asking for a password."""
+def prefect_answering() -> Iterator[None]:
+    """Raises ServerError if the server does not answer a request of the body, fails, or asks for a password."""
     try:
         yield
-    except PrefectHTTPStatusError as error:
-        if error.response.status_code != 401:
-            raise
-        raise ServerError(
-            f"the Prefect server at {PREFECT_API_URL.value()} asks for a password: set "
-            "PREFECT_API_AUTH_STRING=USER:PASSWORD to the server's value"
-        ) from error
+    except HTTP_ERROR as error:
+        if sentence := describe_server_failure(error):
+            raise ServerError(sentence) from error
+        raise
 
 
 def check_access() -> None:
-    """Raises ServerError if the server asks for a password, and none or a wrong one is set."""
-    with password_asked_for(), get_client(sync_client=True) as client:
+    """Raises ServerError if the server does not answer, or asks for a password, and none or a wrong one is set."""
+    with prefect_answering(), get_client(sync_client=True) as client:
         client.api_version()
 
 

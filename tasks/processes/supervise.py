@@ -1,5 +1,6 @@
 """`python -m tasks.processes.supervise [OPTIONS] GRACE COMMAND…`: run a command so that none of its processes outlives
-the process that started it. Options: --silence SECONDS, --children-first.
+the process that started it. Options: --silence SECONDS, --children-first, --descriptor NUMBER (an open file that the
+command inherits).
 
 A supervisor runs between a task and its training, and around the servers. It ends the command on SIGTERM, and when its
 standard input, a pipe or sshd's socket, closes because the task's process has died, even by SIGKILL. It ends the
@@ -26,6 +27,7 @@ import signal
 import stat
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 import psutil
@@ -41,12 +43,17 @@ from tasks.processes.stacks import write_stacks_when_asked
 
 
 async def supervise(
-    command: list[str], grace: float, from_guard: int, silence: float | None = None, children_first: bool = False
+    command: list[str],
+    grace: float,
+    from_guard: int,
+    silence: float | None = None,
+    children_first: bool = False,
+    descriptors: Sequence[int] = (),
 ) -> int:
     """Run the command to its end or until told to stop. Returns its exit status, 128 + n if signal n ended it.
 
     `from_guard`: a pipe that closes when the guard dies. `silence`: longest time without input, in seconds.
-    `children_first`: end the command's own process last.
+    `children_first`: end the command's own process last. `descriptors`: open files that the command inherits.
     """
     loop = asyncio.get_running_loop()
     told_to_stop, cut_off = asyncio.Event(), asyncio.Event()
@@ -80,7 +87,9 @@ async def supervise(
     pipes = [from_guard, *from_asker]
     for pipe in pipes:
         loop.add_reader(pipe, stop_at_end, pipe)
-    child = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True)
+    child = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True, pass_fds=descriptors
+    )
     loop.add_signal_handler(signal.SIGCHLD, reap_orphans, child.pid)
     exited = asyncio.create_task(child.wait())
     stopped = asyncio.create_task(told_to_stop.wait())
@@ -157,10 +166,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--silence", type=float)
     parser.add_argument("--children-first", action="store_true")
+    parser.add_argument("--descriptor", type=int, action="append", default=[])
     parser.add_argument("grace", type=float)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
-    grace, options = arguments.grace, (arguments.silence, arguments.children_first)
+    grace, options = arguments.grace, (arguments.silence, arguments.children_first, arguments.descriptor)
     from_guard, to_supervisor = os.pipe()
     supervisor = os.fork()
     adopt_orphans()  # not inherited by fork: both call it

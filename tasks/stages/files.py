@@ -5,10 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from grpo_core.system.files import publish
+from grpo_core.system.memory import gib_text
+
+ROOM = 2**20  # bytes that a database needs for its next transactions
 
 
 def write_text(path: Path, text: str) -> None:
@@ -25,6 +29,30 @@ def read_json(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether SQLite, or a server in whose message it is quoted, says that the disk is full."""
+    return "database or disk is full" in str(error)
+
+
+def has_room(folder: Path) -> bool:
+    """Return whether ROOM bytes can be written there; quotas count too."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(ROOM))
+    except OSError:
+        return False
+    return True
+
+
+def cannot_grow(database: Path) -> str:
+    """Return a sentence that names a database whose disk is full, its size, and what to do."""
+    size = gib_text(database.stat().st_size / 2**30) if database.exists() else "not made yet"
+    return (
+        f"the disk of the database {database} ({size}) is full: make room there, then run the same again; what is done "
+        "is kept"
+    )
 
 
 def set_aside(path: Path, key: str) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_core.errors import GrpoError
 from grpo_core.system.addresses import holds_secret
+from tasks.stages.files import cannot_grow, is_full
 from tasks.stages.run_directory import storage_root
 
 if TYPE_CHECKING:
@@ -33,8 +35,16 @@ def tracking_uri() -> str:
     return uri
 
 
+def database_file() -> Path | None:
+    """Return the SQLite file in which MLflow keeps everything; None if a server does."""
+    scheme, _, path = tracking_uri().partition(":///")
+    return Path(path) if scheme == "sqlite" else None
+
+
 def describe(error: MlflowException) -> str:
     """Describe what is wrong with MLflow, and what to do."""
+    if is_full(error):
+        return first_cause(error)
     if 400 <= error.get_http_status_code() < 500:
         return f"MLflow at {tracking_uri()} refuses the request: {error}"
     return (
@@ -45,7 +55,11 @@ def describe(error: MlflowException) -> str:
 
 def first_cause(error: BaseException) -> str:
     """Return the operating system's message if there is one, which MLflow's client wraps several times; else the
-    error's own."""
+    error's own, or a sentence if it says that the database's disk is full."""
+    if is_full(error):
+        if file := database_file():
+            return cannot_grow(file)
+        return f"the disk of the database of MLflow at {tracking_uri()} is full: make room there, then run again"
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

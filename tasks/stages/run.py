@@ -28,6 +28,7 @@ from tasks.stages.errors import ArmStopped, Interrupted, StageError
 from tasks.stages.files import read_json, remove, set_aside, write_text
 from tasks.stages.lineage import DIGITS, lineage_inputs, lineage_keys
 from tasks.stages.mlflow_address import describe
+from tasks.stages.prefect_address import describe_server_failure
 from tasks.stages.table import Stage
 
 ERRORS = "errors.log"  # in the run directory: the errors that ended its stages, with tracebacks
@@ -53,9 +54,10 @@ def run_stage(
     resumable stage finds there what an interrupted attempt with the same key left; any other starts with an empty
     folder. The output that is replaced is kept.
 
-    Raises StageError if the input is outdated, if the work refuses by a GrpoError, or if storage or MLflow fails. The
-    traceback of every error that ends the stage is written to the run's ERRORS. A signal gives the state Cancelled,
-    whose result raises Interrupted; an arm that fell behind gives it too, and its result raises ArmStopped.
+    Raises StageError if the input is outdated, if the work refuses by a GrpoError, or if storage, MLflow or Prefect's
+    server fails. The traceback of every error that ends the stage is written to the run's ERRORS. A signal gives the
+    state Cancelled, whose result raises Interrupted; an arm that fell behind gives it too, and its result raises
+    ArmStopped.
     """
     try:
         return _run_stage(stage, run, config, work, force)
@@ -134,11 +136,12 @@ def _prepare(stage: Stage, partial: Path, origin: Mapping[str, Any]) -> None:
 
 
 def _advice(error: Exception) -> str:
-    """Return the cause and what to do, in a sentence, if MLflow or the storage failed; "" for any other error."""
+    """Return the cause and what to do, in a sentence, if MLflow, Prefect's server or the storage failed; "" for any
+    other error."""
     from mlflow.exceptions import MlflowException
 
     if isinstance(error, MlflowException):
         return describe(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename or 'storage'}; solve that, then run the same again"
-    return ""
+    return describe_server_failure(error)

@@ -14,12 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
 
-from prefect.artifacts import (
-    create_markdown_artifact,
-    create_progress_artifact,
-    create_table_artifact,
-    update_progress_artifact,
-)
+from prefect.artifacts import create_progress_artifact, create_table_artifact, update_progress_artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 
@@ -28,6 +23,7 @@ from grpo_core.planning.plan import Plan
 from tasks.rendering.drawing import Row, draw_curves
 from tasks.rendering.figures import NONE, duration
 from tasks.rendering.visible import shortened
+from tasks.tracking.artifacts import show_markdown, show_or_say
 from tasks.tracking.runs import run_page
 
 OUTPUT, CURVES = "output.log", "curves.png"
@@ -122,12 +118,13 @@ class Figures:
 class Live:
     """A progress artifact and a table of a training, kept up to date while it runs."""
 
-    def __init__(self, metrics: Path, plan: Plan, log: Any):
-        self.figures, self.plan, self.log = Figures(metrics), plan, log
+    def __init__(self, metrics: Path, plan: Plan):
+        self.figures, self.plan = Figures(metrics), plan
         self.rows: deque[Row] = deque(maxlen=ROWS + 1)  # a row's tokens are counted from the row before
-        self.progress = _id(create_progress_artifact(0.0, key="training-progress", description="starting"))
+        self.progress: UUID | None = None
         self.table: UUID | None = None
-        self.shown = time.monotonic()
+        self.said = False
+        self.show()
 
     def refresh(self) -> None:
         """Show the newest figures, at most once in SECONDS_BETWEEN_UPDATES."""
@@ -136,18 +133,17 @@ class Live:
 
     def show(self) -> None:
         """Show the newest figures. A server that does not answer does not end the training."""
-        try:
-            for row in self.figures.read():
-                if self.rows and row["step"] <= self.rows[-1]["step"]:  # the training went back
-                    self.rows.clear()
-                self.rows.append(row)
-            self._show([*self.rows])
-        except Exception as error:
-            self.log.warning("the live figures could not be shown: %s", error)
+        self.said |= not show_or_say("training-progress", self._show, self.said)
         self.shown = time.monotonic()
 
-    def _show(self, rows: Sequence[Row]) -> None:
-        if not rows:
+    def _show(self) -> None:
+        if self.progress is None:
+            self.progress = _id(create_progress_artifact(0.0, key="training-progress", description="starting"))
+        for row in self.figures.read():
+            if self.rows and row["step"] <= self.rows[-1]["step"]:  # the training went back
+                self.rows.clear()
+            self.rows.append(row)
+        if not (rows := [*self.rows]):
             return
         table = live_table(rows, self.plan)
         done = f"{rows[-1]['step']}/{self.plan.max_steps} updates, reward {_reward(rows[-1])}"
@@ -210,4 +206,4 @@ def show_curves(folder: Path) -> None:
     if rows:
         (folder / CURVES).write_bytes(picture := draw_curves(rows))
         parts.append(f"![training curves](data:image/png;base64,{base64.b64encode(picture).decode()})")
-    create_markdown_artifact("\n\n".join(parts), key="training-curves", description="Curves, and the MLflow run")
+    show_markdown("training-curves", "\n\n".join(parts), "Curves, and the MLflow run")

@@ -43,9 +43,10 @@ from tasks.stages.arms import arm_prefix, sweep_folder
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json, write_text
 from tasks.stages.lineage import DIGITS, lineage_keys
-from tasks.stages.mlflow_address import TrackingError, describe, tracking_uri
+from tasks.stages.mlflow_address import TrackingError, database_file, describe, tracking_uri
 from tasks.stages.run_directory import kept_rewards, storage_root
 from tasks.stages.table import PLAN, VALIDATE
+from tasks.tracking.database import make_database
 from tasks.tracking.view import SWEEP, VIEW, experiment_tags
 
 RUN_FILE = "mlflow.json"  # in a training's folder: run_id, experiment_id, start_time (ms), hardware of its MLflow run
@@ -63,20 +64,24 @@ LINEAGE = "lineage.txt"  # among its artifacts
 TRAINING_MODE = "?workflowType=machine_learning"  # of MLflow's pages; by default they are for LLM applications
 SERVED_AT = "GRPO_MLFLOW_URL"  # variable: address at which `grpo up` serves the SQLite file, set for its children
 
-# These log every attempt to reach a server that is down, a new database and a missing GPU: no action is needed.
-for library in ("urllib3.connectionpool", "mlflow.store.db.utils", "mlflow.system_metrics.system_metrics_monitor"):
+# These log every attempt to reach a server that is down, and a missing GPU: no action is needed. The last one also logs
+# each error that it raises.
+for library in ("urllib3.connectionpool", "mlflow.system_metrics.system_metrics_monitor"):
     logging.getLogger(library).setLevel(logging.ERROR)
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 
 def connect() -> mlflow.MlflowClient:
     """Return a client of the tracking store, which is created if it does not exist. Raises TrackingError as
-    `tracking_uri` does."""
+    `tracking_uri` does, and if the disk is full."""
     (storage_root() / "mlflow").mkdir(parents=True, exist_ok=True)
     named = "MLFLOW_TRACKING_URI" in os.environ
     mlflow.set_tracking_uri(tracking_uri())
     if not named:  # MLflow sets the variable, which would then apply to other storage roots too
         os.environ.pop("MLFLOW_TRACKING_URI", None)
     with importing():  # the store, with all that it stands on
+        if file := database_file():
+            make_database(file)
         return mlflow.MlflowClient()
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +23,7 @@ from tasks.stages import table
 from tests.e2e.holding import FUNCTION, write_inputs
 from tests.processes import parent, words
 from tests.serving import RUN_SECONDS, Served, grpo_serve, prefect_server, serving
+from tests.small_disk import fill, small_disk
 
 pytestmark = pytest.mark.e2e
 
@@ -189,19 +189,9 @@ def test_a_full_disk_fails_the_run_by_name_and_the_retry_goes_on_once_there_is_s
     served: Served, inputs: Path, undisturbed: dict[str, Any]
 ) -> None:
     run_directory = served.storage / "runs" / "disk-full"
-    run_directory.mkdir(parents=True)
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(run_directory)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"a small disk is a tmpfs, which this user may not mount: {mounted.stderr.strip()}")
-    try:
+    with small_disk(run_directory, "64m"):
         with _standing_still(served, inputs, "disk-full") as run_id:
-            filler = run_directory / "filler"
-            with filler.open("wb", buffering=0) as file, suppress(OSError):
-                while file.write(bytes(4096)):
-                    pass
-            os.truncate(filler, filler.stat().st_size - LEFT_FREE)
+            filler = fill(run_directory, LEFT_FREE)
             (inputs / "hold").unlink()
             run = _ended(served, run_id, "FAILED")
         assert re.search(r"No space left on device: '.*/training\.partial/", run["state"]["message"])
@@ -211,8 +201,6 @@ def test_a_full_disk_fails_the_run_by_name_and_the_retry_goes_on_once_there_is_s
         _completed(served, run_id)
         assert _resumed_at(served, "disk-full") == 2
         assert _result(served, "disk-full") == undisturbed
-    finally:
-        subprocess.run(["umount", "--lazy", str(run_directory)], check=True)
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_gives_the_same_result(

@@ -20,7 +20,8 @@ import pytest
 
 from benchmarks.command import python_path
 from flows.cli.terminal import Refusal
-from flows.cli.up import Child, _wait_for_end
+from flows.cli.up import _wait_for_end
+from flows.serving.children import Child
 from flows.serving.find_server import find_api_to_serve, wait_until_healthy
 from flows.serving.up_file import ServerError, announced, find_up, new_up
 from tests.conftest import config_values, make_run

@@ -33,7 +33,7 @@ def test_the_plan_that_a_training_reads_has_the_tokens_that_fit_the_gpu(
     (run / "dataset" / "report.json").write_text(json.dumps(receipt))
     monkeypatch.setenv("GRPO_MEASURE", "0")
     monkeypatch.setattr(stage, "get_run_logger", lambda: logging.getLogger("plan"))
-    monkeypatch.setattr(stage, "create_table_artifact", lambda **_: None)
+    monkeypatch.setattr(stage, "show_table", lambda *_: None)
     monkeypatch.setattr(stage, "earlier_throughput", lambda *_: None)
 
     def planned() -> tuple[int | None, int | None]:
