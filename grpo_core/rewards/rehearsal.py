@@ -25,9 +25,10 @@ from grpo_core.errors import GrpoError, RewardError
 from grpo_core.planning.plan import plan_inputs
 from grpo_core.rewards.batch import Batch, short
 from grpo_core.rewards.contract import Reward, check_environments, rewards_of
+from grpo_core.rewards.event_loop import GRACE
 from grpo_core.rewards.isolated import START_SECONDS
 from grpo_core.rewards.registry import BUILTIN
-from grpo_core.rewards.scoring import GRACE, score
+from grpo_core.rewards.scoring import score
 from grpo_core.system.libraries import quiet_libraries
 from grpo_core.system.processes import run_and_leave
 

@@ -8,41 +8,27 @@ when its time is up.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import inspect
 import math
-import signal
-import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from grpo_core.errors import RewardError
 from grpo_core.rewards.batch import Batch, joined
 from grpo_core.rewards.contract import Reward
+from grpo_core.rewards.event_loop import GRACE, TimeIsUpError, loop, time_limit
 from grpo_core.rewards.isolated import ProcessDiedError
 from grpo_core.rewards.trl_arguments import CallLog, Logged
 from grpo_core.system.progress import REWARDS, moved, phase
 
 LARGEST = 1e18  # absolute value of a reward: the squares of larger ones are no float32 numbers
-GRACE = 1.0  # seconds after which a coroutine that blocks, or cleans up for long, is ended like any function
-TURNS = 20  # of an event loop: enough for an answer that has arrived to reach its coroutine through a client
 
+# What counts as the reward's failure; an interrupt does not.
+FAILURES = (Exception, SystemExit, asyncio.CancelledError, TimeIsUpError)
 Item = TypeVar("Item")
-
-
-class _TimeIsUpError(BaseException):
-    """The time limit is over. Not an Exception, so that a function's own `except Exception` does not swallow it."""
-
-
-FAILURES = (
-    Exception,
-    SystemExit,
-    asyncio.CancelledError,
-    _TimeIsUpError,
-)  # that count as the reward's failure; an interrupt does not
 
 
 def score(rewards: Sequence[Reward], batch: Batch) -> list[list[float]]:
@@ -106,80 +92,13 @@ def score_arriving(
     return items, whole_batch, columns, logged
 
 
-class _Loop(threading.local):
-    """The event loop of this process's reward functions, one per thread. It is kept between batches, and with it what
-    the functions keep: connections, semaphores, tasks.
-
-    It runs only within `run`: the code between may run its own loops. Time in which it stands still does not count
-    against any reward's time limit.
-    """
-
-    def __init__(self) -> None:
-        self.runner: asyncio.Runner | None = None
-        self.scopes: set[asyncio.Timeout] = set()  # of the calls under way
-        self.stopped = time.monotonic()
-        self.ran = 0.0  # seconds in total
-
-    def get(self) -> asyncio.AbstractEventLoop:
-        if not self.runner:
-            self.runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-            atexit.register(self.close)
-        return self.runner.get_loop()
-
-    def run(self, work: Awaitable[Item]) -> Item:
-        """Return the result of the work, which is cancelled if an interrupt or a time limit ends the running.
-
-        First, the loop deals with what came while it stood still, such as the end of a kept connection.
-        """
-        start = time.monotonic()
-        stood = start - self.stopped
-
-        async def catch_up_and_work() -> Item:
-            for scope in self.scopes:
-                if not scope.expired():
-                    scope.reschedule((scope.when() or 0.0) + stood)
-            for _ in range(TURNS):
-                await asyncio.sleep(0)
-            return await work
-
-        task = self.get().create_task(catch_up_and_work())
-        try:
-            return self.get().run_until_complete(task)
-        finally:
-            self.stopped = time.monotonic()
-            self.ran += self.stopped - start
-            self.cancel([task])
-
-    def cancel(self, tasks: Collection[asyncio.Task[Any]]) -> None:
-        """Cancel those that are not done. One that ignores it is abandoned, and the loop with it."""
-        under_way = [task for task in tasks if not (task.done() or task.get_loop().is_closed())]
-        for task in under_way:
-            task.cancel()
-        if under_way:
-            try:
-                with _time_limit(GRACE):
-                    self.get().run_until_complete(asyncio.gather(*under_way, return_exceptions=True))
-            except _TimeIsUpError:
-                self.close()
-
-    def close(self) -> None:
-        """Cancel what is under way and end the loop; the next call gets a new one."""
-        runner, self.runner = self.runner, None
-        if runner:
-            with suppress(_TimeIsUpError), _time_limit(GRACE):
-                runner.close()
-
-
-_loop = _Loop()
-
-
 class _Calls:
     """The calls of asynchronous functions in one generation batch."""
 
     def __init__(self) -> None:
         self.under_way: dict[asyncio.Task[None], tuple[Reward, Batch]] = {}
         self.failed: list[tuple[Reward, Batch, BaseException]] = []  # in the order in which they did
-        self.deadline = _loop.ran + GRACE  # in seconds that the loop has run
+        self.deadline = loop.ran + GRACE  # in seconds that the loop has run
 
     def start(self, rewards: Sequence[Reward], batch: Batch) -> dict[str, _Answer]:
         """Call the functions with the rows that they score. Returns what their answers will be put into, by name."""
@@ -201,10 +120,10 @@ class _Calls:
                 self.failed.append((reward, batch, error))
 
         _make_ready(reward)
-        task = _loop.get().create_task(call())
+        task = loop.get().create_task(call())
         task.add_done_callback(self.under_way.pop)
         self.under_way[task] = reward, batch
-        self.deadline = max(self.deadline, _loop.ran + reward.timeout + GRACE)
+        self.deadline = max(self.deadline, loop.ran + reward.timeout + GRACE)
 
     def turn(self) -> None:
         """Let the calls progress as far as they can without waiting."""
@@ -217,7 +136,7 @@ class _Calls:
 
     def close(self) -> None:
         """Cancel the remaining calls."""
-        _loop.cancel([*self.under_way])
+        loop.cancel([*self.under_way])
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> None:
         """Let the loop run until the work is done. Raises RewardError if a call has failed."""
@@ -226,9 +145,9 @@ class _Calls:
 
     def _run_within_limits(self, work: Coroutine[Any, Any, Any]) -> None:
         try:
-            with _time_limit(max(self.deadline - _loop.ran, 1e-3)):
-                _loop.run(work)
-        except _TimeIsUpError as time_is_up:  # a call that had to be interrupted has recorded nothing
+            with time_limit(max(self.deadline - loop.ran, 1e-3)):
+                loop.run(work)
+        except TimeIsUpError as time_is_up:  # a call that had to be interrupted has recorded nothing
             self.failed += [(*call, time_is_up) for call in self.under_way.values()]
         if self.failed:
             reward, batch, error = self.failed[0]
@@ -249,13 +168,13 @@ def _run(reward: Reward, batch: Batch) -> _Answer:
 
 
 def _call(reward: Reward, batch: Batch, log: CallLog, seconds: float) -> Any:
-    """The function's answer. Raises _TimeIsUpError if there is none after `seconds`."""
+    """The function's answer. Raises TimeIsUpError if there is none after `seconds`."""
     _make_ready(reward)
     if reward.process or reward.is_async:
-        run = asyncio.run if reward.process else _loop.run  # a process keeps nothing on the loop of its caller
-        with _time_limit(seconds + GRACE):
+        run = asyncio.run if reward.process else loop.run  # a process keeps nothing on the loop of its caller
+        with time_limit(seconds + GRACE):
             return run(_awaited(reward, batch, log, seconds))
-    with _time_limit(seconds):
+    with time_limit(seconds):
         return plain_answer(reward, batch, log)
 
 
@@ -268,7 +187,7 @@ def _make_ready(reward: Reward) -> None:
 def plain_answer(reward: Reward, batch: Batch, log: CallLog) -> Any:
     """The answer, in this process, of a function that is not `async def`; a coroutine that it returns is run."""
     answer = reward.function(**batch.arguments(reward, log))
-    return _loop.run(answer) if inspect.isawaitable(answer) else answer
+    return loop.run(answer) if inspect.isawaitable(answer) else answer
 
 
 async def _awaited(reward: Reward, batch: Batch, log: CallLog, seconds: float) -> Any:
@@ -279,38 +198,14 @@ async def _awaited(reward: Reward, batch: Batch, log: CallLog, seconds: float) -
         answer = reward.function(**batch.arguments(reward, log))
     try:
         async with asyncio.timeout(seconds) as scope:
-            _loop.scopes.add(scope)
+            loop.scopes.add(scope)
             return await answer
     except (TimeoutError, asyncio.CancelledError):
         if scope.expired():
-            raise _TimeIsUpError from None
+            raise TimeIsUpError from None
         raise
     finally:
-        _loop.scopes.discard(scope)
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise _TimeIsUpError in the block after `seconds`, also while it waits or a regular expression runs on, and again
-    every GRACE seconds if the block swallows it.
-
-    A function that uses SIGALRM itself (math_verify does) takes the timer over while it runs and has its own limits.
-    Signals reach the main thread only: in any other thread there is no limit.
-    """
-
-    def time_is_up(*_: Any) -> None:
-        raise _TimeIsUpError
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGALRM, time_is_up)
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds, GRACE)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler)
+        loop.scopes.discard(scope)
 
 
 def _explained(reward: Reward, batch: Batch, error: BaseException) -> RewardError:
@@ -321,7 +216,7 @@ def _explained(reward: Reward, batch: Batch, error: BaseException) -> RewardErro
     if isinstance(error, RewardError):
         named = f"reward {reward.name!r}"
         return error if str(error).startswith(named) else RewardError(f"{named}: {error}")
-    timed_out = isinstance(error, _TimeIsUpError)
+    timed_out = isinstance(error, TimeIsUpError)
     seconds_each = reward.timeout / len(batch.rows) if timed_out else reward.timeout
     culprit = _culprit(reward, batch, type(error), seconds_each)
     if timed_out:

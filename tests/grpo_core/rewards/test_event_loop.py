@@ -17,7 +17,7 @@ import pytest
 
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.errors import RewardError
-from grpo_core.rewards import scoring
+from grpo_core.rewards import event_loop, scoring
 from grpo_core.rewards.batch import Batch
 from grpo_core.rewards.contract import resolve
 from grpo_core.rewards.scoring import score
@@ -191,7 +191,7 @@ def test_a_time_out_and_an_interrupt_leave_the_loop_as_it_was(
         args = {"url": server.url}
         reward = resolve(declared("ask", args=args))
         assert score([reward], _batch("a", "bb")) == [[1.0, 2.0]]
-        loop = scoring._loop.get()
+        loop = event_loop.loop.get()
         with pytest.raises(RewardError, match=r"'ask' did not come back within 0\.3 s for .*'hang', which alone"):
             score([resolve(declared("ask", args=args, timeout=0.3))], _batch("a", "hang"))
         assert score([reward], _batch("a", "bb")) == [[1.0, 2.0]]
@@ -202,7 +202,7 @@ def test_a_time_out_and_an_interrupt_leave_the_loop_as_it_was(
         finally:
             signal.signal(signal.SIGINT, before)
         assert score([reward], _batch("a", "bb")) == [[1.0, 2.0]]
-        assert scoring._loop.get() is loop
+        assert event_loop.loop.get() is loop
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
@@ -210,8 +210,9 @@ def test_a_time_out_and_an_interrupt_leave_the_loop_as_it_was(
 def test_a_loop_that_cannot_be_freed_is_replaced(
     declared: Callable[..., RewardConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scoring, "GRACE", 0.1)
-    loop = scoring._loop.get()
+    for module in (event_loop, scoring):
+        monkeypatch.setattr(module, "GRACE", 0.1)
+    loop = event_loop.loop.get()
     with pytest.raises(RewardError, match=r"reward 'deaf' did not come back within 0\.2 s"):
         score([resolve(declared("deaf", timeout=0.2))], _batch("a"))
     assert loop.is_closed()
