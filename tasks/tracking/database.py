@@ -4,7 +4,6 @@ interrupted, so the file could never be used again."""
 from __future__ import annotations
 
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine
@@ -28,5 +27,9 @@ def make_database(file: Path) -> None:
             if is_full(error):
                 raise TrackingError(cannot_grow(file)) from error
             raise
-        with suppress(FileExistsError):  # another process was faster
+        try:
             file.hardlink_to(new)
+        except FileExistsError:  # another process was faster
+            pass
+        except OSError:  # a file system without links
+            new.rename(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,12 @@ def test_a_disk_that_becomes_full_is_named_and_nothing_is_lost(storage: Path) ->
             client.log_metric(run, "reward", 0.75, step=1000)
         values = [metric.value for metric in client.get_metric_history(run, "reward")]
         assert (values[0], values[-1]) == (0.5, 0.75)
+
+
+def test_a_database_is_made_where_files_cannot_be_linked(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert connect().search_experiments()
+    assert (storage / "mlflow" / "mlflow.db").stat().st_size
