@@ -37,7 +37,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_stage_says_which_artifact_is_missing_and_why(refused: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    validate._show({"num_prompts": {"train": 24}, "findings": []}, "# Data")
+    validate._show({"num_prompts": {"train": 24}, "num_groups": {}, "findings": []}, "# Data")
     assert (refused, len(caplog.records)) == ([1], 1)
     assert "data-report could not be written" in caplog.text and WORDS in caplog.text
 
