@@ -20,7 +20,7 @@ from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import is_conversation, without_gaps
 from grpo_core.data.prompts import load_tokenizer
-from tasks.registry.judging import KEY, RECORD, RECORDED
+from tasks.registry.judging import RECORD, RECORDED, prompts_tags
 from tasks.registry.model_version import Example, log_version
 from tasks.rendering import figures
 from tasks.rendering.markdown import escape
@@ -225,7 +225,7 @@ def _tags(config: RunConfig, run: Path, report: dict[str, Any]) -> dict[str, Any
     plan, metric = PLAN.read_receipt(run)["plan"], figures.metric_of(config, report)
     return {
         "run": config.name,
-        KEY: report["key"],
+        **prompts_tags(pl.read_parquet(EVALUATE.path(run) / run_files.SAMPLES)),
         **({SWEEP: config.registry.sweep} if config.registry.sweep else {}),
         **{
             f"evaluation.{name}.{policy}.{metric}": f"{of_policy[metric]['mean']:.4f}"

@@ -92,6 +92,7 @@ def register_version(
     tags."""
     from mlflow.exceptions import MlflowException
 
+    from tasks.registry.judging import prompts_tags
     from tasks.tracking.runs import connect
 
     client = connect()
@@ -107,7 +108,7 @@ def register_version(
         client.create_registered_model(model)
     except MlflowException as error:
         assert error.error_code == "RESOURCE_ALREADY_EXISTS", error
-    tags = {"record": "registered/this", "report.key": key, **(tags or {})}
+    tags = {"record": "registered/this", **prompts_tags(samples), **(tags or {})}
     version = client.create_model_version(model, f"{run.info.artifact_uri}/model", run.info.run_id, tags)
     client.set_registered_model_alias(model, "candidate", version.version)
     return str(version.version)

@@ -26,7 +26,7 @@ from grpo_core.errors import ConfigError, GrpoError
 from tasks.registry.approval import WAITING, Approval, Change, decision_of, tags_of
 from tasks.registry.gate import NotComparableError, Verdict
 from tasks.registry.history import ROLLED_BACK, Entry, bounded, reigns, written
-from tasks.registry.judging import RECORD, evaluated_before, judge
+from tasks.registry.judging import RECORD, config_of, evaluated_before, judge, read_recorded
 from tasks.registry.lookup import find_version, if_there
 from tasks.registry.model_lock import model_lock
 from tasks.registry.spending import ATTEMPTS, take_number
@@ -36,6 +36,7 @@ CANDIDATE = RegistryConfig().alias
 HISTORY = "champion.history"
 DECISION, AGAINST, REASON, DECIDED_AT = (f"promotion.{it}" for it in ("decision", "against", "reason", "at"))
 ROLLED_BACK_TO, ROLLED_BACK_AT = "promotion.rolled_back_to", "promotion.rolled_back_at"
+BY_HAND = "by hand"  # how a version became champion, if its alias was set in MLflow
 MADE_CHAMPION = ("promoted", "forced")
 NAMES_SHOWN = 5
 
@@ -85,13 +86,21 @@ def promote(
             begun = candidate.tags
             _tag(client, candidate, {DECIDED_AT: _now()})
             return Outcome(begun[DECISION], name, number, begun[AGAINST], begun[REASON])
-        before = evaluated_before(client, candidate, champion, _since(champion, history))
         returning = {"base", *(entry["version"] for entry in reigns(history))}
-        attempt, attempts = 0, model.tags.get(ATTEMPTS, "")
-        for each in [*(_comparison(it, {}) for it in before), _comparison(candidate, rules)]:
-            attempt, attempts = take_number(attempts, champion or "base", each, returning)
+        attempt = 0
         try:
-            verdict, shown = judge(client, candidate, champion, rules, attempt, len(before))
+            recorded = read_recorded(client, candidate)
+            config = config_of(recorded, rules)
+            since = _since(champion, history)
+            before = evaluated_before(client, candidate, recorded, config.promotion.set, champion, since)
+            attempt, attempts = take_number(
+                model.tags.get(ATTEMPTS, ""),
+                champion or "base",
+                _comparison(candidate, rules),
+                returning,
+                [_comparison(it, {}) for it in before],
+            )
+            verdict, shown = judge(client, candidate, champion, recorded, config, attempt, len(before))
         except NotComparableError as error:
             verdict, shown = Verdict(False, str(error)), None
         else:
@@ -215,20 +224,24 @@ def _see_champion(client: MlflowClient, model: RegisteredModel) -> tuple[str | N
         elif champion and _is_being_promoted(version := client.get_model_version(model.name, champion)):
             how = version.tags[DECISION]
         else:
-            how = "by hand"
+            how = BY_HAND
         history = _remember(client, model.name, champion, how, history)
     return champion, history
 
 
 def _since(champion: str | None, history: list[Entry]) -> float:
-    """Time at which the version first became champion, in ms since 1970; 0 for None."""
-    times = [entry["at"] for entry in history if entry["version"] == champion and champion]
-    return 1000 * datetime.fromisoformat(times[0]).timestamp() if times else 0
+    """Time from which on the version has been champion, in ms since 1970; 0 for None. If the alias was moved by hand,
+    that of the entry before, since nobody knows when."""
+    place = next((n for n, entry in enumerate(history) if champion and entry["version"] == champion), 0)
+    place -= bool(history) and history[place]["how"] == BY_HAND
+    if not champion or place < 0:
+        return 0.0
+    return 1000 * datetime.fromisoformat(history[place]["at"]).timestamp()
 
 
 def _comparison(version: ModelVersion, rules: Mapping[str, Any]) -> list[Any]:
-    """Identify a comparison of the version with its rival."""
-    return [str(version.version), version.run_id, version.tags.get(RECORD), rules]
+    """Identify a comparison of the version with its rival: what was recorded with it, and the rules."""
+    return [version.run_id, version.tags.get(RECORD), rules]
 
 
 def _is_being_promoted(version: ModelVersion) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
@@ -17,21 +18,25 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.utils.uri import append_to_uri_path
 
 from grpo_core import run_files
-from grpo_core.config.evaluation import CHAMPION
+from grpo_core.config.evaluation import CHAMPION, HELD_OUT
 from grpo_core.config.files import parse_config
+from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
+from grpo_core.evaluation.outcomes import samples_of
 from tasks.registry.approval import Change, largest_changes
 from tasks.registry.gate import Contestant, NotComparableError, Verdict, decide, refuse_chosen_there
 from tasks.registry.lookup import find_version, if_there
 from tasks.tracking.view import SWEEP
 
-# Tags of a version: the folder in its MLflow run that holds RECORDED; the report's key; the sweep that chose it.
-RECORD, KEY, CHOSEN = "record", "report.key", "sweep.chosen"
+# Tags of a version: the folder in its MLflow run that holds RECORDED; the sweep that chose it.
+RECORD, CHOSEN = "record", "sweep.chosen"
+PROMPTS = "prompts."  # the beginning of tags of a version: hash of the prompts of a set, by its name
 RECORDED = (run_files.CONFIG, *(f"{run_files.EVALUATION}/{it}" for it in (run_files.REPORT, run_files.SAMPLES)))
+DIGITS = 16
 
 
 @dataclass(frozen=True)
-class _Recorded:
+class Recorded:
     """Configuration and evaluation of a version, from its MLflow run, in the folder that the tag RECORD names."""
 
     config: dict[str, Any]
@@ -39,54 +44,74 @@ class _Recorded:
     samples: pl.DataFrame
 
 
-def evaluated_before(
-    client: MlflowClient, candidate: ModelVersion, champion: str | None, since: float
-) -> list[ModelVersion]:
-    """Return the versions that were evaluated on the candidate's prompts before it, once the champion was champion, the
-    oldest first: whoever promotes the candidate may have chosen it by their reports.
+def config_of(recorded: Recorded, rules: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration, with these keys of [promotion] instead of those recorded. Raises NotComparableError if
+    the one recorded is not valid."""
+    try:
+        config = parse_config(recorded.config)
+    except ConfigError as error:
+        raise NotComparableError(f"the configuration recorded with it is not valid here: {error}") from None
+    if not rules:
+        return config
+    return parse_config({**recorded.config, "promotion": {**recorded.config.get("promotion", {}), **rules}})
 
-    since: time at which the champion became it, in ms since 1970. Of a sweep, only the chosen arm counts, since the
-    sweep does not choose on the prompts that judge it (`refuse_chosen_there`); all its arms count if the candidate is
-    another one.
+
+def prompts_tags(samples: pl.DataFrame) -> dict[str, str]:
+    """Tags of a version by which those that were evaluated on the same prompts are found, whatever else differs."""
+    return {f"{PROMPTS}{name}": _hash_prompts(samples, name) for name in samples["set"].unique().sort()}
+
+
+def _hash_prompts(samples: pl.DataFrame, set: str) -> str:
+    rows, unit = samples_of(samples, set), "task" if "task" in samples.columns else "prompt"
+    distinct = sorted({*map(repr, rows[unit])})
+    return hashlib.sha256("\n".join(distinct).encode()).hexdigest()[:DIGITS]
+
+
+def evaluated_before(
+    client: MlflowClient, candidate: ModelVersion, recorded: Recorded, set: str, champion: str | None, since: float
+) -> list[ModelVersion]:
+    """Return the versions that were evaluated on the set's prompts before the candidate, the oldest first: whoever
+    promotes it may have chosen it by their reports.
+
+    since: time from which on they count, in ms since 1970; a candidate from before is one of all. Of a sweep that has
+    chosen an arm, only that arm counts, since the sweep does not choose on the prompts that judge it
+    (`refuse_chosen_there`); all its arms count if the candidate is another one.
     """
-    sweep, found = candidate.tags.get(SWEEP), list[ModelVersion]()
-    chosen_by_hand = sweep and CHOSEN not in candidate.tags
-    for number in range(int(candidate.version) - 1, int(champion or 0), -1):  # a search cannot quote every name
-        version = find_version(client, candidate.name, str(number))
+    since = since if candidate.creation_timestamp >= since else 0.0
+    # A source's prompts are among the held-out ones.
+    prompts = _hash_prompts(recorded.samples, set if set in recorded.samples["set"] else HELD_OUT)
+    found: list[ModelVersion] = []
+    for number in map(str, range(int(candidate.version) - 1, 0, -1)):  # a search cannot quote every name
+        version = find_version(client, candidate.name, number) if number != champion else None
         if version is None:
             continue
         if version.creation_timestamp < since:
             break
-        tags = version.tags
-        counts = SWEEP not in tags or CHOSEN in tags or (chosen_by_hand and tags[SWEEP] == sweep)
-        if RECORD in tags and counts and tags.get(KEY) == candidate.tags.get(KEY):
+        theirs = {value for key, value in version.tags.items() if key.startswith(PROMPTS)}
+        if RECORD in version.tags and (not theirs or prompts in theirs):
             found.insert(0, version)
-    return found
+    chosen = {it.tags.get(SWEEP) for it in (candidate, *found) if CHOSEN in it.tags}
+    if CHOSEN not in candidate.tags:
+        chosen -= {candidate.tags.get(SWEEP)}
+    return [it for it in found if CHOSEN in it.tags or it.tags.get(SWEEP, "") not in chosen]
 
 
 def judge(
     client: MlflowClient,
     candidate: ModelVersion,
     champion: str | None,
-    rules: Mapping[str, Any],
+    recorded: Recorded,
+    config: RunConfig,
     attempt: int,
-    num_before: int = 0,
+    num_before: int,
 ) -> tuple[Verdict, tuple[Change, ...] | None]:
     """Return the gate's verdict on a version, and the prompts to show to a person; None instead of these if no approval
     is needed.
 
-    champion: version that it has to beat; None for the base model. rules: keys of [promotion] that differ from those
-    recorded. attempt: number of this comparison with the champion, from 1. num_before: number of versions in
-    `evaluated_before`. Raises NotComparableError if what is needed
-    was not recorded, or was recorded with other prompts or settings.
+    champion: version that it has to beat; None for the base model. config: of `config_of`. attempt: number of this
+    comparison with the champion, from 1. num_before: number of versions in `evaluated_before`. Raises
+    NotComparableError if what is needed was not recorded, or was recorded with other prompts or settings.
     """
-    recorded = _recorded(client, candidate)
-    try:
-        config = parse_config(recorded.config)
-    except ConfigError as error:
-        raise NotComparableError(f"the configuration recorded with it is not valid here: {error}") from None
-    if rules:
-        config = parse_config({**recorded.config, "promotion": {**recorded.config.get("promotion", {}), **rules}})
     refuse_chosen_there(config, recorded.samples)
     trained = Contestant(f"version {candidate.version}", recorded.samples, "trained")
     rival = _rival(client, candidate, recorded, champion)
@@ -97,7 +122,7 @@ def judge(
     return verdict, largest_changes(config, trained, rival) if config.promotion.approval else None
 
 
-def _rival(client: MlflowClient, candidate: ModelVersion, recorded: _Recorded, champion: str | None) -> Contestant:
+def _rival(client: MlflowClient, candidate: ModelVersion, recorded: Recorded, champion: str | None) -> Contestant:
     """Return what the candidate has to beat. This is the champion, as evaluated beside it or by itself on the same
     prompts with the same settings (the reports then have the same key). Without a champion, it is the base model."""
     if champion is None:
@@ -106,7 +131,7 @@ def _rival(client: MlflowClient, candidate: ModelVersion, recorded: _Recorded, c
     version = client.get_model_version(candidate.name, champion)
     if beside == identity(version):
         return Contestant(label, recorded.samples, CHAMPION)
-    theirs = _recorded(client, version)
+    theirs = read_recorded(client, version)
     if theirs.report["key"] != recorded.report["key"]:
         run = recorded.config["name"]
         raise NotComparableError(
@@ -116,7 +141,8 @@ def _rival(client: MlflowClient, candidate: ModelVersion, recorded: _Recorded, c
     return Contestant(label, theirs.samples, "trained")
 
 
-def _recorded(client: MlflowClient, version: ModelVersion) -> _Recorded:
+def read_recorded(client: MlflowClient, version: ModelVersion) -> Recorded:
+    """Read what was recorded with a version. Raises NotComparableError if something is missing."""
     run_id, folder = str(version.run_id or ""), version.tags.get(RECORD, "")
     run = if_there(lambda: client.get_run(run_id)) if run_id and folder else None  # None: the run is gone
     with TemporaryDirectory() as local:
@@ -132,7 +158,7 @@ def _recorded(client: MlflowClient, version: ModelVersion) -> _Recorded:
                 "there is nothing to judge it by; `grpo stage register --run NAME` makes a version that has"
             )
         config, report, samples = (record / name for name in RECORDED)
-        return _Recorded(tomllib.loads(config.read_text()), json.loads(report.read_text()), pl.read_parquet(samples))
+        return Recorded(tomllib.loads(config.read_text()), json.loads(report.read_text()), pl.read_parquet(samples))
 
 
 def identity(version: ModelVersion) -> dict[str, Any]:

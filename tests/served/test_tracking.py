@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+import polars as pl
 import pytest
 from mlflow import MlflowClient
 
@@ -139,7 +141,8 @@ def _assert_complete(run: Path, tracked: Any) -> None:
     report = json.loads((run / "evaluation" / "report.json").read_text())
     reward = report["sets"]["held-out"]["policies"]["trained"]["reward"]["mean"]  # which decides: it is no 0 or 1
     assert version.tags["evaluation.held-out.trained.reward"] == f"{reward:.4f}"
-    assert version.tags["report.key"] == report["key"]
+    prompts = sorted(map(repr, pl.read_parquet(run / "evaluation" / "samples.parquet")["prompt"].unique()))
+    assert version.tags["prompts.held-out"] == hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:16]
     assert version.run_id == tracked.info.run_id
     kept = {file.path for file in MlflowClient().list_artifacts(tracked.info.run_id)}
     assert kept >= {"config.toml", "plan.json", "result.json", "metrics.jsonl", "evaluation", "dataset", "training"}

@@ -81,7 +81,7 @@ def test_the_count_against_a_champion_never_falls_whatever_becomes_of_its_rivals
     register_version(model, samples_of(base=0, trained=11))
     assert "(attempt 4 against champion version 1" in promote(model).reason
     assert promote(model, "2", force=True).decision == "forced"
-    assert "(attempt 1 against champion version 2" in promote(model, "4").reason
+    assert "(attempt 2 against champion version 2" in promote(model, "4").reason, "it and 1 were there before"
     assert rollback(model) == ("2", "1")
     register_version(model, samples_of(base=0, trained=12))
     assert "(attempt 5 against champion version 1" in promote(model).reason
@@ -91,8 +91,10 @@ def test_the_count_against_a_champion_never_falls_whatever_becomes_of_its_rivals
 def test_versions_that_were_evaluated_but_never_tried_count_as_attempts_in_their_order(model: str) -> None:
     make_champions(model, 1)
     for right in (9, 10, 14):  # of 40; the champion has the first 8 right
-        register_version(model, samples_of(base=0, trained=right))
-    register_version(model, samples_of(base=0, trained=9), key="other prompts")
+        key = "another weight of a reward" if right == 9 else "same"
+        register_version(model, samples_of(base=0, trained=right), key=key)
+    other = samples_of(base=0, trained=9).with_columns(prompt=pl.lit("another ") + pl.col("prompt"))
+    register_version(model, other)
     version = register_version(model, samples_of(base=0, trained=14))
     outcome = promote(model)
     assert outcome.decision == "refused", "six wins of six are enough for a first attempt, not for the best of four"
@@ -105,6 +107,17 @@ def test_versions_that_were_evaluated_but_never_tried_count_as_attempts_in_their
     assert promote(model, "4", force=True).decision == "forced"
     register_version(model, samples_of(base=0, trained=15))
     assert "(attempt 1 against champion version 4, so at level" in promote(model).reason, "as the others came before it"
+    assert "(attempt 5 against champion version 4, with 3 versions" in promote(model, "6").reason, "it is one of them"
+
+
+@pytest.mark.slow
+def test_versions_made_under_a_champion_that_was_named_by_hand_count(model: str) -> None:
+    client = connect()
+    register_version(model, samples_of(base=0, trained=8))
+    client.set_registered_model_alias(model, "champion", "1")
+    for right in (9, 9, 14):
+        register_version(model, samples_of(base=0, trained=right))
+    assert "(attempt 3 against champion version 1, with 2 versions" in promote(model).reason
 
 
 @pytest.mark.slow
@@ -117,6 +130,10 @@ def test_of_a_sweep_the_chosen_arm_counts_and_all_of_them_if_another_one_is_trie
     assert "(attempt 2 against the base model, with 1 version " in promote(model).reason
     by_hand = promote(model, "4").reason
     assert "(attempt 5 against the base model, with 3 versions " in by_hand
+    for _ in range(2):
+        register_version(model, samples_of(base=0, trained=1), tags={"sweep": "killed before it chose"})
+    register_version(model, samples_of(base=0, trained=1))
+    assert "with 4 versions " in promote(model).reason
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("mlflow")
 @pytest.fixture(autouse=True)
 def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each version's evaluation is read from MLflow once: half the time of these tests, and they are about writes."""
-    recorded, known = judging._recorded, {}
+    recorded, known = judging.read_recorded, {}
 
     def read_once(client: MlflowClient, version: ModelVersion) -> Any:
         place = version.name, version.version
@@ -34,7 +34,8 @@ def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
             known[place] = recorded(client, version)
         return known[place]
 
-    monkeypatch.setattr(judging, "_recorded", read_once)
+    for reader in (judging, module):
+        monkeypatch.setattr(reader, "read_recorded", read_once)
 
 
 class _Killed(BaseException):

@@ -25,6 +25,16 @@ def test_three_hundred_comparisons_with_a_champion_keep_their_numbers() -> None:
     assert take_number(text, "1", ["7", {}], {"base"})[0] == 301
 
 
+def test_comparisons_that_were_not_made_count_once_however_many_are_forgotten() -> None:
+    text, before = "", list[str]()
+    for place in range(1, 1001):
+        for _ in range(2):
+            number, text = take_number(text, "1", f"version {place}", {"base"}, before)
+            assert number == place and len(text) <= WIDTH
+        before.append(f"version {place}")
+    assert take_number("", "1", "version 4", {"base"}, ["version 1", "version 2", "version 1", "version 4"])[0] == 3
+
+
 @pytest.mark.slow
 def test_no_two_comparisons_with_a_champion_share_a_number_whatever_was_forgotten() -> None:
     rng = random.Random(0)
