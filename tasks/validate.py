@@ -100,9 +100,9 @@ def _work(context: Context) -> dict[str, Any]:
         log.warning("%s: %d rows break %s; they are %s", found["dataset"], found["rows"], rule, done)
     rehearsal = report["rehearsal"] = _rehearse(context)
     counts = report["num_prompts"] | {name: part["num_prompts"] for name, part in report["parts"].items()}
-    metric = deciding_metric_of(context.config, rehearsal["zero_or_one"])
-    if impossible := [*impossible_rules(context.config, metric)]:
+    if impossible := [*impossible_rules(context.config)]:
         raise StageError("no version could be promoted, whatever it learns:\n" + "\n".join(impossible))
+    metric = deciding_metric_of(context.config, rehearsal["zero_or_one"])
     counts |= report["num_groups"]
     files = {name: f"eval/{name}" for name in context.config.evaluated_sources} | context.config.evaluation_files
     rehearsal["warnings"] += [

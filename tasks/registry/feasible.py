@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from grpo_core.config.evaluation import Guard
+from grpo_core.config.metrics import DECIDING
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.outcomes import bounds_of
 from grpo_core.evaluation.statistics import BINARY, paired_difference
@@ -17,16 +18,29 @@ from tasks.registry.gate import LEAST_UNITS, level_of
 DOUBLED = [2**power for power in range(18)]  # numbers of prompts, or groups
 
 
-def impossible_rules(config: RunConfig, metric: str) -> Iterator[str]:
-    """Yield the rules that no figures can keep. `metric`: the one that decides."""
-    lowest, highest = bounds_of(metric, config)
-    if config.promotion.min_gain > highest - lowest:
-        yield f"promotion.min_gain = {config.promotion.min_gain:g}: {metric} is from {lowest:g} to {highest:g}"
-    for guard in config.promotion.guards:
+def impossible_rules(config: RunConfig) -> Iterator[str]:
+    """Yield the rules that no figures can keep, whichever metric will decide."""
+    rules = config.promotion
+    widest = max([rules.metric] if rules.metric else DECIDING, key=lambda metric: _width(metric, config))
+    if rules.min_gain > (width := _width(widest, config)):
+        yield f"promotion.min_gain = {rules.min_gain:g}: {_range(widest, config)}; lower it to {width:g} or less"
+    for guard in rules.guards:
         lowest, highest = bounds_of(guard.metric, config)
-        for name, bound in (("min", guard.min), ("max", guard.max)):
-            if bound is not None and (bound > highest if name == "min" else bound < lowest):
-                yield f"the guard {name} = {bound:g}: {guard.metric} is from {lowest:g} to {highest:g}"
+        said = _range(guard.metric, config)
+        if guard.min is not None and guard.min > highest:
+            yield f"the guard min = {guard.min:g}: {said}; lower it to {highest:g} or less"
+        if guard.max is not None and guard.max < lowest:
+            yield f"the guard max = {guard.max:g}: {said}; raise it to {lowest:g} or more"
+
+
+def _width(metric: str, config: RunConfig) -> float:
+    lowest, highest = bounds_of(metric, config)
+    return highest - lowest
+
+
+def _range(metric: str, config: RunConfig) -> str:
+    lowest, highest = bounds_of(metric, config)
+    return f"{metric} is from {lowest:g} to {highest:g}"
 
 
 def rules_beyond_size(config: RunConfig, metric: str, num_units: Mapping[str, int]) -> Iterator[str]:
@@ -45,6 +59,8 @@ def rules_beyond_size(config: RunConfig, metric: str, num_units: Mapping[str, in
             f"would not be shown with promotion.confidence = {rules.confidence:g}. Hold out {_least(can_show_a_gain)} "
             f"{unit} or more"
         )
+    if rules.min_gain > _width(metric, config):
+        yield f"promotion.min_gain = {rules.min_gain:g} cannot be reached if {metric} decides: {_range(metric, config)}"
     for guard in rules.guards:
         for name, bound in (("max_drop", guard.max_drop), ("max_rise", guard.max_rise)):
             if bound is not None and (problem := _unprovable(guard, bound, config, num_units[guard.set])):

@@ -32,4 +32,5 @@ def make_database(file: Path) -> None:
         except FileExistsError:  # another process was faster
             pass
         except OSError:  # a file system without links
-            new.rename(file)
+            if not file.exists():
+                new.rename(file)

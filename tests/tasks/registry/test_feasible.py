@@ -66,6 +66,7 @@ def test_the_gate_lets_an_equal_version_keep_the_guard_from_that_size_on(tmp_pat
         (_guard(metric="completions/mean_length", max_rise=0.1), 50, r"max_rise = 0.1 of completions/mean_length"),
         (_guard(max_drop=0.0), 500, r"hold out more than 131,072 prompts"),
         (_guard(min=0.9), 6, ""),
+        ({"min_gain": 1.5}, 6, r"min_gain = 1.5 cannot be reached if accuracy decides: accuracy is from 0 to 1"),
     ],
 )
 def test_each_rule_that_too_few_prompts_cannot_show_is_named(
@@ -79,12 +80,17 @@ def test_each_rule_that_too_few_prompts_cannot_show_is_named(
 @pytest.mark.parametrize(
     ("promotion", "said"),
     [
-        (_guard(min=1.2), "the guard min = 1.2: accuracy is from 0 to 1"),
-        (_guard(max=-0.1), "the guard max = -0.1: accuracy is from 0 to 1"),
-        ({"min_gain": 5.0}, "promotion.min_gain = 5: accuracy is from 0 to 1"),
+        (_guard(min=1.2), "the guard min = 1.2: accuracy is from 0 to 1; lower it to 1 or less"),
+        (_guard(max=-0.1), "the guard max = -0.1: accuracy is from 0 to 1; raise it to 0 or more"),
+        (
+            {"min_gain": 5.0, "metric": "accuracy"},
+            "promotion.min_gain = 5: accuracy is from 0 to 1; lower it to 1 or less",
+        ),
+        ({"min_gain": 5.0}, "promotion.min_gain = 5: reward is from 0 to 1.5; lower it to 1.5 or less"),
+        ({"min_gain": 1.2}, ""),  # the reward may decide
         ({"min_gain": 1.0, **_guard(min=1.0, max=0.0)}, ""),
         (_guard(metric="kl", min=9.0), ""),
     ],
 )
 def test_a_rule_that_no_figures_keep_is_refused(tmp_path: Path, promotion: dict[str, Any], said: str) -> None:
-    assert [*impossible_rules(_config(tmp_path, **promotion), "accuracy")] == [said] * bool(said)
+    assert [*impossible_rules(_config(tmp_path, **promotion))] == [said] * bool(said)
