@@ -31,6 +31,10 @@ ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Div: lambda left, right: _divided(left, right),
     ast.Mod: lambda left, right: left - right * _divided(left, right),
 }
+ARITHMETIC_COMMAND = re.compile(r"\(\(((?>[^()]+|\((?>[^()]+|\([^()]*\))*\))*)\)\)")  # ((N *= 4))
+SET_IN_ARITHMETIC = re.compile(
+    r"([A-Za-z_]\w*)(?:\[[^]]*\])?\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
+)
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 TO_ELEMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\]\+?=.*)", re.S)
 NAME = re.compile(r"[A-Za-z_]\w*")
@@ -40,7 +44,7 @@ OWN_FOLDER = re.compile(r"dirname.*(BASH_SOURCE|\$\{?0)")
 
 OPENS = {"if", "case", "for", "while", "until", "select", "{", "function"}
 CLOSES = {"fi", "esac", "done", "}"}
-READS = {"read", "mapfile", "readarray", "let", "getopts", "unset"}
+READS = {"read", "mapfile", "readarray", "getopts", "unset", "printf"}
 MAX_CHARACTERS, MAX_WORDS = 1_000_000, 10_000  # of one variable
 
 Values = dict[str, list[str]]
@@ -74,6 +78,8 @@ def commands(text: str) -> Iterator[Command]:
             first, words = words[0], words[1:]
             if first in OPENS - {"function"}:
                 blocks.append(({"if": "fi", "case": "esac", "{": "}"}.get(first, "done"), dict(known), set()))
+                if words[:1] == ["let"]:  # for ((…))
+                    continue
                 if first in ("for", "select") and words and NAME.fullmatch(words[0]):
                     known[words[0]] = [f"${words[0]}"]
                     blocks[-1][2].add(words[0])
@@ -97,10 +103,12 @@ def commands(text: str) -> Iterator[Command]:
             is_plain = ELEMENT.fullmatch(element) and (not old or _keyed(old))
             own[match.group(1)] = [*old, element] if is_plain else [f"${match.group(1)}"]
             words = words[1:]
-        if words and words[0] in READS:
+        if words and words[0] in READS and (words[0] != "printf" or words[1:2] == ["-v"]):
             for name in words[1:]:
                 if match := NAME.match(name):
                     known[match.group()] = [f"${match.group()}"]
+        if words and words[0] == "let":
+            _forget_set(" , ".join(words[1:]), known)
         if words:
             yield Command(words, {name: " ".join(values) for name, values in {**known, **own}.items()})
         else:
@@ -128,6 +136,13 @@ def _end_block(known: Values, blocks: list[tuple[str, Values, set[str]]]) -> Non
     known.update({name: [f"${name}"] for name in names})
 
 
+def _forget_set(arithmetic: str, known: Values) -> None:
+    """Make unknown what the arithmetic sets."""
+    for match in SET_IN_ARITHMETIC.finditer(arithmetic):
+        name = match[1] or match[2]
+        known[name] = [f"${name}"]
+
+
 def _bounded(name: str, values: list[str]) -> list[str]:
     if len(values) > MAX_WORDS or sum(map(len, values)) > MAX_CHARACTERS:
         raise ShellError(f"{name} grows beyond {MAX_WORDS:,} words or {MAX_CHARACTERS:,} characters")
@@ -149,6 +164,9 @@ def _statements(text: str, known: Values) -> Iterator[tuple[list[str], Values, s
         elif placeholder := PLACEHOLDER.match(text, position):
             words.append(placeholder.group())
             position = placeholder.end()
+        elif (not words or words[-1] in LEADING | {"for"}) and (match := ARITHMETIC_COMMAND.match(text, position)):
+            words += ["let", match[1]]
+            position = match.end()
         elif redirection := REDIRECTION.match(text, position):
             target, position = _word(text, _skip_blanks(text, redirection.end()), {})
             if redirection.group().lstrip("0123456789") in ("<<", "<<-") and target:
@@ -285,8 +303,10 @@ def _expanded(piece: str, known: Values, quoted: bool = False, splits: bool = Fa
     `splits`: blanks in the values part words."""
     if piece in ("$@", "$*"):  # nothing is given to the script
         return []
-    if piece.startswith("$((") and piece.endswith("))") and (number := _calculated(piece[3:-2], known)) is not None:
-        return [str(number)]
+    if piece.startswith("$((") and piece.endswith("))"):
+        number = _calculated(piece[3:-2], known)
+        _forget_set(piece[3:-2], known)
+        return [piece if number is None else str(number)]
     if piece.startswith("$(") and OWN_FOLDER.search(piece):
         return ["."]
     match = PARAMETER.fullmatch(piece)
@@ -336,7 +356,8 @@ def _keyed(values: list[str]) -> dict[str, str]:
 
 def _calculated(text: str, known: Values) -> int | None:
     """Value of an arithmetic expression as bash computes it; None unless it is plain arithmetic of whole numbers."""
-    text = NAME.sub(lambda name: (known.get(name[0]) or [name[0]])[0], _text(text, known, quoted=True)).strip()
+    # Of a bare name bash takes the value, and of $NAME the text: with N="2 + 3", N * 2 is 10 and $N * 2 is 8.
+    text = NAME.sub(lambda name: f"({(known.get(name[0]) or name)[0]})", _text(text, known, quoted=True)).strip()
     try:
         value = _whole(ast.parse(text, mode="eval").body) if re.fullmatch(r"[\d\s()+*/%-]+", text) else None
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):

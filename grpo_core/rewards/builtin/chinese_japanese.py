@@ -1,7 +1,8 @@
 """Find the answer in Chinese and Japanese prose, whose words no spaces part: 答案是72, 共有72个苹果, 答えは72です.
 
-Only what is clear counts: a sentence with two numbers, a hedge, a comparison or words that change the number
-("72的一半") states nothing. Texts are in NFKC, in which ： and ， are ASCII.
+Only what is clear counts: after the words that state or conclude stands the answer, then at most a known unit with what
+is counted, and the sentence ends. A hedge, a bound, a denial or a supposition states nothing. Texts are in NFKC, in
+which ： and ， are ASCII.
 """
 
 from __future__ import annotations
@@ -12,18 +13,40 @@ LONGEST = 1000  # characters of a sentence
 POWERS = {"万": 4, "萬": 4, "亿": 8, "億": 8}
 MYRIAD = re.compile(r"(?<=\d)\s*([万萬亿億])")
 CJK = "\u3005\u3040-\u30ff\u3400-\u9fff"  # Chinese and Japanese letters, for a class of characters
-CJK_UNIT = (  # without letters that may change the number: 72以上, 72倍, 72半
-    rf"(?:(?![以不非未超半的之の倍成割折百十多余几下上な第乗根約因違加減减乘除打一二三四五六七八九两太了是有在会能]"
-    rf"|千(?![克米瓦卡])|(?:平方|立方)\Z)[{CJK}]){{1,4}}"
+COUNTER = (
+    "[个個种種颗顆只隻支条條张張本枚匹头頭台辆輛件块塊朵棵株组組对對名人"
+    "套班桶盒箱袋杯瓶碗盘片根把座艘架份篇首句冊册つ]|位(?=[同学老师學朋友客顾乘游])"
 )
-NOT = re.compile(
+MEASURE = (
+    "[元円圆圓角分秒度米克斤吨升公里尺寸天日年岁歳歲周週次回页頁层層排行列步票题題级級点點期节節章门門间間场場家所户戶户羽通遍项項时時]"
+    "|[个個]月|[かヶカケ箇]月(?:間)?|小时|小時|时间|時間|分[钟鐘間]|秒[钟鐘間]|日間|年間|週間|周間|星期|礼拜|美[元金]|日元|欧元|英镑|人民币|[元块塊][钱錢]?|毛"
+    "|(?:平方|立方)?(?:[千厘分毫公微]?米|公里|[センチミリキロ]*メートル)(?:[长長高宽寬远遠深])?|[千毫]?克|公[斤顷頃]|[千毫]?升|毫升"
+    "|ドル|ユーロ|(?:キロ|ミリ)?グラム|(?:ミリ)?リットル|キロ|センチ|ページ|パーセント|通り|坪|畳|摄氏度|伏特?|瓦特?|焦耳?|牛顿?|千瓦时?"
+)
+NOUN = (  # what is counted, without letters that may take part of it or compute with it
+    rf"(?:(?![以不非未超半的之の倍成割折百十千万億亿多余几下上な第乗根約因违违違加减減乘除打一二三四五六七八九两太了是有在会能"
+    rf"中内里外前后後间間位数數和差积積商合均分平计計比每毎各被为もかがをにでとへさずつ目番桁进進整余値值价代长長重级級])[{CJK}]){{1,4}}"
+)
+CJK_UNIT = (
+    rf"(?:(?:(?:{COUNTER})(?:(?:不同)?的|の)?{NOUN}|(?:{COUNTER}|{MEASURE})(?:(?:/|每)(?:{COUNTER}|{MEASURE}))?)"
+    r"(?:左右|[くぐ]らい)?|左右|[くぐ]らい)"
+)
+DENIAL = (
     "不是|并非|並非|不等于|不等於|不为|不為|不对|不對|不正确|不正確|错误|錯誤|ではな|ではあり|じゃな|違い|違う|間違"
 )
-LATER = re.compile(rf"{NOT.pattern}|错了|有误|更正|修正|纠正|訂正|重新|应该是|应为|等等|等一下|いや|待って|正しくは")
-BEFORE = re.compile(rf"{NOT.pattern}|以为|以為|有人|他们说")
+NOT = re.compile(
+    rf"{DENIAL}|不能(?!被)|不[会會应應该該要](?![被])|不可|[无無]法|未必|不一定|难以|難以|怎|不[就便]?是|不就|什么|什麼|岂|难道|凭啥|哪|何[故以必]|わけがな|はずがな|とは限ら|できな"
+)
+WRONG = rf"{DENIAL}|(?<!没)[错錯]|[误誤](?!差)|矛盾|不成立|[×✗✘✕✖❌]|\\times\W*\Z"
+LATER = re.compile(rf"{WRONG}|更正|修正|纠正|訂正|重新|应该是|应为|等等|等一下|いや|待って|正しくは")
+TAKEN_BACK = re.compile(rf"{LATER.pattern}|那[么麼]|则|就会|不確|不确定|不一定")
+BEFORE = re.compile(
+    rf"{NOT.pattern}|以为|以為|有人|他们说|[如若]|除非|假|倘|即使|就算|哪怕|只[要有]|一旦|[猜]|要是|万一|不妨|反证|たとえ|もし|仮|なら|[他她]说|曾|原本|原来"
+)
+IF = re.compile(r"[如若](?!图|下|上|何)|除非|假[如定设設]|倘|即使|就算|哪怕|只要|要是|たとえ|もし|仮に|なら")
 COPULA = r"(?:应该|应|應|就|便|约|約|\s|\*)*(?:是|为|為|等于|等於|は|:|=)"
 STATED = re.compile(
-    rf"(?:答案|答え|正解|解答|最终结果|最終結果){COPULA}[\s:*]*"
+    rf"(?:【(?:最终|最終|参考|正确)?(?:答案|答え|正解|解答)】)[\s:]*|(?:答案|答え|正解|解答|最终结果|最終結果){COPULA}[\s:*]*"
     rf"|(?<![{CJK}])答\s*[:は]\s*"
     r"|(?<![^\s,。]|[不别])(?:故|应|應|因此|所以)? ?[选選]择? ?:? ?(?=[A-J](?![A-Za-z]))"
 )
@@ -32,11 +55,18 @@ CONCLUSION = re.compile(
     r"|(?<![获取觉值懂])得|即|(?<![不还于但可只总])是(?![否不])|(?<![因以认作不])[为為]|は|よって|したがって|ゆえに|だから|つまり"
 )
 ENUMERATED = re.compile(r"^\s*\(?\d+[.)、]\s*")
-SENTENCE_END = re.compile(r"[。!?\n]|\.(?=\s|\Z)")
-REASON = re.compile(r"[,;]?\s*(?=因为|因為|由于|由於|即|也就是|而不是|而非|不是|なぜなら|つまり)|[,;]\s*(?=比|其中)")
+SENTENCE_END = re.compile(rf"[。!?\n]|\.(?=\s|\Z)|(?=【[{CJK}])")
+REASON = re.compile(
+    r"[,;]?\s*(?=因为|因為|由于|由於|即(?!使|便)|也就是|而不是|而非|なぜなら|つまり)|[,;]\s*(?=比|其中|不是\s*[\dA-J])"
+)
 SUPPOSED = re.compile(
-    "如果|假如|假设|若|もし|仮に|吗|ですか|可能|也许|或许|大概|估计|かも|たぶん|おそらく"
+    "如果|假[如定设設]|若|倘|除非|要是|即使|就算|哪怕|もし|仮に|なら|とす[るれ]|場合|吗|嗎|呢|吧|ですか|でしょう|だろう|ますか"
+    "|猜|恐怕|似乎|好像|看起来|或者?是|かな|気が|思[いうっ]|はず|らし|よう[だで]|みたい|可能|也许|或许|大概|估计|かも|たぶん|おそらく"
     "|(?:因为|因為|由于|由於|なぜなら)(?!.*(?:所以|因此|故))"
+)
+BOUND = re.compile(  # and not 最小値, 最大公约数
+    "至少(?!需|要|用|花|买)|至多|不[到足满少多过超低高]|最[多少小大高低](?![公的]|[数數]?[值値])|少なくとも|多くとも|高々|最低でも|せいぜい"
+    "|将近|接近|近似|大[于於]|小[于於]|[少多高低][于於]|以[上下内外]|超[过過え]|未[満满]|より|范围|之间|以下"
 )
 UNCLEAR = re.compile(  # what hedges, bounds or changes a number, or numbers something else
     r"不(?!同)|没|沒|非(?!常)|[无無未错錯误誤違否]|ない|ませ"
@@ -58,6 +88,27 @@ SPELLINGS = (
 )
 
 
+# All that may stand before and after the answer in its sentence.
+VERB = "[是为為有共剩余餘需用花卖賣买買得吃走跑读讀做付给給送拿种養养收修生产]"
+PREFIX = (
+    rf"[\s,、:*]*(?:(?:[{CJK}]{{0,16}})(?:{VERB}|剩下|需要|[总總]共|总计|总数|全部で|合計で?)[出了要下到掉回来]{{0,2}}\s*)?"
+    r"(?:[約约]|大约|选项|選択肢)?\s*[「『【]?"
+)
+PREDICATE = (
+    r"です|だ|である|でした|だった|とな[るり](?:ます|ました|った)?|にな[るり](?:ます|ました)?|(?:が|は)?(?:あ[るり]|い[るま]|残[りる]|必要)(?:ます|ました|です)?"
+    r"|を?[売買使食作払走残持取配読描書切集並][りいきっしみべん]?(?:ました|ます|った|た|だ|る|う)"
+)
+AFTER = rf"(?:\s*\(?(?:{CJK_UNIT}|UNIT_MORE)\)?)?\s*[」』】]?[\s*]*(?:{PREDICATE})?[\s.;:*」』】]*"
+ANSWER = rf"(?P<answer>[^\w「」『』【】、]*+(?![{CJK}])\w[^{CJK}「」『』【】、]*?)"
+STATES = re.compile(PREFIX + ANSWER + AFTER.replace("UNIT_MORE", "倍|选?项"))
+CONCLUDES = re.compile(PREFIX + ANSWER + AFTER.replace("|UNIT_MORE", ""))
+CHOICE_TEXT = re.compile(rf"[\s:*]*(?P<answer>[A-J])\s*[.:]\s*[{CJK}]+")  # B.东京
+INVERTED = re.compile(
+    rf"(?:所以|因此|故|可见|よって|したがって|つまり)?[\s,]*{ANSWER}\s*(?:{CJK_UNIT})?"
+    r"(?:(?:就|便|即|才)?[是为]|が)(?:本题的?|最终的?|正确的?|所求的?|最終的?な?)?(?:答案|答え|正解)(?:です|だ|である|となります|になります)?[\s.!。]*"
+)
+
+
 def stated_answer(text: str) -> str | None:
     """The answer that the last "the answer is" introduces; None if there is none, or not clearly one. Several joined by
     "and" or "or" are a list."""
@@ -65,25 +116,36 @@ def stated_answer(text: str) -> str | None:
     if stated is None:
         return None
     sentence, asked, later = _sentence(text[stated.end() :])
-    before = SENTENCE_END.split(text[: stated.start()])[-1].rpartition(",")[2]
-    return None if asked or BEFORE.search(before) or LATER.search(later) else _only_answer(sentence)
+    whole = SENTENCE_END.split(text[: stated.start()])[-1]
+    clause = whole.rpartition(",")[2]
+    supposed = SUPPOSED.search(clause) or (IF.search(whole) and not re.search("所以|因此|故|よって|したがって", clause))
+    if asked or supposed or BEFORE.search(clause) or LATER.search(later):
+        return None
+    return _only_answer(sentence, STATES)
 
 
 def concluded_answer(text: str) -> str | None:
     """The number after the last "so", "in total" or the like of the last sentence; None if it is not clearly one."""
     line = ENUMERATED.sub("", text.strip().rpartition("\n")[2])[-LONGEST:]
     *_, last = ["", *(part for part in re.split(r"(?<=[。!?])", line) if part.strip())]
+    if NOT.search(last) or SUPPOSED.search(last):
+        return None
+    if inverted := INVERTED.fullmatch(re.sub(r"\s+", " ", last.strip())):
+        return inverted["answer"].strip(" ,:;*")
     *_, conclusion = [None, *CONCLUSION.finditer(last)]
-    if conclusion is None or STATED.search(last) or NOT.search(last) or SUPPOSED.search(last):
+    if conclusion is None or STATED.search(last):
+        return None
+    if re.search(rf"{BOUND.pattern}|[没沒未]", last[: conclusion.end()].rpartition(",")[2]):
         return None
     sentence, asked, _ = _sentence(last[conclusion.end() :])
-    answer = None if asked or re.search(r"\d\s*[的の]", sentence) else _only_answer(sentence)
+    answer = None if asked else _only_answer(sentence, CONCLUDES)
     return answer if answer and re.search(r"\d", answer) else None
 
 
-def has_unclear_number(line: str) -> bool:
-    """True if a number stands beside Chinese or Japanese letters, or numbers a line of them."""
-    return bool(re.search(rf"\d[{CJK}]|[{CJK}][-+]?\d", line) or re.search(rf"{ENUMERATED.pattern}.*[{CJK}]", line))
+def has_unclear_number(text: str) -> bool:
+    """True if in a line a number stands beside Chinese or Japanese letters, or numbers a line of them."""
+    beside = re.search(rf"\d[ \t*$]*[{CJK}]|[{CJK}][ \t*$]*[-+]?\d", text)
+    return bool(beside or re.search(rf"(?m){ENUMERATED.pattern}.*[{CJK}]", text))
 
 
 def _sentence(text: str) -> tuple[str, bool, str]:
@@ -92,14 +154,28 @@ def _sentence(text: str) -> tuple[str, bool, str]:
     return (text[: end.start()][:LONGEST], end[0] == "?", text[end.end() :]) if end else (text[:LONGEST], False, "")
 
 
-def _only_answer(sentence: str) -> str | None:
-    """What is not Chinese or Japanese in a sentence, if it is in one piece and nothing around changes its meaning."""
-    said, *others = re.split(rf",(?=\s*[{CJK}])", REASON.split(sentence, maxsplit=1)[0])
-    if any(LATER.search(other) or re.search(r"\w", re.sub(f"[{CJK}]", "", other)) for other in others):
+def _only_answer(sentence: str, form: re.Pattern[str]) -> str | None:
+    """The answer of a sentence, if all around it is of the form and nothing later takes it back."""
+    stated, *reason = REASON.split(sentence, maxsplit=1)
+    said, *others = re.split(rf",(?=\s*[{CJK}])|,\s*(?=[×✗✘✕✖❌])", stated)
+    if any(re.search(WRONG, part) for part in reason if not re.match("而?不是|而非", part)):
         return None
+    if any(
+        TAKEN_BACK.search(other) or SUPPOSED.search(other) or re.search(r"\w", re.sub(f"[{CJK}]", "", other))
+        for other in others
+    ):
+        return None
+    said = re.sub(r"\s+", " ", said)
     for pattern, spelling in SPELLINGS:
         said = pattern.sub(spelling, said)
-    if NOT.search(said) or UNCLEAR.search(said) or SUPPOSED.search(said):
+    if (
+        NOT.search(said)
+        or UNCLEAR.search(said)
+        or BOUND.search(said)
+        or SUPPOSED.search(said)
+        or re.search(WRONG, said)
+    ):
         return None
-    pieces = [piece for piece in re.split(f"[{CJK}、「」『』【】]+", said) if re.search(r"\w", piece)]
-    return pieces[0].strip(" ,:;*") if len(pieces) == 1 else None
+    match = form.fullmatch(said) or CHOICE_TEXT.fullmatch(said)
+    answer = match["answer"].strip(" ,:;*") if match else ""
+    return None if re.search(r"\A\W*\d.*\(\s*[xX?]\s*\)\W*\Z", answer) else answer or None

@@ -91,7 +91,7 @@ def final_statement(text: str) -> Statement:
     line = text.rpartition("\n")[2][-LONGEST:]
     if not stated and (UNREAD.search(line) or ROW.search(normalize_text(line))):
         return Statement("")
-    if not stated and has_unclear_number(line):
+    if not stated and (has_unclear_number(line) or has_unclear_number(text[-PROSE:])):
         alone = normalize_answer(line)
         return Statement("" if re.search(f"[{CJK}]", alone) else alone)
     if not stated:

@@ -40,6 +40,7 @@ declare -A MORE; MORE[x]=5; MORE["y z"]=6; show ${MORE[x]} "${MORE[y z]}" ${MORE
 LIST=(a "b c" d); show ${LIST[1]} "${LIST[1]}" "${LIST[0]}" "${LIST[$I]}" ${LIST[5]:-none}
 show "${E:-1}" "${E-1}" [${E:+x}] [${E+x}] "${F:+yes $F}" ${F:+yes $F} ${X:+no} end ${G:=5} $G "${G:=6}"
 args=(--processes 8 "my grpo.py"); args+=(--x "${Q:-"1 2"}"); show torchrun "${args[@]}"
+T="2 + 3" U=-3; show $((T * 2)) $(($T * 2)) $((2 * T)) $((10 - U)) $((10 - T))
 show "${R:-(a; b) | c > d}" "it's \"quoted\" \$N \\ \a"
 """
 
@@ -109,12 +110,32 @@ def test_a_quote_that_is_never_closed_is_named(script: str) -> None:
         "f() { G=8; }",
         "declare -i G=8",
         "let G=8",
+        "let i=2 G*=i",
+        'let "i = 2, G *= i"',
+        "((G *= 2))",
+        "(( G++ ))",
+        "((++G))",
+        "(( i = (1 + 2) * 2, G <<= i ))",
+        "x && ((G = 8))",
+        "if ((G -= 1)); then x; fi",
+        "while (( G-- )); do x; done",
+        "for ((G = 0; G < 3; G++)); do x; done",
+        "for (( i = 0; i < 3; i++ )); do ((G *= 2)); done",
+        "x $((G *= 2))",
+        ": $(( G++ ))",
+        "printf -v G %d 8",
     ],
 )
 def test_a_value_that_depends_on_what_happens_is_not_known(line: str) -> None:
     *_, last = commands(f"G=4\n{line}\nrun $G ${{G:-2}}")
     assert last.words == ["run", "$G", "$G"]
     assert last.environment["G"] == "$G"
+
+
+@pytest.mark.parametrize("line", ["((G == 4)) && x", "if (( G >= 3 && G != 5 )); then x; fi", "let 'G <= 4'"])
+def test_arithmetic_that_only_compares_keeps_a_value(line: str) -> None:
+    *_, last = commands(f"G=4\n{line}\nrun $G")
+    assert last.words == ["run", "4"]
 
 
 @pytest.mark.parametrize("script", ["A=xx\n" + "A=$A$A\n" * 39, "A=(x)\n" + "A=(${A[@]} ${A[@]})\n" * 30])
