@@ -30,6 +30,7 @@ from grpo_core.model.loading import load_model
 from tasks.processes.launch import process_environment
 
 STOP_AFTER = 3  # updates
+BEGINS = ("training: starting", "training: continuing")  # the beginnings of the line that says where
 KEPT: dict[str, Any] = {"train.save_steps": 1, "train.save_total_limit": 20}
 TRAIN = ["-m", "grpo_core.train"]  # arguments of `python`
 NOISE = 5e-2  # relative, between gradient norms of the same update by kernels that add in another order
@@ -121,8 +122,9 @@ def stopped_and_continued(report: Report, run: Path, work: Workload, program: Se
     before = [row["timestamp"] for row in metrics_of(run)]
     continued = train(run, program)
     equals(report, "continued: status", continued.status, 0)
-    line = next((line for line in continued.said.splitlines() if line.startswith("training: ")), "nothing")
-    report(Row("continued: its first line", line, f"continuing after step {done}", f"after step {done}," in line))
+    begins = [line for line in continued.said.splitlines() if line.startswith(BEGINS)]
+    begun = begins[0] if begins else "nothing"
+    report(Row("continued: where it begins", begun, f"continuing after step {done}", f"after step {done}," in begun))
     rows = metrics_of(run)
     equals(report, "steps that are recorded", [row["step"] for row in rows], [*range(1, work.steps + 1)])
     equals(report, "updates that were not made again", [row["timestamp"] for row in rows[:done]] == before, True)
