@@ -4,8 +4,9 @@
 
 Writes the table that docs/how-to/promote.md shows. Seeded: the same trials give the same table.
 
-A rival is right on each of N prompts with a probability of one half. Each version answers a share of the prompts anew;
-if it is better by d, that share's probability is higher, so that its accuracy is expected d above the rival's. The
+A rival is right on each of N prompts with a probability of one half. Each version's answers are drawn again on a share
+of the prompts, and are the rival's on the others. If it is better by d, the probability is higher on that share, so
+that its accuracy is expected d above the rival's. The
 versions are evaluated in a random order. A person reads all reports and promotes the version with the highest accuracy,
 or tries all of them, in their order. Tested by McNemar's exact test at the gate's levels (`tasks.registry.gate`).
 """
@@ -23,7 +24,7 @@ from tasks.registry.gate import level_of
 
 CONFIDENCE = 0.95
 COUNTS = (1, 3, 5, 10, 20)
-SHAPES = ((200, 0.4), (500, 0.2), (500, 0.4))  # number of prompts, share answered anew
+SHAPES = ((200, 0.4), (500, 0.2), (500, 0.4))  # number of prompts, share drawn again
 GAINS = (0.05, 0.1)
 
 
@@ -37,8 +38,8 @@ def p_values_of(
     rates[0] += gain / redrawn
     for trial in range(trials):
         rival = rng.random(num_prompts) < 0.5
-        anew = rng.random((count, num_prompts)) < redrawn
-        right = np.where(anew, rng.random(anew.shape) < rates, rival)
+        again = rng.random((count, num_prompts)) < redrawn
+        right = np.where(again, rng.random(again.shape) < rates, rival)
         wins, losses = (right & ~rival).sum(axis=1), (~right & rival).sum(axis=1)
         p_values[trial] = stats.binom.sf(wins - 1, wins + losses, 0.5)
         accuracies[trial] = right.mean(axis=1)
@@ -68,7 +69,7 @@ def table(trials: int, gain: float) -> Iterator[list[str]]:
                 share = found[:, 0].mean() if gain else found.any(axis=1).mean()
                 cells.setdefault(name, []).append(f"{100 * share:.1f} %")
         for name, shares in cells.items():
-            yield [f"{num_prompts} prompts, {redrawn:.0%} answered anew: {name}", *shares]
+            yield [f"{num_prompts} prompts, {redrawn:.0%} drawn again: {name}", *shares]
 
 
 def main() -> None:

@@ -82,6 +82,8 @@ def _work(context: Context) -> dict[str, Any]:
     log = get_run_logger()
     rejected = context.run / "dataset.rejected"
     remove(rejected)
+    if impossible := [*impossible_rules(context.config)]:
+        raise StageError("no version could be promoted, whatever it learns:\n" + "\n".join(impossible))
     screened = screen(context.config)
     report = screened.report
     if screened.refused:
@@ -100,8 +102,6 @@ def _work(context: Context) -> dict[str, Any]:
         log.warning("%s: %d rows break %s; they are %s", found["dataset"], found["rows"], rule, done)
     rehearsal = report["rehearsal"] = _rehearse(context)
     counts = report["num_prompts"] | {name: part["num_prompts"] for name, part in report["parts"].items()}
-    if impossible := [*impossible_rules(context.config)]:
-        raise StageError("no version could be promoted, whatever it learns:\n" + "\n".join(impossible))
     metric = deciding_metric_of(context.config, rehearsal["zero_or_one"])
     counts |= report["num_groups"]
     files = {name: f"eval/{name}" for name in context.config.evaluated_sources} | context.config.evaluation_files

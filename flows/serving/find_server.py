@@ -96,7 +96,7 @@ class _OwnServer:
     """A Prefect server over $PREFECT_HOME that ends with this process.
 
     This process holds the socket on which it listens: requests wait while the server starts, and while it is started
-    again, and nobody else can take the port.
+    again, and no other program can take the port.
     """
 
     def __init__(self) -> None:

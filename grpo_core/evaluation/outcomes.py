@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -138,6 +138,12 @@ def unit_numbers(samples: pl.DataFrame, set: str) -> np.ndarray:
 def prompt_numbers(samples: pl.DataFrame, set: str) -> np.ndarray:
     """Number of each row's prompt, whatever its group; see `unit_numbers`. (N,)"""
     return _numbers(samples, set, PROMPT)
+
+
+def distinct_prompts(samples: pl.DataFrame, set: str) -> Set[str]:
+    """The prompts of the set's samples, each as text."""
+    column = next(name for name in PROMPT if name in samples.columns)
+    return {*map(repr, samples_of(samples, set)[column])}
 
 
 def _numbers(samples: pl.DataFrame, set: str, columns: Sequence[str]) -> np.ndarray:

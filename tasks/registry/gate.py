@@ -15,6 +15,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.outcomes import (
     bounds_of,
     deciding_metric,
+    distinct_prompts,
     grouped,
     left_unscored,
     outcomes,
@@ -86,10 +87,10 @@ def decide(
     attempt: number of this comparison among all with the rival, from 1. Versions that were evaluated, but never tried,
     count too, since the candidate may have been chosen by their reports. num_before: number of versions that were
     evaluated on these prompts before it. "Better" means that the one-sided p-value of "not better in the mean" is at
-    most `level_of` this attempt, and that the mean gain is at least `min_gain`. The
-    levels of all attempts add up to 1 − confidence, so this bounds the probability of ever accepting any candidate that
-    is no better than the rival; guards only refuse. A sample that a reward did not score counts as the worst value if
-    the reward scored the rival on the same prompt. Raises ValueError for a guard on a metric that the samples lack.
+    most `level_of` this attempt, and that the mean gain is at least `min_gain`. The levels of all
+    attempts add up to 1 − confidence, so this bounds the probability of ever accepting any candidate that is no better
+    than the rival; guards only refuse. A sample that a reward did not score counts as the worst value if the reward
+    scored the rival on the same prompt. Raises ValueError for a guard on a metric that the samples lack.
     """
     rules, level = config.promotion, level_of(attempt, config.promotion.confidence)
     metric = rules.metric or deciding_metric(candidate.samples, config.accuracy_reward)
@@ -111,8 +112,8 @@ def decide(
 def refuse_chosen_there(config: RunConfig, samples: pl.DataFrame) -> None:
     """Raises NotComparableError if the version is an arm of a sweep, and prompts that would judge it were also used to
     choose among the arms."""
-    judged_on, unit = config.promotion.set, "task" if "task" in samples.columns else "prompt"
-    judging, choosing = ({*map(repr, samples_of(samples, name)[unit])} for name in (judged_on, HELD_OUT))
+    judged_on = config.promotion.set
+    judging, choosing = (distinct_prompts(samples, name) for name in (judged_on, HELD_OUT))
     if config.registry.sweep and (shared := len(judging & choosing)):
         raise NotComparableError(
             f"it is an arm of the sweep {config.registry.sweep!r}, which chooses on {HELD_OUT!r}, and {shared:,} of "

@@ -22,7 +22,7 @@ from grpo_core.config.evaluation import CHAMPION, HELD_OUT
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
-from grpo_core.evaluation.outcomes import samples_of
+from grpo_core.evaluation.outcomes import distinct_prompts
 from tasks.registry.approval import Change, largest_changes
 from tasks.registry.gate import Contestant, NotComparableError, Verdict, decide, refuse_chosen_there
 from tasks.registry.lookup import find_version, if_there
@@ -62,9 +62,7 @@ def prompts_tags(samples: pl.DataFrame) -> dict[str, str]:
 
 
 def _hash_prompts(samples: pl.DataFrame, set: str) -> str:
-    rows, unit = samples_of(samples, set), "task" if "task" in samples.columns else "prompt"
-    distinct = sorted({*map(repr, rows[unit])})
-    return hashlib.sha256("\n".join(distinct).encode()).hexdigest()[:DIGITS]
+    return hashlib.sha256("\n".join(sorted(distinct_prompts(samples, set))).encode()).hexdigest()[:DIGITS]
 
 
 def evaluated_before(

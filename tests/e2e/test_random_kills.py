@@ -97,7 +97,7 @@ class Commands:
                 reset()
             status, output = self.run(*arguments, kill_after=self.rng.uniform(0.5, self.undisturbed_seconds))
         print(*self.victims, sep="\n")
-        while status:
+        if status:
             status, output = self.run(*arguments)
             assert status == 0, (self.victims, output)
 
