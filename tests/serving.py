@@ -26,7 +26,7 @@ START_SECONDS = 300
 RUN_SECONDS = 600
 STOP_SECONDS = 120
 BUSY_SECONDS = 180  # for an answer: Prefect's server waits up to 60 for a lock of SQLite before it answers 503
-OFFERED = len(ALL_STAGES) + 4  # deployments: pipeline, sweep, the stages, promote, rollback
+OFFERED = len(ALL_STAGES) + 5  # deployments: pipeline, sweep, the stages, promote, rollback, clean
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from flows.cli import data, env, rewards
+from flows.cli.clean import clean
 from flows.cli.compare import compare
 from flows.cli.init import init
 from flows.cli.keys import keys
@@ -29,7 +30,23 @@ from grpo_core.system.processes import run_and_leave
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
-for command in (init, plan, run, sweep, stage, status, rollouts, compare, promote, rollback, keys, up, serve, worker):
+for command in (
+    init,
+    plan,
+    run,
+    sweep,
+    stage,
+    status,
+    rollouts,
+    compare,
+    promote,
+    rollback,
+    clean,
+    keys,
+    up,
+    serve,
+    worker,
+):
     app.command()(command)
 app.add_typer(data.app, name="data")
 app.add_typer(rewards.app, name="rewards")

@@ -1,4 +1,5 @@
-"""The deployments of `grpo serve`, in one process on one machine: pipeline, sweep, each stage, promotion and rollback.
+"""The deployments of `grpo serve`, in one process on one machine: pipeline, sweep, each stage, promotion, rollback and
+clean.
 
 prefect.yaml declares the same flows for work pools, whose workers are started by `grpo worker`.
 """
@@ -18,6 +19,7 @@ from prefect.runner import Runner
 from prefect.schedules import Cron
 from prefect.settings import PREFECT_API_URL
 
+from flows.clean import clean
 from flows.pipeline import pipeline
 from flows.promotion import promote, rollback
 from flows.serving.environment import TAG
@@ -26,22 +28,26 @@ from flows.sweep import sweep
 
 NAME = "local"  # pipeline/local, train/local, …
 NIGHTLY = Cron("0 2 * * *", timezone="UTC", active=False, slug="nightly")
+WEEKLY = Cron("0 5 * * 0", timezone="UTC", active=False, slug="weekly")
 
 
 def deployments() -> list[RunnerDeployment]:
-    """All deployments. The pipeline's has a nightly schedule, which is off until somebody switches it on.
+    """All deployments. The pipeline's has a nightly schedule and that of clean a weekly one, which are off until
+    somebody switches them on.
 
-    If the server knows the pipeline already, its schedules stay as its users left them.
+    If the server knows a deployment already, its schedules stay as its users left them.
     """
     offered = [
         _deployment(pipeline, [TAG], schedule=NIGHTLY),
         _deployment(sweep, [TAG]),
         *(_deployment(stage, [TAG, "stage"]) for stage in FLOWS.values()),
         *(_deployment(registry, [TAG, "registry"]) for registry in (promote, rollback)),
+        _deployment(clean, [TAG], schedule=WEEKLY),
     ]
-    if _is_known(offered[0].full_name):
-        offered[0].schedules = []
-        offered[0].model_fields_set.difference_update({"schedules", "paused"})  # only fields that are set are sent
+    for scheduled in (offered[0], offered[-1]):
+        if _is_known(scheduled.full_name):
+            scheduled.schedules = []
+            scheduled.model_fields_set.difference_update({"schedules", "paused"})  # only fields that are set are sent
     return offered
 
 

@@ -39,6 +39,8 @@ def configure() -> None:
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     # By default, leases are kept in memory: if the server dies, they are lost and their slots never freed.
     os.environ.setdefault("PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE", FILE_LEASES)
+    # By default, flow runs are never deleted; now 90 days after their end, with their logs and artifacts.
+    os.environ.setdefault("PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED", "events,flow_runs")
     os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", str(HEARTBEAT_SECONDS))
     os.environ.setdefault("PREFECT_RUNNER_POLL_FREQUENCY", str(POLL_SECONDS))
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

@@ -36,6 +36,7 @@ CANDIDATE = RegistryConfig().alias
 HISTORY = "champion.history"
 DECISION, AGAINST, REASON, DECIDED_AT = (f"promotion.{it}" for it in ("decision", "against", "reason", "at"))
 ROLLED_BACK_TO, ROLLED_BACK_AT = "promotion.rolled_back_to", "promotion.rolled_back_at"
+REMOVED = "removed"  # when `grpo clean` removed the version's weights
 BY_HAND = "by hand"  # how a version became champion, if its alias was set in MLflow
 MADE_CHAMPION = ("promoted", "forced")
 NAMES_SHOWN = 5
@@ -142,9 +143,7 @@ def rollback(name: str) -> tuple[str | None, str]:
         if left := _being_rolled_back(client, name, present, history):
             _tag(client, left, {ROLLED_BACK_AT: _now()})
             return str(left.version), history[-1]["version"]
-        earlier = [it["version"] for it in reversed(reigns(history)) if it["version"] != present]
-        # A version may have been deleted.
-        previous = next((it for it in earlier if find_version(client, name, it)), None)
+        previous = _previous(client, name, present, history)
         if previous is None:
             before = f"version {present}" if present else "now"
             raise PromotionError(
@@ -161,6 +160,19 @@ def rollback(name: str) -> tuple[str | None, str]:
         if leaving:
             _tag(client, leaving, {ROLLED_BACK_AT: _now()})
         return present, previous
+
+
+def why_needed(client: MlflowClient, version: ModelVersion) -> str:
+    """Why the weights of a version are still needed; "" if they are not."""
+    name, number, model = version.name, str(version.version), client.get_registered_model(version.name)
+    if aliases := sorted(alias for alias, other in model.aliases.items() if str(other) == number):
+        return f"{name} version {number} has the alias {aliases[0]}"
+    history = json.loads(model.tags.get(HISTORY, "[]"))
+    if number == _previous(client, name, model.aliases.get(CHAMPION), history):
+        return f"a rollback of {name} returns to version {number}"
+    if version.tags.get(DECISION) == WAITING:
+        return f"{name} version {number} waits for approval"
+    return f"{name} version {number} is being promoted" if _is_being_promoted(version) else ""
 
 
 def describe_rollback(name: str, left: str | None, version: str) -> str:
@@ -210,6 +222,11 @@ def _version(client: MlflowClient, model: RegisteredModel, version: str) -> Mode
     found = find_version(client, model.name, str(number))
     if found is None:
         raise PromotionError(f"{model.name} has no version {number}")
+    if REMOVED in found.tags:
+        raise PromotionError(
+            f"{model.name} version {number} has no weights any more: `grpo clean` removed them on "
+            f"{found.tags[REMOVED]}; train again, or promote another version"
+        )
     return found
 
 
@@ -237,6 +254,16 @@ def _since(champion: str | None, history: list[Entry]) -> float:
     if not champion or place < 0:
         return 0.0
     return 1000 * datetime.fromisoformat(history[place]["at"]).timestamp()
+
+
+def _previous(client: MlflowClient, name: str, present: str | None, history: list[Entry]) -> str | None:
+    """Version to which a rollback returns: the latest champion before the `present` one that still has its weights;
+    None if there is none."""
+    for entry in reversed(reigns(history)):
+        version = find_version(client, name, entry["version"]) if entry["version"] != str(present) else None
+        if version and REMOVED not in version.tags:
+            return entry["version"]
+    return None
 
 
 def _comparison(version: ModelVersion, rules: Mapping[str, Any]) -> list[Any]:

@@ -54,7 +54,7 @@ def test_a_stage_added_to_the_table_runs_in_its_place_and_is_seen_everywhere(qua
     assert [row[0] for row in rows if row] == ORDER
     assert [row[4] for row in rows if row and row[0] == "quantize"] == ["8 bits"]
     stages = [ORDER[0], "probe", *ORDER[1:]]  # the probe only where a run asks for it
-    offered = [*(f"{stage}/local" for stage in stages), "promote/local", "rollback/local"]
+    offered = [*(f"{stage}/local" for stage in stages), "promote/local", "rollback/local", "clean/local"]
     assert quantizing["deployments"] == ["pipeline/local", "sweep/local", *offered]
     assert quantizing["handed over"] == ["train", "evaluate", "quantize"]
 
@@ -80,6 +80,7 @@ def test_the_deployments_for_work_pools_are_those_of_the_table(file: Path) -> No
         "flows/sweep.py:sweep",
         "flows/promotion.py:promote",
         "flows/promotion.py:rollback",
+        "flows/clean.py:clean",
     ]
     assert pipeline["entrypoint"] == "flows/pipeline.py:pipeline"
     assert pipeline["work_pool"]["job_variables"]["env"][GPU_DEPLOYMENT] == "gpu"

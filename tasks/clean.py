@@ -1,0 +1,244 @@
+"""Removes what old runs take on the disk and in MLflow, unless something needs it.
+
+Of a run that is removed, its directory, its weights and its traces go. Its figures, configuration and evaluation stay
+in MLflow, and so do its versions with their tags: attempts are counted by them, and `grpo compare` reads them.
+
+Versions are marked as removed before their weights are, and a folder is moved to TRASH before it is deleted: whatever
+ends this, nothing half removed looks whole, and the next call removes the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.entities import LifecycleStage, LoggedModel, Run
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+from mlflow.utils.file_utils import local_file_uri_to_path
+
+from grpo_core import run_files
+from grpo_core.errors import GrpoError
+from grpo_core.system.memory import gib_text
+from tasks.processes.leftovers import leftovers
+from tasks.registry.champion import REMOVED, why_needed
+from tasks.registry.lookup import if_there
+from tasks.registry.model_lock import model_lock
+from tasks.stages.arms import arm_prefix
+from tasks.stages.files import read_json, remove
+from tasks.stages.locks import RunInUseError, holding, lock, locked
+from tasks.stages.mlflow_address import tracking_uri
+from tasks.stages.run_directory import storage_root
+from tasks.stages.table import TRAIN
+from tasks.tracking.runs import RUN_FILE, answering, connect
+
+KEEP_DAYS = 30
+SECONDS_PER_DAY = 86_400
+TRASH = "trash"  # folder under the storage root
+TRACES_PER_REQUEST = 100
+YOUNG = "it has changed since"
+
+
+@dataclass(frozen=True)
+class Item:
+    """What is old enough to be removed: a run's directory, an output in its replaced/, a sweep's folder, or what vLLM
+    left on this machine.
+
+    name: its path below the storage root. changed: in seconds since 1970. size: bytes on the disk, with those of its
+    weights in MLflow if they are on this machine. kept: why it is not removed; "" if it is.
+    """
+
+    name: str
+    changed: float
+    size: int
+    kept: str
+
+
+def describe(item: Item, dry_run: bool) -> str:
+    """One line about an item."""
+    fate = "kept" if item.kept else "would be removed" if dry_run else "removed"
+    why = f": {item.kept}" if item.kept else ""
+    return f"{fate}  {item.name}, {gib_text(item.size / 2**30)}, last changed {date.fromtimestamp(item.changed)}{why}"
+
+
+def summarize(items: list[Item], keep_days: float, dry_run: bool) -> str:
+    """One sentence about all items."""
+    going = [it for it in items if not it.kept]
+    size, kept = gib_text(sum(it.size for it in going) / 2**30), len(items) - len(going)
+    if not items:
+        return f"nothing is older than {keep_days:g} days in {storage_root()}"
+    would = "would be removed" if dry_run else "removed"
+    return f"{len(going):,} {would}, {size}; {kept:,} of that age are needed"
+
+
+def clean(keep_days: float = KEEP_DAYS, dry_run: bool = False) -> Iterator[Item]:
+    """Remove what has not changed for `keep_days` and nothing needs; yields what is of that age, each item when it is
+    done. With `dry_run`, nothing is removed.
+
+    Needed are runs at work; runs of which a version has an alias, waits for approval, or would be champion again after
+    a rollback; the arms of a sweep of which one is kept; and runs whose files the configuration of a kept run names.
+    Raises TrackingError if MLflow does not answer, GrpoError if another call is at work.
+    """
+    root, before = storage_root(), time.time() - keep_days * SECONDS_PER_DAY
+    (trash := root / TRASH).mkdir(parents=True, exist_ok=True)
+    with holding(descriptor := os.open(trash, os.O_RDONLY)), answering():
+        if not lock(descriptor):
+            raise GrpoError(f"another `grpo clean` works on {root}: wait until it has ended")
+        client, runs = connect(), {run.name: run for run in sorted((root / "runs").glob("*")) if run.is_dir()}
+        _empty(client, trash)  # what an earlier call that was ended has left
+        kept = _kept(client, runs, before)
+        for name, run in runs.items():
+            if _changed(run) < before:
+                yield _handle(client, run, run, kept.get(name, ""), before, dry_run)
+            for output in sorted(run.glob("replaced/*")) if name in kept else ():
+                if _changed(output) < before:
+                    yield _handle(client, output, run, _needed_in_mlflow(client, output), before, dry_run)
+        for sweep in sorted((root / "sweeps").glob("*")):
+            if _changed(sweep) < before and not any(name.startswith(arm_prefix(sweep.name)) for name in kept):
+                yield _handle(client, sweep, None, "", before, dry_run)
+    if left := leftovers(min(before, time.time() - SECONDS_PER_DAY)):  # a young one may be about to be used
+        stats = [it.lstat() for it in left]
+        size, changed = 512 * sum(it.st_blocks for it in stats), max(it.st_mtime for it in stats)
+        yield Item(f"{len(left):,} files that killed vLLM engines left", changed, size, "")
+        for path in () if dry_run else left:
+            path.unlink(missing_ok=True)
+
+
+def _kept(client: MlflowClient, runs: Mapping[str, Path], before: float) -> dict[str, str]:
+    """Why each run is kept that is."""
+    kept = {}
+    for name, run in runs.items():
+        if reason := YOUNG if _changed(run) >= before else _needed_in_mlflow(client, run):
+            kept[name] = reason
+    files = {name: run / run_files.CONFIG for name, run in runs.items()}
+    texts = {name: file.read_text() if file.exists() else "" for name, file in files.items()}
+    sweeps = {name: tomllib.loads(text).get("registry", {}).get("sweep") for name, text in texts.items()}
+    found = [*kept]
+    while found:
+        name = found.pop()
+        for other in texts.keys() - kept.keys():
+            if sweeps[other] and sweeps[other] == sweeps[name]:
+                kept[other] = f"{name}, of the same sweep, is kept"
+            elif re.search(rf"runs/{re.escape(other)}(?![\w.-])", texts[name]):
+                kept[other] = f"{name} names its files"
+            else:
+                continue
+            found.append(other)
+    return kept
+
+
+def _handle(client: MlflowClient, path: Path, run: Path | None, kept: str, before: float, dry_run: bool) -> Item:
+    """Remove an item unless it is kept. `run`: the directory of the run that it is or belongs to."""
+    name, changed, size = path.relative_to(storage_root()).as_posix(), _changed(path), _size(client, path)
+    if not kept and not dry_run:
+        try:
+            with locked(run) if run else nullcontext():
+                if not (kept := YOUNG if _changed(path) >= before else _needed_in_mlflow(client, path)):
+                    trash = storage_root() / TRASH
+                    path.rename(Path(tempfile.mkdtemp(dir=trash), path.name))
+                    _empty(client, trash)
+        except RunInUseError:
+            kept = "a process works on it"
+    return Item(name, changed, size, kept)
+
+
+def _empty(client: MlflowClient, trash: Path) -> None:
+    for folder in trash.iterdir():
+        for path in folder.iterdir():
+            _delete(client, path)
+        folder.rmdir()
+
+
+def _delete(client: MlflowClient, path: Path) -> None:
+    """Delete a run's directory or an output in the trash, and in MLflow its weights and traces."""
+    for run_id, experiment_id in _tracked(path).items():
+        if _mark(client, run_id):
+            continue
+        for model in _models(client, run_id, experiment_id):
+            get_artifact_repository(model.artifact_location).delete_artifacts()
+        where = {"locations": [experiment_id], "run_id": run_id, "include_spans": False}
+        while traces := client.search_traces(max_results=TRACES_PER_REQUEST, **where):
+            client.delete_traces(experiment_id, trace_ids=[trace.info.trace_id for trace in traces])
+    remove(path)
+
+
+def _mark(client: MlflowClient, run_id: str) -> str:
+    """Mark the versions of an MLflow run as removed, unless one is needed; returns why."""
+    if (run := _find_run(client, run_id)) is None:
+        return "no such run"
+    with ExitStack() as stack:
+        for name in sorted({version.name for version in _versions(client, run_id)}):
+            stack.enter_context(model_lock(name))
+        versions = _versions(client, run_id)
+        if reason := _first(why_needed(client, version) for version in versions):
+            return reason
+        today = date.today().isoformat()
+        for version in versions:
+            client.set_model_version_tag(version.name, str(version.version), REMOVED, today)
+    if run.info.lifecycle_stage == LifecycleStage.ACTIVE:  # MLflow refuses tags of a run that is deleted there
+        client.set_tag(run_id, REMOVED, today)
+    return ""
+
+
+def _needed_in_mlflow(client: MlflowClient, path: Path) -> str:
+    """Why the weights of the trainings in a folder are needed; "" if they are not."""
+    for run_id in _tracked(path):
+        if _find_run(client, run_id) is None:
+            return f"its MLflow run {run_id} is not at {tracking_uri()}, so who needs its weights is not known"
+        if reason := _first(why_needed(client, version) for version in _versions(client, run_id)):
+            return reason
+    return ""
+
+
+def _find_run(client: MlflowClient, run_id: str) -> Run | None:
+    return if_there(lambda: client.get_run(run_id))
+
+
+def _versions(client: MlflowClient, run_id: str) -> list[ModelVersion]:
+    return [*client.search_model_versions(f"run_id = '{run_id}'")]
+
+
+def _models(client: MlflowClient, run_id: str, experiment_id: str) -> list[LoggedModel]:
+    """The logged models of an MLflow run, which hold its weights."""
+    return [*client.search_logged_models([experiment_id], f"source_run_id = '{run_id}'")]
+
+
+def _tracked(path: Path) -> dict[str, str]:
+    """MLflow runs of the trainings in a run's directory, or of the training that the path is, with their
+    experiments."""
+    folders = [path, TRAIN.path(path), TRAIN.partial(path), *path.glob(f"replaced/{TRAIN.output}-*")]
+    known = [read_json(it / RUN_FILE) for it in folders if it.is_dir()]
+    return {it["run_id"]: it["experiment_id"] for it in known if it}
+
+
+def _changed(path: Path) -> float:
+    """Time at which a file, or what is up to two levels below a folder, last changed, in seconds since 1970. The lock
+    does not count, since whoever looks takes it."""
+    times = [it.lstat().st_mtime for it in [*path.glob("*"), *path.glob("*/*")] if it.name != ".lock"]
+    return max(times, default=path.lstat().st_mtime)
+
+
+def _size(client: MlflowClient, path: Path) -> int:
+    """Bytes on the disk, with those of its weights in MLflow if they are on this machine; what has two names counts
+    once."""
+    models = [
+        model for run_id, experiment_id in _tracked(path).items() for model in _models(client, run_id, experiment_id)
+    ]
+    places = [it.artifact_location for it in models if it.artifact_location.startswith(("file:", "/"))]
+    folders = [path, *(Path(local_file_uri_to_path(it)) for it in places)]
+    files = [it for folder in folders if folder.exists() for it in (folder, *folder.rglob("*"))]
+    return sum({(stat := it.lstat()).st_ino: 512 * stat.st_blocks for it in files}.values())
+
+
+def _first(reasons: Iterator[str]) -> str:
+    """The first that is not empty, or ""."""
+    return next(filter(None, reasons), "")
