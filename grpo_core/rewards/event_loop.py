@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 GRACE = 1.0  # seconds after which a coroutine that blocks, or cleans up for long, is ended like any function
-TURNS = 20  # of the loop: enough for an answer that has arrived to reach its coroutine through a client
 
 Item = TypeVar("Item")
 
@@ -42,10 +41,7 @@ class _Loop(threading.local):
         return self.runner.get_loop()
 
     def run(self, work: Awaitable[Item]) -> Item:
-        """Return the result of the work, which is cancelled if an interrupt or a time limit ends the running.
-
-        First, the loop deals with what came while it stood still, such as the end of a kept connection.
-        """
+        """Return the result of the work, which is cancelled if an interrupt or a time limit ends the running."""
         start = time.monotonic()
         stood = start - self.stopped
 
@@ -53,8 +49,6 @@ class _Loop(threading.local):
             for scope in self.scopes:
                 if not scope.expired():
                     scope.reschedule((scope.when() or 0.0) + stood)
-            for _ in range(TURNS):
-                await asyncio.sleep(0)
             return await work
 
         task = self.get().create_task(catch_up_and_work())

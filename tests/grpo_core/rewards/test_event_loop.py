@@ -49,6 +49,18 @@ async def work():
     while True:
         await answered.put(await by_httpx(*await asked.get()))
 
+stream = None
+
+async def streamed(completions, url):
+    global stream
+    text = completions[0]
+    if stream is None or stream[0].at_eof():
+        stream = await asyncio.open_connection(*url.removeprefix("http://").strip("/").split(":"))
+    reader, writer = stream
+    writer.write(f"POST / HTTP/1.1\\r\\nContent-Length: {len(text)}\\r\\n\\r\\n{text}".encode())
+    await reader.readuntil(b"\\r\\n\\r\\n")
+    return [float(await reader.readexactly(1))]
+
 async def by_a_task(url, text):
     global worker
     worker = worker or asyncio.create_task(work())
@@ -168,13 +180,15 @@ def test_a_function_keeps_its_client_semaphore_and_task_over_batches(
             reward.process.end()
 
 
-@pytest.mark.parametrize("way", ["by_httpx", "by_aiohttp"])
+@pytest.mark.parametrize(
+    ("function", "args"), [("ask", {"way": "by_httpx"}), ("ask", {"way": "by_aiohttp"}), ("streamed", {})]
+)
 def test_a_connection_that_the_server_ended_between_two_batches_is_made_again(
-    declared: Callable[..., RewardConfig], way: str
+    declared: Callable[..., RewardConfig], function: str, args: dict[str, str]
 ) -> None:
-    """aiohttp sends over it unless its end was read before: the loop stood still when it came."""
+    """aiohttp and a stream send over it unless its end was read before: the loop stood still when it came."""
     with measuring(keeps_seconds=0.1) as server:
-        reward = resolve(declared("ask", args={"url": server.url, "way": way}))
+        reward = resolve(declared(function, args={"url": server.url, **args}))
         for number in range(1, 3):
             assert score([reward], _batch("a")) == [[1.0]]
             assert server.connections == number
