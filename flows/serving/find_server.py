@@ -50,13 +50,13 @@ class Answer:
 @contextmanager
 def server_for_command() -> Iterator[str]:
     """Give the URL of Prefect's API, as `_prefect_api` does: import in the body what is needed, while a server starts.
-    After the body, the server has the GPU limits. Raises ServerError if there is no server."""
+    After the body, the server has the GPU limit. Raises ServerError if there is no server."""
     with _prefect_api() as url:
         yield url
-    from flows.serving.server_setup import ensure_gpu_limits, prefect_answering
+    from flows.serving.server_setup import ensure_gpu_limit, prefect_answering
 
     with prefect_answering():
-        ensure_gpu_limits()
+        ensure_gpu_limit()
 
 
 def use_running_server() -> bool:
@@ -206,9 +206,10 @@ def _problem_of_api(url: str) -> str:
         answer = _get_health(url)
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         return f"no Prefect server answers there ({error})"
-    # Prefect Cloud may have no such page. Prefect's client reports other statuses, such as that of a missing password.
-    is_missing = answer.status_code == 404 and "/workspaces/" not in url
-    return "what answers there is not Prefect's API" if is_missing or answer.is_success and answer.text != "true" else ""
+    is_missing = answer.status_code == 404 and "/workspaces/" not in url  # Prefect Cloud may have no such page
+    if is_missing or (answer.is_success and answer.text != "true"):
+        return "what answers there is not Prefect's API"
+    return ""  # Prefect's client reports other statuses, such as that of a missing password
 
 
 def find_api_to_serve() -> str:

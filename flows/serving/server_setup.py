@@ -19,7 +19,7 @@ from prefect.exceptions import ObjectNotFound
 from flows.serving.environment import HEARTBEAT_SECONDS, TAG
 from flows.serving.up_file import ServerError
 from grpo_core.planning.nvidia import visible_devices
-from tasks.processes.slots import GPU_LIMIT, TURN
+from tasks.processes.slots import GPU_LIMIT
 from tasks.stages.prefect_address import HTTP_ERROR, describe_server_failure
 
 CRASH_WATCH = "grpo: runs whose process is gone are crashed"
@@ -50,21 +50,20 @@ def check_access() -> None:
 
 
 def set_up() -> None:
-    """Create the GPU limits and the crash watch."""
-    ensure_gpu_limits()
+    """Create the GPU limit and the crash watch."""
+    ensure_gpu_limit()
     ensure_crash_watch()
 
 
-def ensure_gpu_limits() -> None:
+def ensure_gpu_limit() -> None:
     """Create the limit by which trainings and evaluations share GPUs, with one slot per GPU of this machine and at
-    least one, and the limit by which they take turns. If the server has a limit of that name, it is kept as it is."""
-    limits = {GPU_LIMIT: max(1, len(visible_devices())), TURN: 1}
+    least one. If the server has a limit of that name, it is kept as it is."""
     with get_client(sync_client=True) as client:
-        for name, slots in limits.items():
-            try:
-                client.read_global_concurrency_limit_by_name(name)
-            except ObjectNotFound:
-                client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=slots))
+        try:
+            client.read_global_concurrency_limit_by_name(GPU_LIMIT)
+        except ObjectNotFound:
+            slots = max(1, len(visible_devices()))
+            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=GPU_LIMIT, limit=slots))
 
 
 def ensure_crash_watch() -> None:

@@ -216,7 +216,4 @@ def test_a_command_s_own_server_has_the_limit_of_one_training_before_the_first_r
     refused = run_grpo(tmp_path, "stage", "validate", "--run", "test")
     assert refused.returncode == 1
     with closing(sqlite3.connect(tmp_path / "prefect" / "prefect.db")) as database:
-        assert database.execute('select name, "limit" from concurrency_limit_v2').fetchall() == [
-            ("grpo-training", 1),
-            ("grpo-training-turn", 1),
-        ]
+        assert database.execute('select name, "limit" from concurrency_limit_v2').fetchall() == [("grpo-training", 1)]
