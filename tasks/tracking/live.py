@@ -116,10 +116,11 @@ class Figures:
 
 
 class Live:
-    """A progress artifact and a table of a training, kept up to date while it runs."""
+    """A progress artifact and a table of a training, kept up to date while it runs. `mlflow_run`: Markdown link, shown
+    with the table."""
 
-    def __init__(self, metrics: Path, plan: Plan):
-        self.figures, self.plan = Figures(metrics), plan
+    def __init__(self, metrics: Path, plan: Plan, mlflow_run: str):
+        self.figures, self.plan, self.mlflow_run = Figures(metrics), plan, mlflow_run
         self.rows: deque[Row] = deque(maxlen=ROWS + 1)  # a row's tokens are counted from the row before
         self.progress: UUID | None = None
         self.table: UUID | None = None
@@ -152,7 +153,8 @@ class Live:
         percent = 100.0 * rows[-1]["step"] / self.plan.max_steps
         update_progress_artifact(self.progress, percent, description=done + left)
         if self.table is None:
-            self.table = _id(create_table_artifact(table, key="training-live", description="The newest updates"))
+            said = f"The newest updates. MLflow run: {self.mlflow_run}"
+            self.table = _id(create_table_artifact(table, key="training-live", description=said))
             return
         with get_client(sync_client=True) as client:
             client.update_artifact(self.table, ArtifactUpdate(data=json.dumps(table)))
