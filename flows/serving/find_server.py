@@ -270,7 +270,8 @@ def ask(url: str) -> Answer | None:
         headers = _get_health(url).headers
     except (httpx2.HTTPError, httpx2.InvalidURL):
         return None
-    return Answer(headers.get(ID_HEADER, ""), urllib.parse.unquote(headers.get(STORAGE_HEADER, "")))
+    storage = urllib.parse.unquote_to_bytes(headers.get(STORAGE_HEADER, ""))  # a path may be no text
+    return Answer(headers.get(ID_HEADER, ""), os.fsdecode(storage))
 
 
 def _get_health(url: str) -> httpx2.Response:

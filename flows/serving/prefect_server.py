@@ -30,7 +30,10 @@ class Named:
 
     def __init__(self, app: ASGIApp):
         self.app = app
-        values = {ID_HEADER: os.environ.get(SERVER_ID, ""), STORAGE_HEADER: urllib.parse.quote(str(storage_root()))}
+        values = {
+            ID_HEADER: os.environ.get(SERVER_ID, ""),
+            STORAGE_HEADER: urllib.parse.quote(os.fsencode(storage_root())),
+        }
         self.headers = [(name.encode(), value.encode()) for name, value in values.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -22,7 +22,7 @@ from benchmarks.command import python_path
 from flows.cli.terminal import Refusal
 from flows.cli.up import _wait_for_end
 from flows.serving.children import Child
-from flows.serving.find_server import find_api_to_serve, wait_until_healthy
+from flows.serving.find_server import Answer, ask, find_api_to_serve, wait_until_healthy
 from flows.serving.up_file import ServerError, announced, find_up, new_up
 from tests.command_line import run_here
 from tests.conftest import config_values, make_run, write_sums
@@ -217,3 +217,16 @@ def test_a_command_s_own_server_has_the_limit_of_one_training_before_the_first_r
     assert refused.returncode == 1
     with closing(sqlite3.connect(tmp_path / "prefect" / "prefect.db")) as database:
         assert database.execute('select name, "limit" from concurrency_limit_v2').fetchall() == [("grpo-training", 1)]
+
+
+def test_a_storage_whose_name_is_no_text_is_told_to_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As every name beyond ASCII, with PYTHONUTF8=0 in the locale C."""
+    import httpx2
+
+    from flows.serving.prefect_server import Named
+
+    storage = tmp_path / os.fsdecode(b"\xfc")
+    monkeypatch.setenv("GRPO_STORAGE", str(storage))
+    answer = httpx2.Response(200, headers=Named(None).headers)  # type: ignore[arg-type]
+    monkeypatch.setattr(httpx2, "get", lambda *_, **__: answer)
+    assert ask("http://127.0.0.1:1/api") == Answer("", str(storage))
