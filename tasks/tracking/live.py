@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import re
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -166,8 +167,8 @@ def _id(made: object) -> UUID:
 
 
 def live_table(rows: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
-    """Table of the newest ROWS updates, newest first; the time left assumes their mean pace for the rest of the
-    plan."""
+    """Table of the newest ROWS updates, newest first; the time left assumes their median pace for the rest of the
+    plan, since the first update warms up."""
     table: list[dict[str, Any]] = []
     for position, row in enumerate(rows):
         times = [earlier["step_time"] for earlier in rows[: position + 1]]
@@ -183,7 +184,7 @@ def live_table(rows: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
                 **({"turns": f"{row[TURNS]:.1f}"} if TURNS in row else {}),
                 **({"failed calls": f"{row[FAILED_CALLS]:.2f}"} if FAILED_CALLS in row else {}),
                 "tokens/s": "" if tokens is None else f"{tokens / row['step_time']:,.0f}",
-                "time left": duration((plan.max_steps - row["step"]) * sum(times) / len(times)),
+                "time left": duration((plan.max_steps - row["step"]) * statistics.median(times)),
             }
         )
     return table[::-1][:ROWS]
