@@ -114,7 +114,8 @@ def test_the_final_message_of_a_run_is_its_verdict_and_prefect_and_mlflow_link_e
     from tasks.tracking.runs import run_address
 
     verdict = headline(json.loads((finished / "evaluation" / "report.json").read_text()), "accuracy").headline
-    assert triggered["state"]["message"] == f"{verdict}; arithmetic version 1 registered"
+    version = json.loads((finished / "registration.json").read_text())["version"]
+    assert triggered["state"]["message"] == f"{verdict}; arithmetic version {version} registered"
     address = f"{served.mlflow_url}/#{run_address(finished / 'training').partition('#')[2]}"
     assert f"MLflow run: {address}" in served.messages_with(triggered["id"], "MLflow run:")
     shown = {it["key"]: it for it in served.filter("artifacts", flow_runs={"id": {"any_": [triggered["id"]]}})}
