@@ -8,15 +8,16 @@ from collections.abc import Callable
 from itertools import groupby
 from logging import Logger, LoggerAdapter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from prefect import flow, get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas import FlowRun
+from prefect.client.schemas.objects import State
 from prefect.deployments import run_deployment
 from prefect.exceptions import ExternalSignal, PrefectException, PrefectHTTPStatusError
 from prefect.runtime import deployment, flow_run
-from prefect.states import Cancelling
+from prefect.states import Cancelling, Completed
 
 from flows.parameters.allowed import resolve_allowed
 from flows.parameters.early_refusals import refuse_early
@@ -30,6 +31,7 @@ from tasks.stages.attempts import restore_lost_retry
 from tasks.stages.condition import conditions
 from tasks.stages.endings import end_in_plain_words
 from tasks.stages.errors import Interrupted, StageError
+from tasks.stages.mlflow_address import refuse_unreachable_server
 from tasks.stages.run import describe_interruption
 from tasks.stages.run_directory import open_run, run_folder
 from tasks.stages.table import ALL_STAGES, GPU_DEPLOYMENT, REGISTER, STAGES, Stage, stages_of
@@ -68,8 +70,9 @@ def _run_name() -> str:
 
 @flow(flow_run_name=_run_name, **OPTIONS)
 @end_in_plain_words
-def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> Path:  # noqa: B006 (read only)
-    """Take the configured prompts and base model to a registered, evaluated policy; returns the run directory.
+def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> State[Path]:  # noqa: B006 (read only)
+    """Take the configured prompts and base model to a registered, evaluated policy. The final state's message is the
+    verdict, its result the run directory.
 
     A stage whose output is up to date is skipped, so running the same configuration again continues where it stopped.
 
@@ -89,15 +92,17 @@ def make_pipeline(config: RunConfig) -> Callable[..., Path]:
 
     @flow(flow_run_name=config.name, **OPTIONS)
     @end_in_plain_words
-    def pipeline(preset: str, changes: dict[str, Any]) -> Path:
+    def pipeline(preset: str, changes: dict[str, Any]) -> State[Path]:
         return _run_stages(config)
 
-    return pipeline
+    return cast(Callable[..., Path], pipeline)  # Prefect gives its caller the state's result
 
 
-def _run_stages(config: RunConfig) -> Path:
-    """Run the stages in order, each here or by its deployment; returns the run directory."""
-    run, gpu = run_folder(config.name), os.environ.get(GPU_DEPLOYMENT)
+def _run_stages(config: RunConfig) -> State[Path]:
+    """Run the stages in order, each here or by its deployment. Returns the run directory, with the verdict and what
+    came of the version as the state's message."""
+    refuse_unreachable_server()
+    run, gpu, decision = run_folder(config.name), os.environ.get(GPU_DEPLOYMENT), ""
     for is_elsewhere, stages in groupby(stages_of(config), lambda stage: bool(gpu) and stage.gpu):
         if is_elsewhere:  # the run directory is unlocked meanwhile: the flows of these stages lock it
             for stage in stages:
@@ -108,25 +113,28 @@ def _run_stages(config: RunConfig) -> Path:
             for stage in stages:
                 TASKS[stage](run, config).result()
                 if stage is REGISTER:
-                    _promote(config, run)
-    announce_completed(run, config, str(flow_run.id))
-    return run
+                    decision = _promote(config, run)
+    verdict = announce_completed(run, config, str(flow_run.id))
+    return Completed(message=f"{verdict}; {decision}", data=run)
 
 
-def _promote(config: RunConfig, run: Path) -> None:
-    """Try once to promote the version that the run has registered. A version that is decided already is left alone."""
-    if not config.promotion.automatic:
-        return
+def _promote(config: RunConfig, run: Path) -> str:
+    """Try once to promote the version that the run has registered. A version that is decided already is left alone.
+    Returns what came of it."""
     registered = REGISTER.read_receipt(run)
     model, version = registered["model_name"], registered["version"]
+    if not config.promotion.automatic:
+        return f"{model} version {version} registered"
     if is_decided(model, version):
         get_run_logger().info("promote: already decided for %s version %s, skipped", model, version)
-        return
+        return f"{model} version {version} was decided on before"
     outcome = promote_or_ask(model, version, force=False, changes={})
     if outcome.decision == WAITING:
         get_run_logger().warning(
             "`grpo promote %s --approve NAME`, or --reject NAME, answers for version %s", model, version
         )
+        return f"{model} version {version} waits for approval"
+    return f"{model} version {version} {outcome.decision}"
 
 
 def _hand_over(stage: Stage, run: Path, config: RunConfig, gpu_deployment: str) -> None:

@@ -67,10 +67,12 @@ def promote(
     on_crashed=[restore_lost_retry],
 )
 @end_in_plain_words
-def rollback(model: str) -> str:
+def rollback(model: str) -> State[str]:
     """Make the previous champion champion again.
 
     Args:
         model: Name of the registered model.
     """
-    return promotion.rollback(model).result()
+    state = promotion.rollback(model)
+    state.result()  # raises the error by which the task has failed
+    return state

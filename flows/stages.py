@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from prefect import Flow, flow, get_run_logger
+from prefect.client.schemas.objects import State
 from prefect.runtime import deployment
+from prefect.states import Completed
 
 from tasks.stages.attempts import restore_lost_retry
 from tasks.stages.endings import end_in_plain_words
@@ -28,13 +30,15 @@ Args:
 """
 
 
-def _stage_flow(stage: Stage) -> Flow[..., None]:
+def _stage_flow(stage: Stage) -> Flow[..., State[None]]:
     task = stage.load_task()
 
     @end_in_plain_words
-    def run_stage(run: str, force: bool = False) -> None:
+    def run_stage(run: str, force: bool = False) -> State[None]:
         with locked(find_run(run), get_run_logger().warning, wait=bool(deployment.id)) as folder:
-            task(folder, read_config(folder), force).result()
+            state = task(folder, read_config(folder), force)
+            state.result()  # raises the error by which the task has failed
+            return Completed(message=state.message)
 
     run_stage.__name__ = run_stage.__qualname__ = f"{stage.name}_run"  # the name that a deployment's entrypoint gives
     run_stage.__doc__ = f"{stage.meaning}\n{ARGUMENTS}"

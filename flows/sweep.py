@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from prefect import flow, get_run_logger, tags
+from prefect.client.schemas.objects import State
 from prefect.runtime import deployment, flow_run
+from prefect.states import Completed
 
 from flows.parameters.allowed import resolve_allowed
 from flows.parameters.arm import Arm, Values
@@ -68,8 +70,9 @@ def sweep(
     stop_early: bool = False,
     optuna: int = 0,
     ranges: dict[str, str] = {},  # noqa: B006 (read only)
-) -> Path:
-    """Run the pipeline with each combination of values, and choose the best arm; returns the sweep's folder.
+) -> State[Path]:
+    """Run the pipeline with each combination of values, and choose the best arm. The final state's message is the
+    verdict, its result the sweep's folder.
 
     Args:
         preset: The run configuration to start from, a file in configs/.
@@ -94,15 +97,15 @@ def make_sweep_flow(sweep: Sweep) -> Callable[..., Path]:
 
     @flow(flow_run_name=sweep.name, **OPTIONS)
     @end_in_plain_words
-    def run_sweep(preset: str, changes: dict[str, Any], options: dict[str, Any]) -> Path:
+    def run_sweep(preset: str, changes: dict[str, Any], options: dict[str, Any]) -> State[Path]:
         return _run_arms(sweep, preset, changes)
 
-    return run_sweep
+    return cast(Callable[..., Path], run_sweep)  # Prefect gives its caller the state's result
 
 
-def _run_arms(sweep: Sweep, preset: str, changes: dict[str, Any]) -> Path:
-    """Run the arms, and choose the best; returns the sweep's folder. If some failed, raises StageError, which names
-    them, once the best of the others is chosen."""
+def _run_arms(sweep: Sweep, preset: str, changes: dict[str, Any]) -> State[Path]:
+    """Run the arms, and choose the best; returns the sweep's folder, with the choice as the state's message. If some
+    failed, raises StageError, which names them, once the best of the others is chosen."""
     level = shared_level(sweep.base.evaluation.confidence) if sweep.stop_early else None
     trainings = trainings_of([arm.config for arm in sweep.arms]) if sweep.stop_early else {}
     folder = sweep_folder(sweep.name)
@@ -113,7 +116,8 @@ def _run_arms(sweep: Sweep, preset: str, changes: dict[str, Any]) -> Path:
         with ending(sweep.name):
             failed = _run_each(sweep, preset, changes)
             try:
-                choose(sweep.name, sweep.base.registry.alias).result()
+                chosen = choose(sweep.name, sweep.base.registry.alias)
+                chosen.result()
             except NoChoiceError as error:
                 failed["choice"] = str(error)
             if failed:
@@ -121,7 +125,7 @@ def _run_arms(sweep: Sweep, preset: str, changes: dict[str, Any]) -> Path:
                 of_arms = f"{len(failed.keys() - {'choice'})} of {sweep.num_arms} arms"
                 raise StageError(f"{of_arms} failed; start the sweep again to retry them\n{reasons}")
     announce_sweep(sweep.name, str(flow_run.id))
-    return folder
+    return Completed(message=chosen.message, data=folder)
 
 
 def _run_each(sweep: Sweep, preset: str, changes: dict[str, Any]) -> dict[str, str]:

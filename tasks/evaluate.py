@@ -28,7 +28,7 @@ from tasks.registry.judging import identity
 from tasks.rendering import figures as as_text
 from tasks.rendering.markdown import escape, table
 from tasks.reports.evaluation_tables import rows_of, verdicts
-from tasks.reports.report import PAGE, write_report
+from tasks.reports.report import PAGE, headline, write_report
 from tasks.stages.arms import other_arms
 from tasks.stages.dependencies import Parts, hash_values
 from tasks.stages.lineage import lineage_keys
@@ -40,6 +40,7 @@ from tasks.tracking.runs import (
     commit_text,
     connect,
     run_address,
+    run_page,
     trained_on_commit,
     training_run_id,
 )
@@ -49,7 +50,11 @@ SAMPLES_SHOWN = 20
 
 @task(name="evaluate")
 def evaluate(run: Path, config: RunConfig, force: bool = False) -> State[None]:
-    return run_stage(EVALUATE, run, config, _work, force)
+    state = run_stage(EVALUATE, run, config, _work, force)
+    if state.is_completed():
+        report = EVALUATE.read_receipt(run)
+        state.message = headline(report, as_text.metric_of(config, report)).headline
+    return state
 
 
 def _work(context: Context) -> dict[str, Any]:
@@ -80,7 +85,8 @@ def _work(context: Context) -> dict[str, Any]:
         report["champion"] = identity(champion)
     run_id = training_run_id(TRAIN.path(context.run))
     metric = as_text.metric_of(config, report)
-    show_markdown("evaluation", _markdown(report, metric), escape("; ".join(verdicts(report, metric))))
+    links = f"On one page: `{EVALUATE.path(context.run) / PAGE}`. MLflow run: {run_page(TRAIN.path(context.run))}"
+    show_markdown("evaluation", f"{_markdown(report, metric)}\n{links}\n", escape("; ".join(verdicts(report, metric))))
     samples = pl.read_parquet(context.partial / run_files.SAMPLES)
     first = samples.filter((pl.col("set") == HELD_OUT) & (pl.col("sample") == 0)).head(SAMPLES_SHOWN)
     rows = json.loads(_with_policies_side_by_side(first, report["policies"]).write_json())

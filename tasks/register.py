@@ -21,6 +21,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import is_conversation, without_gaps
 from grpo_core.data.prompts import load_tokenizer
 from tasks.registry.judging import RECORD, RECORDED, prompts_tags
+from tasks.registry.lookup import find_version
 from tasks.registry.model_version import Example, log_version
 from tasks.rendering import figures
 from tasks.rendering.markdown import escape
@@ -28,7 +29,7 @@ from tasks.reports.cost import run_cost
 from tasks.reports.report import PAGE, headline
 from tasks.stages.dependencies import hash_values
 from tasks.stages.lineage import lineage_keys
-from tasks.stages.mlflow_address import first_cause, tracking_uri
+from tasks.stages.mlflow_address import TrackingError, first_cause, tracking_uri
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import EVALUATE, PLAN, REGISTER, TRAIN
 from tasks.tracking.artifacts import show_markdown
@@ -42,6 +43,8 @@ from tasks.tracking.runs import (
     connect,
     dataset_digests,
     experiment_address,
+    flow_run_link,
+    flow_run_tag,
     lineage_text,
     read_tracking_run,
     results_address,
@@ -61,7 +64,24 @@ CHARTS = "^(reward$|rewards/|eval_|entropy$|kl$|completions/mean_length$)"  # th
 
 @task(name="register")
 def register(run: Path, config: RunConfig, force: bool = False) -> State[None]:
-    return run_stage(REGISTER, run, config, _work, force)
+    return run_stage(REGISTER, run, config, _work, force or _is_deleted(run))
+
+
+def _is_deleted(run: Path) -> bool:
+    """True if MLflow no longer has the version that the run has registered. False if MLflow does not say."""
+    registered = REGISTER.read_receipt(run)
+    if not registered:
+        return False
+    name, version = registered["model_name"], registered["version"]
+    try:
+        with answering():
+            deleted = find_version(connect(), name, version) is None
+    except TrackingError as error:
+        get_run_logger().warning("whether %s version %s is still there is unknown: %s", name, version, error)
+        return False
+    if deleted:
+        get_run_logger().info("%s version %s was deleted in MLflow: it is registered again", name, version)
+    return deleted
 
 
 def _work(context: Context) -> dict[str, Any]:
@@ -81,6 +101,8 @@ def _work(context: Context) -> dict[str, Any]:
     client.log_text(run_id, lineage_text(config), LINEAGE)
     client.set_tag(run_id, MLFLOW_RUN_NOTE, _note(run, verdict))
     client.set_tag(run_id, RESULT, result_line(report, metric))
+    for tag, value in flow_run_tag().items():
+        client.set_tag(run_id, tag, value)
     results = (training / run_files.RESULT, training / run_files.METRICS)
     for path in (run / run_files.CONFIG, PLAN.path(run), *results):
         client.log_artifact(run_id, str(path))
@@ -195,7 +217,7 @@ def _note(run: Path, verdict: str) -> str:
     return (
         f"{verdict}\n\nOn one page: [{PAGE}]({page}) under Artifacts (`{report}`). [All runs with their results]"
         f"({results_address(read_tracking_run(TRAIN.path(run)))}). Charts to begin with: Model metrics, search "
-        f"`{CHARTS}`."
+        f"`{CHARTS}`. {flow_run_link()}"
     )
 
 

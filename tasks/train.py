@@ -31,7 +31,7 @@ from tasks.stages.run import Context, run_stage
 from tasks.stages.table import PLAN, TRAIN
 from tasks.tracking.early_stop import Race
 from tasks.tracking.live import OUTPUT, Live, Output, show_curves
-from tasks.tracking.runs import brief_requests, connect, open_tracking_run
+from tasks.tracking.runs import brief_requests, connect, open_tracking_run, run_address, run_page
 from tasks.tracking.sending import sending
 from tasks.tracking.traces import tracing
 
@@ -52,11 +52,12 @@ def _work(context: Context) -> dict[str, Any]:
     check_gpu_machine()
     plan, folder = load_plan(PLAN.path(context.run)), context.partial
     tracked = open_tracking_run(context.config, context.run, folder)
+    get_run_logger().info("MLflow run: %s", run_address(folder))
     # Otherwise the training had finished, and the stage was killed before publishing it.
     if not read_json(folder / TRAIN.receipt):
         log = get_run_logger()
         with (
-            gpus_and_servers(context, log) as addresses,
+            gpus_and_servers(context, log, is_training=True) as addresses,
             sending(folder, tracked, log),
             tracing(folder, tracked, context.config, log),
             _logging_cost(context.config, folder, tracked),
@@ -125,7 +126,7 @@ def _showing_progress(folder: Path, plan: Plan) -> Iterator[Callable[[str], None
     """Give a function that takes the training's output line by line, for the log and the artifacts. However the
     training ends, the figures that it wrote are shown."""
     log = get_run_logger()
-    output, live = Output(folder / OUTPUT, log), Live(folder / run_files.METRICS, plan)
+    output, live = Output(folder / OUTPUT, log), Live(folder / run_files.METRICS, plan, run_page(folder))
 
     def on_line(line: str) -> None:
         output.line(line)

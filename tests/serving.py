@@ -77,7 +77,15 @@ class Served:
     def retry(self, run_id: str) -> None:
         self._propose(run_id, type="SCHEDULED", name="AwaitingRetry")
 
-    def _propose(self, run_id: str, **state: str) -> None:
+    def suspend(self, run_id: str) -> None:
+        details = {"pause_reschedule": True, "pause_timeout": "2100-01-01T00:00:00Z"}
+        self._propose(run_id, type="PAUSED", name="Suspended", state_details=details)
+
+    def resume(self, run_id: str) -> None:
+        answer = self.api.post(f"/flow_runs/{run_id}/resume").raise_for_status().json()
+        assert answer["status"] == "ACCEPT", answer
+
+    def _propose(self, run_id: str, **state: Any) -> None:
         answer = self.api.post(f"/flow_runs/{run_id}/set_state", json={"state": state}).raise_for_status().json()
         assert answer["status"] == "ACCEPT", answer
 

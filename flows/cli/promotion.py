@@ -93,7 +93,7 @@ def rollback(model: RegisteredModel) -> None:
         from flows.serving.server_setup import prefect_answering
 
         with prefect_answering(), tags(TAG):
-            text = promotion.rollback(model)
+            text = cast(str, promotion.rollback(model))
     else:
         with answering():
             text = champion.describe_rollback(model, *champion.rollback(model))

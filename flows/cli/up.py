@@ -42,7 +42,7 @@ def up(
 def _serve(this: Up, prefect_port: int, mlflow_port: int) -> None:
     with importing():
         from tasks.stages.mlflow_address import tracking_uri
-        from tasks.tracking.runs import SERVED_AT, connect
+        from tasks.tracking.runs import SERVED_AT, answering, connect
 
     if (uri := tracking_uri()).startswith("http"):
         refuse(f"MLFLOW_TRACKING_URI={uri} names a server that runs already: start only `grpo serve`")
@@ -64,7 +64,8 @@ def _serve(this: Up, prefect_port: int, mlflow_port: int) -> None:
     children: list[Child] = []
     try:
         children.append(start_child(SERVER, server_command(prefect_port), ENDING_SECONDS, server_log()))
-        connect()  # creates the database, which the server and trainings would otherwise create concurrently
+        with answering():
+            connect()  # creates the database, which the server and trainings would otherwise create concurrently
         children.append(start_child("MLflow's server", mlflow, ENDING_SECONDS, mlflow_log))
         _wait(children, lambda: is_ours(api, this.server_id))
         say(f"Prefect  {this.prefect_url}  ready; writes to {server_log()}")

@@ -35,7 +35,11 @@ def configure() -> None:
     _bypass_proxies()
     os.environ.setdefault("PREFECT_HOME", str(storage_root() / "prefect"))
     _make_folder("GRPO_STORAGE", storage_root())
-    _make_folder("PREFECT_HOME", Path(os.environ["PREFECT_HOME"]))  # Prefect does not create its database's folder
+    home = Path(os.environ["PREFECT_HOME"])
+    _make_folder("PREFECT_HOME", home)  # Prefect does not create its database's folder
+    # By default, both are in the user's home, which service users may not have, whatever PREFECT_HOME says.
+    os.environ.setdefault("PREFECT_RESULTS_LOCAL_STORAGE_PATH", str(home / "storage"))
+    os.environ.setdefault("PREFECT_SERVER_MEMO_STORE_PATH", str(home / "memo_store.toml"))
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     # By default, leases are kept in memory: if the server dies, they are lost and their slots never freed.
     os.environ.setdefault("PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE", FILE_LEASES)

@@ -21,10 +21,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flows.serving.children import describe_end, last_error, start_child
 from flows.serving.up_file import ServerError, Up, find_up
 from tasks.stages.run_directory import storage_root
+
+if TYPE_CHECKING:
+    import httpx2
 
 START_SECONDS = 180
 STOP_SECONDS = 10
@@ -46,13 +50,13 @@ class Answer:
 @contextmanager
 def server_for_command() -> Iterator[str]:
     """Give the URL of Prefect's API, as `_prefect_api` does: import in the body what is needed, while a server starts.
-    After the body, the server has the GPU limits. Raises ServerError if there is no server."""
+    After the body, the server has the GPU limit. Raises ServerError if there is no server."""
     with _prefect_api() as url:
         yield url
-    from flows.serving.server_setup import ensure_gpu_limits, prefect_answering
+    from flows.serving.server_setup import ensure_gpu_limit, prefect_answering
 
     with prefect_answering():
-        ensure_gpu_limits()
+        ensure_gpu_limit()
 
 
 def use_running_server() -> bool:
@@ -76,9 +80,9 @@ def _prefect_api() -> Iterator[str]:
     The server may still be starting while the body runs, so the body should import what is needed, Prefect first; after
     the body, this waits until the server answers. Prefect's own ephemeral mode is not used: it leaves its server
     running when the caller is killed. Ours stops after Prefect's exit handlers have sent the last logs and states.
-    Raises ServerError if the server does not start.
+    Raises ServerError if the server does not start, or as `_named_api` does.
     """
-    if url := os.environ.get("PREFECT_API_URL"):
+    if url := _named_api():
         yield url
         return
     if up := find_up():
@@ -176,15 +180,36 @@ def server_log() -> Path:
 def find_api() -> str | None:
     """Return the API of a server that runs already: $PREFECT_API_URL, else that of the `grpo up` of this storage; None
     if there is neither. Raises ServerError if it does not answer."""
-    if url := os.environ.get("PREFECT_API_URL"):
-        if ask(url) is None:
-            raise ServerError(f"no Prefect server answers at PREFECT_API_URL={url}: start it, or unset the variable")
+    if url := _named_api():
         return url
     up = find_up()
     if up is None:
         return None
     _wait_for(up)
     return f"{up.prefect_url}/api"
+
+
+def _named_api() -> str | None:
+    """Return $PREFECT_API_URL; None if it is not set. Raises ServerError unless Prefect's API answers there."""
+    if (url := os.environ.get("PREFECT_API_URL")) and (problem := _problem_of_api(url)):
+        raise ServerError(
+            f"PREFECT_API_URL={url}: {problem}. Start that server, correct the URL (http://HOST:PORT/api), or unset "
+            "the variable: without it, the `grpo up` of this storage is used"
+        )
+    return url or None
+
+
+def _problem_of_api(url: str) -> str:
+    import httpx2
+
+    try:
+        answer = _get_health(url)
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        return f"no Prefect server answers there ({error})"
+    is_missing = answer.status_code == 404 and "/workspaces/" not in url  # Prefect Cloud may have no such page
+    if is_missing or (answer.is_success and answer.text != "true"):
+        return "what answers there is not Prefect's API"
+    return ""  # Prefect's client reports other statuses, such as that of a missing password
 
 
 def find_api_to_serve() -> str:
@@ -238,12 +263,19 @@ def _trusted(certificates: str | None) -> ssl.SSLContext:
 
 
 def ask(url: str) -> Answer | None:
-    """The answer of the API at this URL; None if nothing answers."""
+    """The answer of the API at this URL; None if nothing answers. An error status is an answer too."""
     import httpx2  # imported here, so that it does not delay the start of a server
 
-    trusted = _trusted(os.environ.get("PREFECT_API_SSL_CERT_FILE"))
-    try:  # an error status is an answer too: Prefect's client will report the problem
-        headers = httpx2.get(f"{url}/health", timeout=5, verify=trusted, follow_redirects=True).headers
+    try:
+        headers = _get_health(url).headers
     except (httpx2.HTTPError, httpx2.InvalidURL):
         return None
-    return Answer(headers.get(ID_HEADER, ""), urllib.parse.unquote(headers.get(STORAGE_HEADER, "")))
+    storage = urllib.parse.unquote_to_bytes(headers.get(STORAGE_HEADER, ""))  # a path may be no text
+    return Answer(headers.get(ID_HEADER, ""), os.fsdecode(storage))
+
+
+def _get_health(url: str) -> httpx2.Response:
+    import httpx2
+
+    trusted = _trusted(os.environ.get("PREFECT_API_SSL_CERT_FILE"))
+    return httpx2.get(f"{url.rstrip('/')}/health", timeout=5, verify=trusted, follow_redirects=True)

@@ -1,4 +1,4 @@
-"""Slots of our concurrency limits that no lease holds: Prefect counts a slot as taken before it writes the lease that
+"""Slots of the GPU limit that no lease holds: Prefect counts a slot as taken before it writes the lease that
 frees it again, so a full disk or a kill in between would keep every later stage waiting."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from prefect.server.concurrency.lease_storage import get_concurrency_lease_stora
 from prefect.server.database import provide_database_interface
 from prefect.server.models.concurrency_limits_v2 import bulk_decrement_active_slots, bulk_read_concurrency_limits
 
-from tasks.processes.slots import GPU_LIMIT, TURN
+from tasks.processes.slots import GPU_LIMIT
 
 MOST_LEASES = 10_000
 LEASE_SECONDS = 2.0  # in which a slot that was counted has its lease
@@ -30,12 +30,12 @@ async def free_lost_slots() -> None:
 
 
 async def _lost_slots() -> Counter[UUID]:
-    """Number of slots of each limit that no lease holds."""
+    """Number of slots of the limit, by its id, that no lease holds."""
     leases, held = get_concurrency_lease_storage(), Counter[UUID]()
     active = await leases.read_active_lease_ids(MOST_LEASES)
     for lease_id in [*active, *await leases.read_expired_lease_ids(MOST_LEASES)]:
         if (lease := await leases.read_lease(lease_id)) and lease.metadata:
             held.update(dict.fromkeys(lease.resource_ids, lease.metadata.slots))
     async with provide_database_interface().session_context() as session:
-        limits = await bulk_read_concurrency_limits(session=session, names=[GPU_LIMIT, TURN])
+        limits = await bulk_read_concurrency_limits(session=session, names=[GPU_LIMIT])
         return +Counter({limit.id: limit.active_slots - held[limit.id] for limit in limits})

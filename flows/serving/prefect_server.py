@@ -14,6 +14,7 @@ import sys
 import urllib.parse
 
 import uvicorn
+from sqlalchemy import make_url
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flows.serving.find_server import ID_HEADER, SERVER_ID, STORAGE_HEADER
@@ -29,7 +30,10 @@ class Named:
 
     def __init__(self, app: ASGIApp):
         self.app = app
-        values = {ID_HEADER: os.environ.get(SERVER_ID, ""), STORAGE_HEADER: urllib.parse.quote(str(storage_root()))}
+        values = {
+            ID_HEADER: os.environ.get(SERVER_ID, ""),
+            STORAGE_HEADER: urllib.parse.quote(os.fsencode(storage_root())),
+        }
         self.headers = [(name.encode(), value.encode()) for name, value in values.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,22 +47,35 @@ class Named:
 
 class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start; once the database is made, free lost slots. If told to end meanwhile, end before any request is
-        accepted: Prefect's services fail if they are stopped before they have begun."""
-        make_database = self.lifespan.startup
-
-        async def make_database_and_free_slots() -> None:
-            from flows.serving.lost_slots import free_lost_slots
-
-            await make_database()
-            if not self.lifespan.should_exit:
-                await free_lost_slots()
-
-        self.lifespan.startup = make_database_and_free_slots  # uvicorn accepts requests after it
+        """Start, once what the last server left in the database is put right. If told to end meanwhile, end before any
+        request is accepted: Prefect's services fail if they are stopped before they have begun."""
+        await _repair_database()
         await super().startup(sockets)
         if self.should_exit:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
+
+
+async def _repair_database() -> None:
+    """Make the database, or bring it up to this version, then free lost slots and renew the crash watch. Ends the
+    process with a sentence if a newer version of Prefect made the database."""
+    from alembic.util.exc import CommandError
+    from prefect.server.database import provide_database_interface
+
+    from flows.serving.lost_slots import free_lost_slots
+    from flows.serving.watched_runs import renew_crash_watch
+
+    database = provide_database_interface()
+    try:
+        await database.create_db()
+    except CommandError as error:
+        url = make_url(database.database_config.connection_url)
+        sys.exit(
+            f"Prefect's database {url.render_as_string()} was made by another version of Prefect ({error}): "
+            "install that version, restore the database's backup, or set PREFECT_HOME to another folder"
+        )
+    await renew_crash_watch()
+    await free_lost_slots()
 
 
 def main() -> None:

@@ -11,7 +11,14 @@ from datetime import timedelta
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateName,
+    FlowRunFilterTags,
+)
 from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.events import AutomationCore, EventTrigger, Posture
 from prefect.events.actions import ChangeFlowRunState
 from prefect.exceptions import ObjectNotFound
@@ -19,10 +26,13 @@ from prefect.exceptions import ObjectNotFound
 from flows.serving.environment import HEARTBEAT_SECONDS, TAG
 from flows.serving.up_file import ServerError
 from grpo_core.planning.nvidia import visible_devices
-from tasks.processes.slots import GPU_LIMIT, TURN
+from tasks.processes.slots import GPU_LIMIT
+from tasks.stages.attempts import restore_lost_retry
 from tasks.stages.prefect_address import HTTP_ERROR, describe_server_failure
 
 CRASH_WATCH = "grpo: runs whose process is gone are crashed"
+NO_HEARTBEATS = "its process no longer sends heartbeats"  # message of the state
+MOST_RESTORED = 100  # runs
 LONGEST_SILENCE = timedelta(seconds=2.5 * HEARTBEAT_SECONDS)  # two heartbeats missed
 # Events after which an attempt sends no heartbeats: its end, its wait for a person, or the request for the next one.
 # Each may arrive before the attempt's last heartbeat.
@@ -50,21 +60,35 @@ def check_access() -> None:
 
 
 def set_up() -> None:
-    """Create the GPU limits and the crash watch."""
-    ensure_gpu_limits()
+    """Create the GPU limit and the crash watch, and restore the retries that the watch has taken for crashes."""
+    ensure_gpu_limit()
     ensure_crash_watch()
+    restore_lost_retries()
 
 
-def ensure_gpu_limits() -> None:
+def ensure_gpu_limit() -> None:
     """Create the limit by which trainings and evaluations share GPUs, with one slot per GPU of this machine and at
-    least one, and the limit by which they take turns. If the server has a limit of that name, it is kept as it is."""
-    limits = {GPU_LIMIT: max(1, len(visible_devices())), TURN: 1}
+    least one. If the server has a limit of that name, it is kept as it is."""
     with get_client(sync_client=True) as client:
-        for name, slots in limits.items():
-            try:
-                client.read_global_concurrency_limit_by_name(name)
-            except ObjectNotFound:
-                client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=slots))
+        try:
+            client.read_global_concurrency_limit_by_name(GPU_LIMIT)
+        except ObjectNotFound:
+            slots = max(1, len(visible_devices()))
+            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=GPU_LIMIT, limit=slots))
+
+
+def restore_lost_retries() -> None:
+    """Schedule again the last of our flow runs that waited for their next attempt when the watch called them crashed.
+    A server that other programs started does not renew the watch as it starts."""
+    crashed = FlowRunFilter(
+        tags=FlowRunFilterTags(all_=[TAG]),
+        state=FlowRunFilterState(name=FlowRunFilterStateName(any_=["Crashed"])),
+    )
+    with get_client(sync_client=True) as client:
+        newest = FlowRunSort.END_TIME_DESC
+        for run in client.read_flow_runs(flow_run_filter=crashed, sort=newest, limit=MOST_RESTORED):
+            if run.state and run.state.message == NO_HEARTBEATS:
+                restore_lost_retry(None, run, run.state)
 
 
 def ensure_crash_watch() -> None:
@@ -83,7 +107,7 @@ def ensure_crash_watch() -> None:
         threshold=1,
         within=LONGEST_SILENCE,
     )
-    action = ChangeFlowRunState(state=StateType.CRASHED, message="its process no longer sends heartbeats")
+    action = ChangeFlowRunState(state=StateType.CRASHED, message=NO_HEARTBEATS)
     with get_client(sync_client=True) as client:
         if not client.read_automations_by_name(CRASH_WATCH):
             client.create_automation(AutomationCore(name=CRASH_WATCH, trigger=trigger, actions=[action]))

@@ -13,11 +13,13 @@ from tasks.stages.run import Context
 
 
 @contextmanager
-def gpus_and_servers(context: Context, log: Logger | LoggerAdapter[Any]) -> Iterator[dict[str, str]]:
+def gpus_and_servers(
+    context: Context, log: Logger | LoggerAdapter[Any], is_training: bool = False
+) -> Iterator[dict[str, str]]:
     """Hold the GPUs of a stage and start its vLLM servers, which get those after its processes'. Gives the environment
     variables by which the processes find the servers.
 
     `context.config` has as many processes as the stage starts: both the GPUs and the servers' places follow from it.
     """
-    with hold_gpus(context.config), servers(context, log) as addresses:
+    with hold_gpus(context.config, is_training), servers(context, log) as addresses:
         yield addresses

@@ -15,12 +15,10 @@ from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.events import emit_event
-from prefect.utilities.urls import url_for
 
 from grpo_core import run_files
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
-from grpo_core.system.addresses import holds_secret
 from tasks.rendering import figures
 from tasks.rendering.visible import shortened
 from tasks.reports.cost import Cost, cost_of, run_cost
@@ -28,6 +26,7 @@ from tasks.reports.report import PAGE, headline, rival_of
 from tasks.reports.sweep import describe, read_choice
 from tasks.stages.arms import sweep_folder
 from tasks.stages.files import read_json
+from tasks.stages.prefect_address import flow_run_page
 from tasks.stages.run_directory import run_folder
 from tasks.stages.table import EVALUATE, REGISTER, TRAIN
 from tasks.tracking.runs import HARDWARE, RUN_FILE, run_address, version_address
@@ -41,10 +40,11 @@ def announce(event: str, kind: str, name: str, payload: Mapping[str, Any], relat
     emit_event(event, resource, related=[*related], payload={key: _plain(value) for key, value in payload.items()})
 
 
-def announce_completed(run: Path, config: RunConfig, flow_run_id: str) -> None:
-    """Emit grpo.run.completed: the run's stages are all done."""
-    figures = _if_known(lambda: run_figures(run, config))
-    _announce_end(run, "completed", "all stages are done", flow_run_id, figures)
+def announce_completed(run: Path, config: RunConfig, flow_run_id: str) -> str:
+    """Emit grpo.run.completed: the run's stages are all done. Returns the verdict."""
+    figures, done = _if_known(lambda: run_figures(run, config)), "all stages are done"
+    _announce_end(run, "completed", done, flow_run_id, figures)
+    return figures.get("verdict", done)
 
 
 def announce_end(flow: Any, flow_run: FlowRun, state: State) -> None:
@@ -78,7 +78,7 @@ def announce_sweep_end(flow: Any, flow_run: FlowRun, state: State) -> None:
 
 def _announce_sweep(sweep: str, ended: str, reason: str, flow_run_id: str, figures: Mapping[str, Any]) -> None:
     folder = sweep_folder(sweep)
-    payload = {"sweep": sweep, "ended": ended, "reason": reason, "flow_run_url": _page(flow_run_id)}
+    payload = {"sweep": sweep, "ended": ended, "reason": reason, "flow_run_url": flow_run_page(flow_run_id)}
     payload |= {"text": f"sweep {sweep} {ended}: {reason}", **figures}
     payload |= {"mlflow_url": run_address(folder)} if read_json(folder / RUN_FILE) else {}
     announce(f"grpo.sweep.{ended}", "sweep", sweep, payload, [_related(sweep, flow_run_id)])
@@ -109,17 +109,11 @@ def _sweep_figures(sweep: str) -> dict[str, Any]:
 
 
 def _announce_end(run: Path, ended: str, reason: str, flow_run_id: str, figures: Mapping[str, Any]) -> None:
-    payload = {"run": run.name, "ended": ended, "reason": reason, "flow_run_url": _page(flow_run_id)}
+    payload = {"run": run.name, "ended": ended, "reason": reason, "flow_run_url": flow_run_page(flow_run_id)}
     payload |= {"text": f"run {run.name} {ended}: {reason}", **figures}
     if (run / run_files.CONFIG).exists():
         payload |= _addresses(run)
     announce(f"grpo.run.{ended}", "run", run.name, payload, [_related(run.name, flow_run_id)])
-
-
-def _page(flow_run_id: str) -> str:
-    """Address of the flow run's page; "" if it is unknown, or contains a secret, as one of a worker's may."""
-    address = url_for("flow-run", flow_run_id) or ""
-    return "" if holds_secret(address) else address
 
 
 def _related(name: str, flow_run_id: str) -> dict[str, str]:

@@ -32,31 +32,36 @@ def crash_task_runs_left_open() -> None:
 
 
 def restore_lost_retry(flow: Any, flow_run: FlowRun, state: Any) -> None:
-    """Hook for `on_crashed`: schedule again a retry that was lost when the failed attempt's process ended.
+    """Hook for `on_crashed`: schedule again a retry that was lost. A run that waits for its next attempt has no process
+    that could crash.
 
     Prefect shows a run as failed before its process has ended, and then reports the process's exit status as a crash,
-    even if a retry was asked for in between.
+    even if a retry was asked for in between. The crash watch may miss that a run was interrupted, if Prefect's server
+    ends at the same time.
     """
     with get_client(sync_client=True) as client:
         states = sorted(client.read_flow_run_states(flow_run.id), key=lambda known: known.timestamp)
-        if [known.name for known in states[-3:]] == ["Failed", "AwaitingRetry", "Crashed"]:
+        if [known.name for known in states[-2:]] == ["AwaitingRetry", "Crashed"]:
             client.set_flow_run_state(flow_run.id, AwaitingRetry(message=states[-2].message))
 
 
-def schedule_again(what: str) -> bool:
+def schedule_again(what: str) -> str:
     """Schedule this flow run again after a signal that was not a cancellation, for example because the machine is
-    needed for something else. `what`: what was interrupted, and what is saved.
+    needed for something else; a suspended run stays so until a person resumes it. `what`: what was interrupted, and
+    what is saved.
 
-    Returns False, and leaves the run's state as it is, if the run was cancelled, or if it has been stopped MOST_STOPS
-    times with nothing saved in between.
+    Returns when it goes on. Returns "", and leaves the run's state as it is, if the run was cancelled, or if it has
+    been stopped MOST_STOPS times with nothing saved in between.
     """
     with get_client(sync_client=True) as client:
         states = sorted(client.read_flow_run_states(flow_run.id), key=lambda known: known.timestamp)
         stops = [known.message for known in states if known.name == "AwaitingRetry"][-MOST_STOPS:]
         if states[-1].is_cancelling() or states[-1].is_final() or stops == [what] * MOST_STOPS:
-            return False
+            return ""
+        if states[-1].is_paused():
+            return "Resume goes on with it"
         # Prefect's own response to SIGTERM in a container may have scheduled it already.
         if not states[-1].is_scheduled():
             later = datetime.now(UTC) + timedelta(seconds=RETURN_SECONDS)
             client.set_flow_run_state(flow_run.id, AwaitingRetry(scheduled_time=later, message=what))
-    return True
+    return "it goes on by itself, on this machine or another"

@@ -21,13 +21,14 @@ from typing import Any, ParamSpec, TypeVar, cast
 from prefect import Flow, get_run_logger
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.context import FlowRunContext, TagsContext
-from prefect.exceptions import Abort, TerminationSignal
+from prefect.exceptions import Abort, Pause, TerminationSignal
 from prefect.runtime import deployment
 from prefect.states import Cancelled
 
 from grpo_core.errors import GrpoError
 from tasks.stages.attempts import crash_task_runs_left_open, schedule_again
 from tasks.stages.errors import ArmStopped, Interrupted
+from tasks.stages.stopped_in_prefect import is_stopped, stopping_with_run
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,9 +40,9 @@ def end_in_plain_words(work: Callable[P, R]) -> Callable[P, R]:
     """Decorate a flow's function so that it ends in plain words.
 
     A GrpoError is raised to the caller, which prints it; in a deployment's run it is logged once. A signal cancels the
-    flow run, and the caller gets Interrupted. A deployment's run that gets a signal continues later by itself
-    (`schedule_again`), unless it was cancelled: then the signal is raised again. An arm that fell behind is cancelled
-    too.
+    flow run, and the caller gets Interrupted. A deployment's run that gets a signal continues later, by itself or, if
+    it was suspended, when it is resumed (`schedule_again`), unless it was cancelled: then the signal is raised again.
+    An arm that fell behind is cancelled too.
     """
 
     @functools.wraps(work)
@@ -55,8 +56,12 @@ def end_in_plain_words(work: Callable[P, R]) -> Callable[P, R]:
             crash_task_runs_left_open()
             # Keeps tasks from inheriting the run's tags: for each tag, Prefect asks its server for a concurrency slot,
             # and waits two seconds if SQLite is still busy with the end of the task before.
-            with TagsContext(current_tags=set()):
+            with TagsContext(current_tags=set()), stopping_with_run():
                 return work(*args, **kwargs)
+        except Pause as pause:  # Prefect raises it where a task ends, instead of what has ended the task
+            if pause.state and is_stopped([pause.state], bool(deployment.id)):
+                get_run_logger().info("suspended; Resume goes on with it")
+            raise
         except Interrupted as error:
             interrupted = error
         except ArmStopped as stopped:
@@ -70,8 +75,8 @@ def end_in_plain_words(work: Callable[P, R]) -> Callable[P, R]:
         if deployment.id:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # everything is saved, and the rest is short
             atexit.register(_exit_now)
-            if schedule_again(interrupted.what):
-                get_run_logger().info("%s; it goes on by itself, on this machine or another", interrupted.what)
+            if then := schedule_again(interrupted.what):
+                get_run_logger().info("%s; %s", interrupted.what, then)
                 raise Abort("the state of this flow run is set already")
             get_run_logger().info("%s", interrupted)
             raise interrupted.signal

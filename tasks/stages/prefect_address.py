@@ -1,4 +1,4 @@
-"""The error message if Prefect's server does not answer, or fails."""
+"""Addresses of Prefect's pages, and the error message if its server does not answer, or fails."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from pathlib import Path
 
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL
+from prefect.utilities.urls import url_for
 
+from grpo_core.system.addresses import holds_secret
 from tasks.stages.files import cannot_grow, has_room
 from tasks.stages.mlflow_address import first_cause
 
 HTTP_ERROR = PrefectHTTPStatusError.__mro__[2]  # of the HTTP client that this release of Prefect uses
+
+
+def flow_run_page(flow_run_id: str) -> str:
+    """Address of a flow run's page; "" if it is unknown, or contains a secret, as one of a worker's may."""
+    address = url_for("flow-run", flow_run_id) or ""
+    return "" if holds_secret(address) else address
 
 
 def describe_server_failure(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from tasks.stages.dependencies import hash_values
 from tasks.stages.errors import ArmStopped, Interrupted, StageError
 from tasks.stages.files import read_json, remove, set_aside, write_text
 from tasks.stages.lineage import DIGITS, lineage_inputs, lineage_keys
-from tasks.stages.mlflow_address import describe
+from tasks.stages.mlflow_address import describe, tracking_errors
 from tasks.stages.prefect_address import describe_server_failure
 from tasks.stages.table import Stage
 
@@ -138,9 +138,7 @@ def _prepare(stage: Stage, partial: Path, origin: Mapping[str, Any]) -> None:
 def _advice(error: Exception) -> str:
     """Return the cause and what to do, in a sentence, if MLflow, Prefect's server or the storage failed; "" for any
     other error."""
-    from mlflow.exceptions import MlflowException
-
-    if isinstance(error, MlflowException):
+    if isinstance(error, tracking_errors()):
         return describe(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename or 'storage'}; solve that, then run the same again"

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import re
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -116,10 +117,11 @@ class Figures:
 
 
 class Live:
-    """A progress artifact and a table of a training, kept up to date while it runs."""
+    """A progress artifact and a table of a training, kept up to date while it runs. `mlflow_run`: Markdown link, shown
+    with the table."""
 
-    def __init__(self, metrics: Path, plan: Plan):
-        self.figures, self.plan = Figures(metrics), plan
+    def __init__(self, metrics: Path, plan: Plan, mlflow_run: str):
+        self.figures, self.plan, self.mlflow_run = Figures(metrics), plan, mlflow_run
         self.rows: deque[Row] = deque(maxlen=ROWS + 1)  # a row's tokens are counted from the row before
         self.progress: UUID | None = None
         self.table: UUID | None = None
@@ -152,7 +154,8 @@ class Live:
         percent = 100.0 * rows[-1]["step"] / self.plan.max_steps
         update_progress_artifact(self.progress, percent, description=done + left)
         if self.table is None:
-            self.table = _id(create_table_artifact(table, key="training-live", description="The newest updates"))
+            said = f"The newest updates. MLflow run: {self.mlflow_run}"
+            self.table = _id(create_table_artifact(table, key="training-live", description=said))
             return
         with get_client(sync_client=True) as client:
             client.update_artifact(self.table, ArtifactUpdate(data=json.dumps(table)))
@@ -164,8 +167,8 @@ def _id(made: object) -> UUID:
 
 
 def live_table(rows: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
-    """Table of the newest ROWS updates, newest first; the time left assumes their mean pace for the rest of the
-    plan."""
+    """Table of the newest ROWS updates, newest first; the time left assumes their median pace for the rest of the
+    plan, since the first update warms up."""
     table: list[dict[str, Any]] = []
     for position, row in enumerate(rows):
         times = [earlier["step_time"] for earlier in rows[: position + 1]]
@@ -181,7 +184,7 @@ def live_table(rows: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
                 **({"turns": f"{row[TURNS]:.1f}"} if TURNS in row else {}),
                 **({"failed calls": f"{row[FAILED_CALLS]:.2f}"} if FAILED_CALLS in row else {}),
                 "tokens/s": "" if tokens is None else f"{tokens / row['step_time']:,.0f}",
-                "time left": duration((plan.max_steps - row["step"]) * sum(times) / len(times)),
+                "time left": duration((plan.max_steps - row["step"]) * statistics.median(times)),
             }
         )
     return table[::-1][:ROWS]

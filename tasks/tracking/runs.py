@@ -27,6 +27,7 @@ from mlflow.utils.mlflow_tags import (
     MLFLOW_SOURCE_TYPE,
     MLFLOW_USER,
 )
+from prefect.runtime import flow_run
 
 from grpo_core import run_files
 from grpo_core.config.base import flatten
@@ -43,7 +44,8 @@ from tasks.stages.arms import arm_prefix, sweep_folder
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json, write_text
 from tasks.stages.lineage import DIGITS, lineage_keys
-from tasks.stages.mlflow_address import TrackingError, database_file, describe, tracking_uri
+from tasks.stages.mlflow_address import TrackingError, database_file, describe, is_served, tracking_errors, tracking_uri
+from tasks.stages.prefect_address import flow_run_page
 from tasks.stages.run_directory import kept_rewards, storage_root
 from tasks.stages.table import PLAN, VALIDATE
 from tasks.tracking.database import make_database
@@ -59,7 +61,7 @@ FOREIGN_TABLES = [
     ("data", "chat_template_kwargs"),
     ("data", "columns"),
 ]
-HARDWARE = "hardware"  # tag of a run
+HARDWARE, FLOW_RUN = "hardware", "prefect.flow_run"  # tags of a run
 LINEAGE = "lineage.txt"  # among its artifacts
 TRAINING_MODE = "?workflowType=machine_learning"  # of MLflow's pages; by default they are for LLM applications
 SERVED_AT = "GRPO_MLFLOW_URL"  # variable: address at which `grpo up` serves the SQLite file, set for its children
@@ -100,11 +102,12 @@ def brief_requests() -> Iterator[None]:
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """Raises TrackingError within seconds if MLflow refuses a request of the body or does not answer."""
+    """Raises TrackingError within seconds if MLflow refuses a request of the body or does not answer, or if its
+    database cannot be used."""
     try:
         with brief_requests():
             yield
-    except MlflowException as error:
+    except tracking_errors() as error:
         raise TrackingError(describe(error)) from error
 
 
@@ -137,11 +140,13 @@ def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
     client = connect()
     experiment_id = open_experiment(client, config.registry.experiment)
     tags = {
-        MLFLOW_RUN_NOTE: f"Not evaluated yet. Training of {escape(config.model.name_or_path)} in `{run}`.",
+        MLFLOW_RUN_NOTE: f"Not evaluated yet. Training of {escape(config.model.name_or_path)} in `{run}`. "
+        f"{flow_run_link()}",
         MLFLOW_SOURCE_NAME: "grpo-flows",
         MLFLOW_SOURCE_TYPE: "LOCAL",
         HARDWARE: (hardware := name_hardware(find_gpu())),
         **_code_version(),
+        **flow_run_tag(),
     }
     with suppress(KeyError, OSError):  # in some containers, the user has no name
         tags[MLFLOW_USER] = getpass.getuser()
@@ -160,11 +165,28 @@ def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
     return {"run_id": info.run_id, "experiment_id": experiment_id, "start_time": info.start_time, HARDWARE: hardware}
 
 
+def flow_run_tag() -> dict[str, str]:
+    """Tag of an MLflow run with the id of this flow run; empty outside of one."""
+    return {FLOW_RUN: flow_run.id} if flow_run.id else {}
+
+
+def flow_run_link() -> str:
+    """Markdown sentence that links this flow run's page; "" outside of one, or if the page is unknown."""
+    page = flow_run_page(flow_run.id) if flow_run.id else ""
+    return f"[Flow run in Prefect]({page}), while its server runs." if page else ""
+
+
 def open_experiment(client: mlflow.MlflowClient, name: str) -> str:
-    """Return the id of the experiment of this name; make it if there is none."""
+    """Return the id of the experiment of this name; make it if there is none. Raises TrackingError if it is
+    deleted."""
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         return client.create_experiment(name, _artifact_location(), experiment_tags())
+    if experiment.lifecycle_stage == "deleted":
+        raise TrackingError(
+            f"MLflow's experiment {name!r} was deleted: restore it in MLflow (mlflow experiments restore -x "
+            f"{experiment.experiment_id}), or name another one in registry.experiment"
+        )
     for tag, value in experiment_tags().items():
         if tag not in experiment.tags:
             client.set_experiment_tag(experiment.experiment_id, tag, value)
@@ -379,16 +401,12 @@ def version_address(name: str, version: str) -> str:
 def run_page(training: Path) -> str:
     """Markdown link to a training's run."""
     address = run_address(training)
-    return f"[{address}]({address})" + ("" if _is_served() else " (while `grpo up` runs)")
+    return f"[{address}]({address})" + ("" if is_served() else " (while `grpo up` runs)")
 
 
 def _root() -> str:
     """Address of MLflow's pages; if MLflow is a SQLite file, it works while `grpo up` serves it."""
-    return tracking_uri().rstrip("/") if _is_served() else os.environ.get(SERVED_AT, "http://127.0.0.1:5000")
-
-
-def _is_served() -> bool:
-    return tracking_uri().startswith(("http://", "https://"))
+    return tracking_uri().rstrip("/") if is_served() else os.environ.get(SERVED_AT, "http://127.0.0.1:5000")
 
 
 def _artifact_location() -> str | None:

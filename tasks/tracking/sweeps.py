@@ -13,7 +13,15 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE, MLFLOW_SOURCE_NAME, MLFLOW
 
 from tasks.stages.arms import sweep_folder
 from tasks.stages.files import read_json, write_text
-from tasks.tracking.runs import RUN_FILE, answering, brief_requests, connect, open_experiment
+from tasks.tracking.runs import (
+    RUN_FILE,
+    answering,
+    brief_requests,
+    connect,
+    flow_run_link,
+    flow_run_tag,
+    open_experiment,
+)
 from tasks.tracking.view import RESULT, SWEEP
 
 
@@ -29,10 +37,11 @@ def open_sweep_run(sweep: str, experiment: str) -> str:
             return run_id
         experiment_id = open_experiment(client, experiment)
         tags = {
-            MLFLOW_RUN_NOTE: "A sweep; nothing is chosen yet.",
+            MLFLOW_RUN_NOTE: f"A sweep; nothing is chosen yet. {flow_run_link()}",
             MLFLOW_SOURCE_NAME: "grpo-flows",
             MLFLOW_SOURCE_TYPE: "LOCAL",
             SWEEP: sweep,
+            **flow_run_tag(),
         }
         info = client.create_run(experiment_id, run_name=sweep, tags=tags).info
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +62,7 @@ def log_choice(sweep: str, note: str, result: str, metrics: Mapping[str, float],
     """Log the sweep's result to its MLflow run, and end the run. `files`: artifact folder → file."""
     client, run_id = connect(), read_json(sweep_folder(sweep) / RUN_FILE)["run_id"]
     with answering():
-        client.set_tag(run_id, MLFLOW_RUN_NOTE, note)
+        client.set_tag(run_id, MLFLOW_RUN_NOTE, f"{note} {flow_run_link()}")
         client.set_tag(run_id, RESULT, result)
         for name, value in metrics.items():
             client.log_metric(run_id, name, value)

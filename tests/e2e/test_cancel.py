@@ -150,7 +150,7 @@ def test_a_cancelled_training_saves_ends_and_goes_on_from_there(
         cancelled = _start(server, "cancelled")
         _wait_until_stuck(server, "cancelled")
         waiting = _start(server, "waiting")
-        _wait_for(lambda: "waiting for 1 slots" in server.messages(waiting))
+        _wait_for(lambda: "waiting for 1 slot " in server.messages(waiting))
         processes = _processes(runner, "cancelled")
         server.cancel(cancelled)
         _wait_until_ended(processes)
@@ -175,6 +175,36 @@ def test_a_cancelled_training_saves_ends_and_goes_on_from_there(
     assert result["resumed_at_step"] == 3
     assert metrics == undisturbed
     assert _tracked_status(server, server.storage / "runs" / "cancelled" / "training") == "FINISHED"
+
+
+def test_a_suspended_training_frees_its_slot_and_goes_on_when_resumed_unless_it_is_cancelled(
+    server: Served, undisturbed: list[dict[str, float]]
+) -> None:
+    with grpo_serve(server) as runner:
+        suspended = _start(server, "suspended")
+        _wait_until_stuck(server, "suspended")
+        processes = _processes(runner, "suspended")
+        given_up = _start(server, "given-up")
+        server.suspend(suspended)
+        _wait_until_ended(processes)
+        sentence = "; Resume goes on with it"
+        assert sentence in server.messages_with(suspended, sentence)
+        assert [path.name for path in (_partial(server, "suspended") / "checkpoints").iterdir()] == ["step-000003"]
+        _wait_until_stuck(server, "given-up")  # it got the slot
+        processes = _processes(runner, "given-up")
+        server.suspend(given_up)
+        server.cancel(given_up)
+        _wait_until_ended(processes)
+        assert [path.name for path in (_partial(server, "given-up") / "checkpoints").iterdir()] == ["step-000003"]
+        _wait_for(lambda: _slots_taken(server) == 0)
+        assert server.get(f"/flow_runs/{suspended}")["state_name"] == "Suspended"
+        server.resume(suspended)
+        assert _finish(server, suspended) == "Completed"
+        assert server.get(f"/flow_runs/{given_up}")["state_name"] == "Cancelled"
+    result, metrics = _result(server, "suspended")
+    assert result["resumed_at_step"] == 3
+    assert metrics == undisturbed
+    assert "Crashed" not in _states(server, suspended)
 
 
 def test_cancelling_a_pipeline_cancels_the_training_that_it_has_handed_over(server: Served, model_folder: Path) -> None:

@@ -56,6 +56,17 @@ interrupted(return_state=True)
 """
 
 
+LATE = """
+import sys
+from datetime import timedelta
+from prefect.events import emit_event
+from examples.notifications.webhook import notify
+notify(sys.argv[1], timedelta(seconds=10), timedelta(seconds=5))
+payload = {"model": "old", "version": "3", "text": "old version 3 is champion"}
+emit_event("grpo.promoted", {"prefect.resource.id": "grpo.model.old"}, payload=payload)
+"""
+
+
 @dataclass(frozen=True)
 class Call:
     headers: Mapping[str, str]
@@ -195,3 +206,19 @@ def test_a_new_champion_is_announced_and_starts_a_deployment(listening: Set) -> 
     calls = [call.said for call in _of_mlflow(listening, {"name": 'the "sums"', "version": "1", "alias": "champion"})]
     tags = {call["data"]["key"]: call["data"]["value"] for call in calls if call["entity"] == "model_version_tag"}
     assert tags["promotion.decision"] == "promoted"
+
+
+def test_a_champion_that_is_old_and_a_run_that_is_overdue_are_announced_once(listening: Set) -> None:
+    api = listening.prefect.api
+    listening.run("-c", LATE, f"{listening.url}/prefect")
+    flow = api.post("/flows/", json={"name": "pipeline"}).raise_for_status().json()["id"]
+    for name, states in (("in-time", ("RUNNING", "COMPLETED")), ("slow", ("RUNNING",))):
+        run = api.post("/flow_runs/", json={"flow_id": flow, "name": name}).raise_for_status().json()["id"]
+        for state in states:
+            api.post(f"/flow_runs/{run}/set_state", json={"state": {"type": state}}).raise_for_status()
+    said = [listening.calls["/prefect"].get(timeout=SECONDS).said["text"] for _ in range(3)]
+    assert [text.partition(" http")[0] for text in sorted(said)] == [
+        "old version 3 has been champion for long",
+        "old version 3 is champion",
+        "pipeline: run slow has no result yet.",
+    ]

@@ -8,9 +8,10 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from benchmarks.command import python_path
 from tasks.stages import table
 from tests.e2e.holding import FUNCTION, write_inputs
 from tests.processes import parent, words
-from tests.serving import RUN_SECONDS, Served, grpo_serve, prefect_server, serving
+from tests.serving import RUN_SECONDS, STOP_SECONDS, Served, grpo_serve, prefect_server, serving
 from tests.small_disk import fill, small_disk
 
 pytestmark = pytest.mark.e2e
@@ -257,6 +258,36 @@ def test_a_prefect_server_killed_in_mid_training_and_started_again_finds_the_run
             assert after.tasks(run_id, 5) == [(stage, "Completed") for stage in STAGES]
             assert _resumed_at(after, "server-killed") is None
             assert _result(after, "server-killed") == undisturbed
+
+
+def test_runs_interrupted_by_the_end_of_grpo_up_go_on_when_it_starts_again(
+    tmp_path: Path, inputs: Path, undisturbed: dict[str, Any]
+) -> None:
+    environment, names = _environment(inputs), ("in-training", "waiting")
+    with serving(tmp_path, **environment) as before, _standing_still(before, inputs, names[0]) as first:
+        run_ids = [first, _trigger(before, inputs, names[1])]
+        _until(lambda: "waiting for " in before.messages(run_ids[1]), before, run_ids[1])
+        _until(lambda: len(_watched(tmp_path)) == len(run_ids), before, first)
+        watched = _watched(tmp_path)
+        before.process.terminate()
+        assert before.process.wait(STOP_SECONDS) == 0
+    with closing(sqlite3.connect(tmp_path / "prefect" / "prefect.db", isolation_level=None)) as database:
+        # As if the events of the interruption had not been handled in time, and the machine had been off for an hour.
+        values = f"({', '.join('?' * len(watched[0]))})"
+        database.executemany(f"INSERT OR REPLACE INTO automation_bucket VALUES {values}", watched)
+        database.execute('UPDATE automation_bucket SET count = 0, "end" = datetime("end", \'-1 hour\')')
+    with serving(tmp_path, **environment) as after:
+        for name, run_id in zip(names, run_ids, strict=True):
+            _completed(after, run_id)
+            states = [state["name"] for state in after.get(f"/flow_run_states/?flow_run_id={run_id}")]
+            assert "AwaitingRetry" in states and "Crashed" not in states
+            assert _result(after, name) == undisturbed
+
+
+def _watched(storage: Path) -> list[tuple[Any, ...]]:
+    """What the crash watch remembers: a row per flow run."""
+    with closing(sqlite3.connect(storage / "prefect" / "prefect.db")) as database:
+        return database.execute("SELECT * FROM automation_bucket").fetchall()
 
 
 def test_after_a_reboot_the_run_triggered_again_goes_on_and_the_old_one_is_shown_as_crashed(

@@ -233,14 +233,13 @@ def test_a_server_that_cannot_be_started_again_says_why_in_one_sentence(tmp_path
 
 
 def test_a_slot_that_no_lease_holds_is_free_when_the_server_starts_again(tmp_path: Path) -> None:
-    limits = {"grpo-training": 2, "grpo-training-turn": 1}
+    limits = {"grpo-training": 2}
     with prefect_server(tmp_path) as server:
         for name, slots in limits.items():
             server.api.post("/v2/concurrency_limits/", json={"name": name, "limit": slots}).raise_for_status()
         for name, how in [
             ("grpo-training", {"lease_duration": 600}),
             ("grpo-training", {}),
-            ("grpo-training-turn", {}),
         ]:
             path = "/v2/concurrency_limits/increment" + ("-with-lease" if how else "")
             server.api.post(path, json={"names": [name], "slots": 1, **how}).raise_for_status()

@@ -70,7 +70,9 @@ def test_two_trainings_share_two_gpus_and_one_that_wants_both_waits_for_them(ser
         _wait_until_stuck(server, "two")
         assert sorted([_gpus(runner, "one"), _gpus(runner, "two")], key=min) == [{"0"}, {"1"}]
         waiting = _train(server, "both", num_processes=2, per_device_train_batch_size=4)
-        sentence = "waiting for 2 slots of the concurrency limit grpo-training: 2 of 2 are taken, 0 are free"
+        sentence = (
+            "waiting for 2 slots of the concurrency limit grpo-training: 2 of 2 taken (by one, two); number 1 in line"
+        )
         _wait_for(lambda: sentence in server.messages(waiting))
 
         for run_id in (first, second):

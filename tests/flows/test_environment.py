@@ -118,3 +118,17 @@ def test_a_file_of_the_working_folder_hides_no_module_from_what_a_command_starts
     command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.usefixtures("environment")
+def test_what_prefect_keeps_is_in_its_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PREFECT_")]:
+        monkeypatch.delenv(name)
+    configure()
+    from prefect.settings import Settings
+
+    settings = Settings()
+    home = tmp_path / "prefect"
+    assert settings.home == home
+    assert settings.results.local_storage_path == home / "storage"
+    assert settings.server.memo_store_path == home / "memo_store.toml"

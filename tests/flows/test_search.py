@@ -111,7 +111,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         values = add_trial(sweep, space, seed, outcomes)
         return SimpleNamespace(result=lambda: values)
 
-    nothing = SimpleNamespace(result=lambda: None)
+    nothing = SimpleNamespace(result=lambda: None, message="")
     replaced = {
         "make_pipeline": make_pipeline,
         "propose": propose,

@@ -174,7 +174,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def task(name: str) -> Any:
         def run(sweep: str, argument: str, *_: Any) -> Any:
             done.append(f"{name} {sweep} {argument}")
-            return SimpleNamespace(result=lambda: None)
+            return SimpleNamespace(result=lambda: None, message=f"{name} has ended")
 
         return run
 
@@ -195,7 +195,9 @@ def test_an_arm_that_fails_keeps_none_of_the_others_from_running(config: Path, r
     sweep = make(config, "train.learning_rate=0.1,0.2,0.3")
     arms = [f'test.sweep.learning_rate-{rate} {{"learning_rate": {rate}}}' for rate in (0.1, 0.2, 0.3)]
     fates.clear()
-    assert flow._run_arms(sweep, str(config), {}) == config.parent / "storage" / "sweeps" / "test.sweep"
+    state = flow._run_arms(sweep, str(config), {})
+    assert state.data == config.parent / "storage" / "sweeps" / "test.sweep"
+    assert state.message == "choose has ended"
     assert ran == ["begin test.sweep grpo", *arms, "choose test.sweep candidate", "announced test.sweep"]
     ran.clear()
     fates[0.2] = StageError("it diverged")

@@ -22,9 +22,10 @@ from benchmarks.command import python_path
 from flows.cli.terminal import Refusal
 from flows.cli.up import _wait_for_end
 from flows.serving.children import Child
-from flows.serving.find_server import find_api_to_serve, wait_until_healthy
+from flows.serving.find_server import Answer, ask, find_api_to_serve, wait_until_healthy
 from flows.serving.up_file import ServerError, announced, find_up, new_up
-from tests.conftest import config_values, make_run
+from tests.command_line import run_here
+from tests.conftest import config_values, make_run, write_sums
 from tests.processes import words
 from tests.serving import STOP_SECONDS, Served, free_ports, run_grpo, run_up, serving
 
@@ -147,6 +148,35 @@ def test_an_up_that_has_ended_is_not_found_whatever_its_file_says(
         find_api_to_serve()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("http://127.0.0.1:1/api", "no Prefect server answers there ([Errno 111] Connection refused)"),
+        ("127.0.0.1:4200/api", "no Prefect server answers there (Request URL is missing an 'http://'"),
+        ("https://prefect.invalid/api/accounts/a/workspaces/b", "no Prefect server answers there ("),
+        ("http://127.0.0.1:{port}", "what answers there is not Prefect's API"),
+    ],
+)
+def test_an_address_of_prefect_that_is_none_is_refused_in_one_sentence_before_anything_starts(
+    url: str, problem: str, tmp_path: Path, model_folder: Path
+) -> None:
+    make_run(tmp_path / "runs" / "test", config_values(model_folder, tmp_path))
+    write_sums(tmp_path / "train.parquet", 10, 34)
+    write_sums(tmp_path / "eval.parquet", 60, 76)
+    config = str(tmp_path / "runs" / "test" / "config.toml")
+    commands = [["stage", "validate", "--run", "test"], ["serve"], ["worker", "cpu"]]
+    commands += [["sweep", config, "--seeds", "2"], ["run", config]]
+    with _stranger() as port:
+        address = url.format(port=port)
+        for command in commands:
+            refused = run_here(*command, GRPO_STORAGE=str(tmp_path), PREFECT_API_URL=address)
+            assert refused.returncode == 2 and "starts" not in refused.stdout, (command, refused)
+            assert f"PREFECT_API_URL={address}: {problem}" in refused.stderr
+            assert refused.stderr.endswith("or unset the variable: without it, the `grpo up` of this storage is used\n")
+            assert len(refused.stderr.splitlines()) == 1
+
+
 def test_an_up_starts_while_another_command_looks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
     flock = fcntl.flock
@@ -186,7 +216,17 @@ def test_a_command_s_own_server_has_the_limit_of_one_training_before_the_first_r
     refused = run_grpo(tmp_path, "stage", "validate", "--run", "test")
     assert refused.returncode == 1
     with closing(sqlite3.connect(tmp_path / "prefect" / "prefect.db")) as database:
-        assert database.execute('select name, "limit" from concurrency_limit_v2').fetchall() == [
-            ("grpo-training", 1),
-            ("grpo-training-turn", 1),
-        ]
+        assert database.execute('select name, "limit" from concurrency_limit_v2').fetchall() == [("grpo-training", 1)]
+
+
+def test_a_storage_whose_name_is_no_text_is_told_to_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As every name beyond ASCII, with PYTHONUTF8=0 in the locale C."""
+    import httpx2
+
+    from flows.serving.prefect_server import Named
+
+    storage = tmp_path / os.fsdecode(b"\xfc")
+    monkeypatch.setenv("GRPO_STORAGE", str(storage))
+    answer = httpx2.Response(200, headers=Named(None).headers)  # type: ignore[arg-type]
+    monkeypatch.setattr(httpx2, "get", lambda *_, **__: answer)
+    assert ask("http://127.0.0.1:1/api") == Answer("", str(storage))

@@ -107,6 +107,24 @@ def test_a_run_triggered_by_the_api_completes_every_stage_in_order(triggered: di
     assert served.tasks(run["id"], 5) == [(stage, "Completed") for stage in STAGES]
 
 
+def test_the_final_message_of_a_run_is_its_verdict_and_prefect_and_mlflow_link_each_other(
+    triggered: dict[str, Any], finished: Path, served: Served
+) -> None:
+    from tasks.reports.report import headline
+    from tasks.tracking.runs import run_address
+
+    verdict = headline(json.loads((finished / "evaluation" / "report.json").read_text()), "accuracy").headline
+    version = json.loads((finished / "registration.json").read_text())["version"]
+    assert triggered["state"]["message"] == f"{verdict}; arithmetic version {version} registered"
+    address = f"{served.mlflow_url}/#{run_address(finished / 'training').partition('#')[2]}"
+    assert f"MLflow run: {address}" in served.messages_with(triggered["id"], "MLflow run:")
+    shown = {it["key"]: it for it in served.filter("artifacts", flow_runs={"id": {"any_": [triggered["id"]]}})}
+    assert address in shown["training-live"]["description"] and address in shown["evaluation"]["data"]
+    tags = _mlflow_run(finished).data.tags
+    assert tags["prefect.flow_run"] == triggered["id"]
+    assert f"({served.prefect_url}/runs/flow-run/{triggered['id']})" in tags["mlflow.note.content"]
+
+
 def test_the_run_directory_holds_what_each_stage_promises(finished: Path) -> None:
     for path in [
         "config.toml",

@@ -59,6 +59,7 @@ BESIDES: dict[ModuleType, dict[str, Any]] = {
         "run_training": _start,
         "load_plan": lambda *_: SimpleNamespace(max_steps=1),
         "open_tracking_run": lambda *_: {},
+        "run_address": lambda *_: "",
         "sending": _nothing,
         "tracing": _nothing,
         "_logging_cost": _nothing,

@@ -1,20 +1,21 @@
-"""Slots that a stage takes: one per GPU that it uses, on whichever machine, or one where there is no GPU."""
+"""Slots that a stage takes: one per GPU that it uses, on whichever machine, or one where there is no GPU; and in which
+order."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prefect.exceptions import ObjectNotFound
 
 from grpo_core.config.files import parse_config
 from tasks.processes import slots
+from tasks.processes.line import Place
 from tasks.stages.errors import StageError
 from tests.conftest import config_values, with_keys
 
@@ -71,142 +72,149 @@ def test_a_stage_takes_a_slot_per_gpu_and_the_gpus_of_its_own_machine(
     monkeypatch.setattr(slots, "get_run_logger", logging.getLogger)
     values = with_keys(config_values(tmp_path, tmp_path), **keys)
     config = parse_config(values | ({"launch": HOSTS} if "num_machines" in keys else {}))
-    with slots.hold_gpus(config.where_evaluated if evaluated else config):
+    with slots.hold_gpus(config.where_evaluated if evaluated else config, is_training=not evaluated):
         assert taken == [wanted, here]
 
 
-class Server:
-    """Stands for Prefect's: one limit, or none."""
+class Limit:
+    """Stands for Prefect's limit. As there, whichever asks first when there are enough slots gets them."""
 
-    def __init__(self, limit: int | None, taken: int, active: bool, turn: int):
-        self.limit = limit and SimpleNamespace(limit=limit, active_slots=taken, active=active)
-        self.turn = SimpleNamespace(limit=1, active_slots=turn, active=True)
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
-    def read_global_concurrency_limit_by_name(self, name: str) -> Any:
-        if self.limit is None:
-            raise ObjectNotFound(Exception())
-        return self.turn if name == slots.TURN else self.limit
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What Prefect was asked for."""
-    found: list[dict[str, Any]] = []
+    def __init__(self, limit: int, active: bool = True):
+        self.limit, self.active, self.active_slots = limit, active, 0
+        self.lock, self.asked = threading.Lock(), list[dict[str, Any]]()
 
     @contextmanager
-    def concurrency(name: str, **options: Any) -> Iterator[None]:
-        found.append({"name": name, **options})
-        yield
-
-    monkeypatch.setattr(slots, "concurrency", concurrency)
-    monkeypatch.setattr(slots, "get_run_logger", logging.getLogger)
-    return found
-
-
-def _server(
-    monkeypatch: pytest.MonkeyPatch, limit: int | None, taken: int = 0, active: bool = True, turn: int = 0
-) -> None:
-    monkeypatch.setattr(slots, "get_client", lambda sync_client: Server(limit, taken, active, turn))
-
-
-def test_a_stage_that_has_to_wait_says_for_how_many_slots(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: list[dict[str, Any]]
-) -> None:
-    caplog.set_level(logging.INFO)
-    _server(monkeypatch, 8, 4)
-    with slots.hold_slots(4):
-        assert not caplog.messages
-    with slots.hold_slots(8):
-        pass
-    expected = "waiting for 8 slots of the concurrency limit grpo-training: 4 of 8 are taken, 4 are free"
-    assert caplog.messages == [expected]
-    assert [(it["name"], it["occupy"], it["lease_duration"]) for it in asked] == [
-        ("grpo-training-turn", 1, 60.0),
-        ("grpo-training", 4, 60.0),
-        ("grpo-training-turn", 1, 60.0),
-        ("grpo-training", 8, 60.0),
-    ]
-
-
-class Limits:
-    """Limits in this process. As at Prefect's server, whichever asks first when there are enough slots gets them."""
-
-    def __init__(self, **limits: int):
-        self.free, self.changed = (
-            {name.replace("_", "-"): limit for name, limit in limits.items()},
-            threading.Condition(),
-        )
-        self.waiting: list[tuple[str, int]] = []
-
-    @contextmanager
-    def concurrency(self, name: str, occupy: int, **_: Any) -> Iterator[None]:
-        with self.changed:
-            self.waiting.append((name, occupy))
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: self.free[name] >= occupy)
-            self.waiting.remove((name, occupy))
-            self.free[name] -= occupy
+    def concurrency(self, name: str, occupy: int, **options: Any) -> Iterator[None]:
+        with self.lock:
+            self.asked.append({"name": name, "occupy": occupy, **options})
+            if self.active_slots + occupy > self.limit:
+                raise TimeoutError
+            self.active_slots += occupy
         try:
             yield
         finally:
-            with self.changed:
-                self.free[name] += occupy
-                self.changed.notify_all()
-
-    def until_waiting(self, name: str, occupy: int) -> None:
-        with self.changed:
-            assert self.changed.wait_for(lambda: (name, occupy) in self.waiting, 60)
+            with self.lock:
+                self.active_slots -= occupy
 
 
-def test_a_stage_that_wants_many_slots_is_not_overtaken_by_those_that_want_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits, begun = Limits(grpo_training=3, grpo_training_turn=1), list[int]()
-    monkeypatch.setattr(slots, "concurrency", limits.concurrency)
-    _server(monkeypatch, None)
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Limit | None], None]:
+    """Replaces Prefect's server by one with this limit."""
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
+    monkeypatch.setattr(slots, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(slots, "_kept", [])
+    monkeypatch.setattr(slots, "get_run_logger", logging.getLogger)
+
+    def serve(limit: Limit | None) -> None:
+        monkeypatch.setattr(slots, "_read_limit", lambda: limit)
+        monkeypatch.setattr(slots, "concurrency", limit and limit.concurrency)
+
+    return serve
+
+
+Serve = Callable[[Limit | None], None]
+
+
+def _in_line(storage: Path) -> int:
+    return len([*(storage / "line").glob("*.waits")])
+
+
+def test_stages_that_wait_go_in_order_and_a_run_evaluates_what_it_trained_before_another_training(
+    served: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    served(Limit(1))
+    due = {"first": 0.0, "early": 10.0, "late": 20.0, "urgent": 30.0, "trained": 40.0}
+    monkeypatch.setattr(slots, "_arrival", lambda: due.get(threading.current_thread().name, 0.0))
+    begun = list[str]()
+
+    def run() -> None:
+        name = threading.current_thread().name
+        if name != "trained":
+            with slots.hold_slots(1, name, is_training=True, priority=5 if name == "urgent" else 0):
+                begun.append(name)
+        with slots.hold_slots(1, name, is_training=False, priority=0):
+            begun.append(f"{name}, evaluated")
+
+    threads = [threading.Thread(target=run, name=name, daemon=True) for name in ("trained", "urgent", "late", "early")]
+    with slots.hold_slots(1, "first", is_training=True, priority=0):
+        for number, thread in enumerate(threads, start=1):
+            thread.start()
+            _until(lambda number=number: len(_named("number", caplog)) == number)
+        Place("dead").file.close()  # its process was killed
+    with slots.hold_slots(1, "first", is_training=False, priority=0):
+        begun.append("first, evaluated")
+    for thread in threads:
+        thread.join(60)
+    order = ["urgent", "urgent, evaluated", "early", "early, evaluated", "late", "late, evaluated"]
+    assert begun == ["first, evaluated", "trained, evaluated", *order]
+    assert caplog.messages[2] == (
+        "waiting for 1 slot of the concurrency limit grpo-training: 1 of 1 taken (by first); number 3 in line, after "
+        "trained, urgent"
+    )
+
+
+def _named(text: str, caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for message in caplog.messages if text in message]
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+
+
+def test_a_stage_that_wants_many_slots_is_not_overtaken_by_those_that_want_few(
+    served: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    served(Limit(3))
+    begun = list[int]()
 
     def stage(count: int) -> None:
-        with slots.hold_slots(count):
+        with slots.hold_slots(count, f"takes-{count}", is_training=False, priority=0):
             begun.append(count)
 
-    with slots.hold_slots(1):
-        stages = [threading.Thread(target=stage, args=(count,), daemon=True) for count in (3, 2)]
-        stages[0].start()
-        limits.until_waiting("grpo-training", 3)
-        stages[1].start()
-        limits.until_waiting("grpo-training-turn", 1)  # though two slots are free
+    threads = [threading.Thread(target=stage, args=(count,), daemon=True) for count in (3, 2)]
+    with slots.hold_slots(1, "first", is_training=False, priority=0):
+        for number, thread in enumerate(threads, start=1):
+            thread.start()
+            _until(lambda number=number: len(_named("number", caplog)) == number)  # though two slots are free
         assert not begun
-    for each in stages:
-        each.join(60)
+    for thread in threads:
+        thread.join(60)
     assert begun == [3, 2]
 
 
-def test_a_stage_that_waits_for_its_turn_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: list[dict[str, Any]]
+def test_a_stage_whose_slots_another_storage_s_stage_takes_first_waits_on(
+    served: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.INFO)
-    _server(monkeypatch, 8, 4, turn=1)
-    with slots.hold_slots(2):
-        assert caplog.messages == ["waiting for the turn: another stage takes slots of grpo-training first"]
+    limit, taken = Limit(1), iter([True, False])
+
+    @contextmanager
+    def taken_at_first(name: str, **options: Any) -> Iterator[None]:
+        if next(taken):
+            raise TimeoutError
+        with limit.concurrency(name, **options):
+            yield
+
+    served(limit)
+    monkeypatch.setattr(slots, "concurrency", taken_at_first)
+    with slots.hold_slots(1, "run", is_training=False, priority=0):
+        assert limit.active_slots == 1
+    assert limit.asked[0]["lease_duration"] == 60.0
 
 
-def test_a_stage_that_can_never_have_its_slots_is_refused_with_the_command_that_helps(
-    monkeypatch: pytest.MonkeyPatch, asked: list[dict[str, Any]]
-) -> None:
-    _server(monkeypatch, 1)
-    with pytest.raises(StageError, match=r"takes 4 slots, .* grpo-training has 1: .* --limit 4`"), slots.hold_slots(4):
+def test_a_stage_that_can_never_have_its_slots_is_refused_with_the_command_that_helps(served: Serve) -> None:
+    served(Limit(1))
+    expected = r"takes 4 slots, .* grpo-training has 1: .* --limit 4`"
+    with pytest.raises(StageError, match=expected), slots.hold_slots(4, "run", is_training=True, priority=0):
         pass
-    assert not asked
 
 
-@pytest.mark.parametrize(("limit", "active"), [(None, True), (1, False)])
-def test_a_limit_that_is_missing_or_switched_off_holds_up_nothing(
-    limit: int | None, active: bool, monkeypatch: pytest.MonkeyPatch, asked: list[dict[str, Any]]
-) -> None:
-    _server(monkeypatch, limit, active=active)
-    with slots.hold_slots(4):
-        assert asked[1]["occupy"] == 4
+@pytest.mark.parametrize("limit", [None, Limit(1, active=False)])
+def test_a_limit_that_is_missing_or_switched_off_holds_up_nothing(limit: Limit | None, served: Serve) -> None:
+    served(limit)
+    with slots.hold_slots(4, "run", is_training=True, priority=0):
+        assert limit is None or not limit.asked

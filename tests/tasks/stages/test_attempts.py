@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from prefect.client.schemas.objects import State
-from prefect.states import AwaitingRetry, Cancelling, Crashed, Pending, Running, Scheduled
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.states import AwaitingRetry, Cancelling, Crashed, Failed, Pending, Running, Scheduled, Suspended
 
 from tasks.stages import attempts
 from tasks.stages.attempts import MOST_STOPS, RETURN_SECONDS, schedule_again
 
 WHAT = "train was interrupted, 3 of 6 updates saved"
+Asked = Callable[..., tuple[str, list[State]]]
 
 
 class Server:
@@ -44,17 +45,14 @@ def _stops(count: int, what: str = WHAT) -> list[State]:
 
 
 @pytest.fixture
-def comes_back(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[bool, list[State]]]:
-    def asked(*states: State) -> tuple[bool, list[State]]:
+def comes_back(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    def asked(*states: State) -> tuple[str, list[State]]:
         server = Server(list(states))
         monkeypatch.setattr(attempts, "get_client", lambda sync_client: server)
         monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(uuid.uuid4()))
         return schedule_again(WHAT), server.proposed
 
     return asked
-
-
-Asked = Callable[..., tuple[bool, list[State]]]
 
 
 @pytest.mark.parametrize(
@@ -81,8 +79,31 @@ def test_a_run_that_is_stopped_from_outside_is_scheduled_for_when_its_process_ha
     "before", [[Running(), Cancelling()], [Running(), Crashed()], [*_stops(MOST_STOPS), Running()]]
 )
 def test_a_run_that_is_cancelled_or_over_or_gets_nowhere_stays_ended(before: list[State], comes_back: Asked) -> None:
-    assert comes_back(*before) == (False, [])
+    assert comes_back(*before) == ("", [])
 
 
-def test_a_run_that_is_scheduled_already_stays_as_it_is(comes_back: Asked) -> None:
-    assert comes_back(Running(), Scheduled()) == (True, [])
+@pytest.mark.parametrize(
+    ("state", "goes_on"), [(Scheduled, "by itself"), (lambda: Suspended(timeout_seconds=60), "Resume")]
+)
+def test_a_run_that_is_scheduled_already_or_suspended_stays_as_it_is(
+    state: Callable[[], State], goes_on: str, comes_back: Asked
+) -> None:
+    back, proposed = comes_back(Running(), state())
+    assert goes_on in back and not proposed
+
+
+@pytest.mark.parametrize(
+    ("before", "restored"),
+    [
+        ([Running, lambda: AwaitingRetry(message=WHAT), Crashed], [WHAT]),  # the crash watch, or the process's exit
+        ([Running, Failed, lambda: AwaitingRetry(message="by a person"), Crashed], ["by a person"]),
+        ([lambda: AwaitingRetry(message=WHAT), Pending, Running, Crashed], []),
+    ],
+)
+def test_a_retry_that_was_waiting_when_its_run_was_called_crashed_is_scheduled_again(
+    before: list[Callable[[], State]], restored: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server([state() for state in before])
+    monkeypatch.setattr(attempts, "get_client", lambda sync_client: server)
+    attempts.restore_lost_retry(None, FlowRun(flow_id=uuid.uuid4()), None)
+    assert [(state.name, state.message) for state in server.proposed] == [("AwaitingRetry", it) for it in restored]

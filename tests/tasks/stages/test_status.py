@@ -75,6 +75,7 @@ def test_storage_or_mlflow_that_fails_a_stage_is_a_sentence_and_its_traceback_is
     sentence = "^train: No space left on device: /here/model.safetensors; solve that, then run the same again$"
     with pytest.raises(StageError, match=sentence):
         do(TRAIN, run, force=True, work=full)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
     with pytest.raises(StageError, match=r"does not answer \(Connection refused\): start the server, then run"):
         do(EVALUATE, run, force=True, work=untracked)
     with pytest.raises(KeyError):

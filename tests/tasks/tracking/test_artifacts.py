@@ -48,7 +48,7 @@ def test_a_training_says_once_that_it_is_not_shown_and_is_shown_as_soon_as_it_ca
     row = {"step": 1, "reward": 0.5, "completions/mean_length": 5.0, "num_tokens": 100, "step_time": 2.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     plan = make_plan(PlanInputs(8, 4, 8, max_completion_length=4, max_steps=1))
-    shown = live.Live(tmp_path / "metrics.jsonl", plan)
+    shown = live.Live(tmp_path / "metrics.jsonl", plan, "")
     shown.show()
     assert (refused, len(caplog.records)) == ([1, 1], 1)
     written = []

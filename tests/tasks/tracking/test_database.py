@@ -1,14 +1,18 @@
-"""MLflow's SQLite file on a full disk: it is named with its size, and works again as soon as there is room."""
+"""MLflow's SQLite file on a full disk, which is named with its size and works again as soon as there is room; and one
+that cannot be used."""
 
 from __future__ import annotations
 
 import os
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tasks.stages.mlflow_address import TrackingError
-from tasks.tracking.runs import answering, connect
+from tasks.tracking.runs import answering, connect, open_experiment
 from tests.small_disk import fill, small_disk
 
 pytestmark = pytest.mark.slow
@@ -57,3 +61,43 @@ def test_a_database_is_made_where_files_cannot_be_linked(storage: Path, monkeypa
     monkeypatch.setattr(os, "link", refuse)
     assert connect().search_experiments()
     assert (storage / "mlflow" / "mlflow.db").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda file: file.write_bytes(b"damaged" * 1000), r"file is not a database"),
+        (lambda file: _set_revision(file, "deadbeef"), r"out-of-date database schema .*deadbeef"),
+    ],
+)
+def test_a_database_that_cannot_be_used_is_named_with_the_reason_and_what_to_do(
+    spoil: Callable[[Path], None], reason: str, storage: Path, embed_mlflow: Callable[[Path], None]
+) -> None:
+    embed_mlflow(storage)
+    spoil(storage / "mlflow" / "mlflow.db")
+    expected = rf"MLflow's database sqlite:///.*mlflow\.db cannot be used \(.*{reason}.*\): see that it runs .* backup$"
+    with pytest.raises(TrackingError, match=expected) as error, answering():
+        connect().search_experiments()
+    assert "\n" not in str(error.value)
+
+
+def _set_revision(file: Path, revision: str) -> None:
+    with closing(sqlite3.connect(file)) as database:
+        database.execute("UPDATE alembic_version SET version_num = ?", [revision])
+        database.commit()
+
+
+def test_a_deleted_experiment_or_run_is_refused_with_the_way_back(
+    storage: Path, embed_mlflow: Callable[[Path], None]
+) -> None:
+    embed_mlflow(storage)
+    client = connect()
+    kept, deleted = (client.create_experiment(name) for name in ("kept", "gone"))
+    client.delete_experiment(deleted)
+    with pytest.raises(TrackingError, match=rf"experiment 'gone' was deleted: .* restore -x {deleted}\), or name"):
+        open_experiment(client, "gone")
+    run_id = client.create_run(kept).info.run_id
+    client.delete_run(run_id)
+    expected = r"'active' state.*Restore it in MLflow, or train again with --force"
+    with pytest.raises(TrackingError, match=expected), answering():
+        client.log_metric(run_id, "reward", 1.0)

@@ -103,6 +103,7 @@ def test_the_live_table_has_the_newest_updates_and_the_time_left_by_the_plan() -
         },
         {"step": 1, "reward": "0.500", "length": "5.0", "tokens/s": "50", "time left": "3 min 18 s"},
     ]
+    assert live_table([_row(1, step_time=60.0), _row(2), _row(3)], plan)[0]["time left"] == "3 min 14 s"
 
 
 @pytest.mark.slow
