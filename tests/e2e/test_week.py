@@ -1,5 +1,5 @@
-"""An operator's week: a run is due each night, and nearly each night something happens to it. Nothing is lost, nothing is
-trained twice, and `grpo status` is right after each night."""
+"""An operator's week: a run is due each night, and nearly each night something happens to it. Nothing is lost, nothing
+is trained twice, and `grpo status` is right after each night."""
 
 from __future__ import annotations
 
@@ -191,9 +191,7 @@ def crash(project: Project, served: Served, night: str) -> None:
     assert served.wait(run_id)["state_type"] in ("CRASHED", "FAILED")
     unfinished(project, night)
     project.go_on.touch()
-    served.retry(run_id)
-    wait_for(lambda: served.get(f"/flow_runs/{run_id}")["state_type"] in ("RUNNING", "COMPLETED"))
-    assert served.wait(run_id)["state_type"] == "COMPLETED"
+    retry(served, run_id)
     check(project, MONDAY, TUESDAY, night)
 
 
@@ -203,7 +201,7 @@ def suspend(project: Project, served: Served, night: str, next_night: str) -> No
     run_id = due(served, night)
     wait_for(lambda: project.stands_still(night))
     served.suspend(run_id)
-    wait_for(lambda: not (project.run(night) / "training.partial" / "ranks").exists() or _is_saved(project, night))
+    wait_for(lambda: (project.run(night) / "training.partial" / "checkpoints" / f"step-{SAVED:06d}").exists())
     project.go_on.touch()
     assert served.wait(due(served, next_night))["state_type"] == "COMPLETED"
     assert served.get(f"/flow_runs/{run_id}")["state_name"] == "Suspended"
@@ -213,23 +211,24 @@ def suspend(project: Project, served: Served, night: str, next_night: str) -> No
     check(project, MONDAY, TUESDAY, WEDNESDAY, night, next_night)
 
 
-def _is_saved(project: Project, night: str) -> bool:
-    return (project.run(night) / "training.partial" / "checkpoints" / f"step-{SAVED:06d}").exists()
-
-
 def fill_the_disk(project: Project, served: Served, night: str) -> None:
-    """The disk is full while a night's run trains; with room again, the run is retried if it did not go on."""
+    """The disk is full when a night's training is to save; with room again, the run is retried."""
     project.go_on.unlink()
     run_id = due(served, night)
     wait_for(lambda: project.stands_still(night))
-    training = processes_of(served, project.run(night))[1:]
+    training = [it for it in processes_of(served, project.run(night)) if "grpo_core.train" in words(it)]
     filler = fill(project.storage.parent)
-    project.go_on.touch()
-    os.utime(project.go_on)
+    training[-1].terminate()
     wait_for(lambda: not any(map(runs, training)))
     filler.unlink()
-    if served.wait(run_id)["state_type"] != "COMPLETED":
-        served.retry(run_id)
-        wait_for(lambda: served.get(f"/flow_runs/{run_id}")["state_type"] in ("RUNNING", "COMPLETED"))
-        assert served.wait(run_id)["state_type"] == "COMPLETED"
+    project.go_on.touch()
+    assert served.wait(run_id)["state_type"] != "COMPLETED"
+    retry(served, run_id)
     check(project, MONDAY, TUESDAY, WEDNESDAY, THURSDAY, FRIDAY, night)
+
+
+def retry(served: Served, run_id: str) -> None:
+    """Retry a run that has failed, to its end."""
+    served.retry(run_id)
+    wait_for(lambda: served.get(f"/flow_runs/{run_id}")["state_type"] in ("RUNNING", "COMPLETED"))
+    assert served.wait(run_id)["state_type"] == "COMPLETED"
