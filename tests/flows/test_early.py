@@ -52,6 +52,8 @@ def config(tmp_path: Path) -> Path:
             2,
             "test: launch.kubernetes='gone.yaml': No such file or directory (looked in ",
         ),
+        ("rollout.engine='vllm'", "[a] b", 2, "/[a] b': vLLM takes '[', '*' and '?' in a path for a pattern"),
+        ("seed=1", "a?b", 2, "/a?b cannot hold a database, whose address would end at the '?'; set GRPO_STORAGE to "),
         (
             "seed=1",
             "config.toml",
@@ -67,7 +69,7 @@ def test_a_run_that_cannot_succeed_is_refused_by_one_sentence_before_any_server(
     said = done.stdout + done.stderr
     assert (done.returncode, said.count(sentence)) == (code, 1), said
     assert len(said.splitlines()) <= 2
-    assert not (config.parent / "storage").exists()
+    assert not (config.parent / storage).is_dir()
 
 
 def test_sizes_of_a_dataset_on_a_hub_are_checked_without_loading_it(config: Path) -> None:
