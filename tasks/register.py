@@ -86,7 +86,10 @@ def _work(context: Context) -> dict[str, Any]:
         client.log_artifact(run_id, str(path))
     if (curves := training / CURVES).exists():
         client.log_artifact(run_id, str(curves), "training")
-    client.log_artifacts(run_id, str(EVALUATE.path(run)), run_files.EVALUATION)
+    evaluation = EVALUATE.path(run)
+    for file in (path for path in evaluation.rglob("*") if path.is_file()):
+        # One by one, which replaces files: `log_artifacts` would set times, which only a file's owner may.
+        client.log_artifact(run_id, str(file), str(run_files.EVALUATION / file.relative_to(evaluation).parent))
     cost = {name.replace("/", "."): f"{value:.6g}" for name, value in run_cost(run, config).metrics.items()}
     tags = {
         **_tags(config, run, report),
