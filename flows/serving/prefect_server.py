@@ -79,7 +79,8 @@ def main() -> None:
     )
     # Bind the port before touching the database.
     listening = socket.socket(fileno=int(sys.argv[2])) if inherits else config.bind_socket()
-    scheme, _, database = settings.database.connection_url.get_secret_value().partition(":///")
+    address = settings.database.connection_url
+    scheme, _, database = (address.get_secret_value() if address else "").partition(":///")
     if scheme.startswith("sqlite") and Path(database).is_absolute():
         Path(database).touch()  # SQLite itself would let only the owner write, whatever the umask
     Server(config).run(sockets=[listening])
