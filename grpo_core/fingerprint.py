@@ -12,6 +12,7 @@ from grpo_core.config.base import Section
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.environments.registry import sources
+from grpo_core.errors import GrpoError
 from grpo_core.rewards.contract import source_of
 from grpo_core.rewards.registry import BUILTIN
 
@@ -40,6 +41,7 @@ def content_hash(source: str) -> str:
     """Hash of a file's or folder's content; of the name itself if it is not a path (a hub name).
 
     In a folder, README.md and hidden files and folders (.cache, .gitattributes) do not count: no loader reads them.
+    Raises GrpoError if this user may not read a file.
     """
     path = Path(source)
     digest = hashlib.blake2b(digest_size=16)
@@ -63,8 +65,11 @@ def _files_read(folder: Path) -> list[Path]:
 @functools.lru_cache(maxsize=4096)
 def _file_hash(file: Path, size: int, modified_ns: int) -> bytes:
     """Hash of one file; size and time of modification make the cache forget a file that was written again."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "blake2b").digest()
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "blake2b").digest()
+    except PermissionError as error:
+        raise GrpoError(f"{file.absolute()} cannot be read by this user: its owner may allow it (chmod)") from error
 
 
 def determining(config: RunConfig) -> dict[str, Any]:

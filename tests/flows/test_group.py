@@ -79,8 +79,9 @@ def test_members_of_a_group_continue_and_repeat_each_others_runs(folder: Path) -
             (second, ["run", folder / "run.toml", "--set", "train.max_steps=3"]),
             (first, ["stage", "train", "--run", "test", "--force"]),
             (first, ["run", folder / "run.toml", "--set", "train.max_steps=3"]),
-            (second, ["promote", "test", "2"]),
-            (first, ["rollback", "test"]),
+            (second, ["promote", "test", "--version", "1", "--force"]),
+            (first, ["promote", "test", "--version", "2", "--force"]),
+            (second, ["rollback", "test"]),
         ]:
             done = run_as(user, "002", *command, GRPO_STORAGE=str(storage))
             assert done.returncode == 0, done.stdout + done.stderr
