@@ -8,11 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_core.config.base import Section
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.environments.registry import sources
+from grpo_core.errors import GrpoError
 from grpo_core.rewards.contract import source_of
 from grpo_core.rewards.registry import BUILTIN
+
+# Raise it when the same configuration and inputs give other results: another algorithm, or the default of a key. All
+# runs are then made again.
+BEHAVIOUR = 1
 
 # Keys that say which servers sample; results do not follow from them.
 SERVERS = {key for key in RolloutConfig.model_fields if key.startswith("vllm_")}
@@ -35,6 +41,7 @@ def content_hash(source: str) -> str:
     """Hash of a file's or folder's content; of the name itself if it is not a path (a hub name).
 
     In a folder, README.md and hidden files and folders (.cache, .gitattributes) do not count: no loader reads them.
+    Raises GrpoError if this user may not read a file.
     """
     path = Path(source)
     digest = hashlib.blake2b(digest_size=16)
@@ -58,13 +65,17 @@ def _files_read(folder: Path) -> list[Path]:
 @functools.lru_cache(maxsize=4096)
 def _file_hash(file: Path, size: int, modified_ns: int) -> bytes:
     """Hash of one file; size and time of modification make the cache forget a file that was written again."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "blake2b").digest()
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "blake2b").digest()
+    except PermissionError as error:
+        raise GrpoError(f"{file.absolute()} cannot be read by this user: its owner may allow it (chmod)") from error
 
 
 def determining(config: RunConfig) -> dict[str, Any]:
-    """The values that results follow from: all except those that only watch, rehearse, or limit memory and disk, and
-    except `data.curriculum`. `held_out`: the values of `evaluation` that a training depends on.
+    """The values that results follow from: all except those at their default (a key that a later version adds makes no
+    run stale; see BEHAVIOUR), those that only watch, rehearse, or limit memory and disk, and `data.curriculum`.
+    `held_out`: the values of `evaluation` that a training depends on.
 
     So a training can continue after a change of the limit that stopped it, and also with another number of
     processes, if the batch stays the same.
@@ -88,7 +99,8 @@ def determining(config: RunConfig) -> dict[str, Any]:
             *DIVISION,
         },
     }
-    values = config.model_dump(mode="json", exclude=others)
+    sections = {name: {} for name, value in config if isinstance(value, Section) and others.get(name) is not True}
+    values: dict[str, Any] = {**sections, **config.model_dump(mode="json", exclude=others, exclude_defaults=True)}
     values["train"] |= batch_of(config) | _sharing_keys(config)
     if config.rollout.recording is not None:
         from grpo_core.data.recording import folder_of  # imports pyarrow, which takes a command long
@@ -97,7 +109,9 @@ def determining(config: RunConfig) -> dict[str, Any]:
     for reward in values["rewards"]:
         record = BUILTIN.get(reward["function"])
         left_out = record.operational if record else ()
-        reward["args"] = {name: value for name, value in reward["args"].items() if name not in left_out}
+        args = reward.pop("args", {})
+        if kept := {name: value for name, value in args.items() if name not in left_out}:
+            reward["args"] = kept
     reported = {"confidence", "sets", "category_column", "group_column", "num_samples", "answer_pattern"}
     sampled = {key: value for key, value in values["evaluation"].items() if key not in reported}
     return {**values, "held_out": sampled if config.train.eval_steps else None}
@@ -146,6 +160,6 @@ def reward_parts(config: RunConfig) -> list[dict[str, Any]]:
     for part, reward in zip(parts, config.rewards, strict=True):
         part["source"] = hashlib.blake2b(source_of(reward)).hexdigest()
         record = BUILTIN.get(reward.function)
-        if record and (argument := record.model_argument) in part["args"]:
+        if record and (argument := record.model_argument) in part.get("args", {}):
             part["args"][argument] = content_hash(part["args"][argument])
     return parts

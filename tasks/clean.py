@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 import time
 import tomllib
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -144,7 +144,8 @@ def _handle(client: MlflowClient, path: Path, run: Path | None, kept: str, befor
             with locked(run) if run else nullcontext():
                 if not (kept := YOUNG if _changed(path) >= before else _needed_in_mlflow(client, path)):
                     trash = storage_root() / TRASH
-                    path.rename(Path(tempfile.mkdtemp(dir=trash), path.name))
+                    (there := trash / uuid.uuid4().hex).mkdir()
+                    path.rename(there / path.name)
                     _empty(client, trash)
         except RunInUseError:
             kept = "a process works on it"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -20,6 +19,7 @@ from grpo_core.config.evaluation import CHAMPION, HELD_OUT
 from grpo_core.config.metrics import DECIDING
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import turns
+from grpo_core.system.tables import read_parquet
 from tasks.processes.gpu import check_gpu_machine
 from tasks.processes.launch import launch_with_restarts
 from tasks.processes.resources import gpus_and_servers
@@ -31,6 +31,7 @@ from tasks.reports.evaluation_tables import rows_of, verdicts
 from tasks.reports.report import PAGE, headline, write_report
 from tasks.stages.arms import other_arms
 from tasks.stages.dependencies import Parts, hash_values
+from tasks.stages.files import remove
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import EVALUATE, TRAIN
@@ -75,11 +76,14 @@ def _work(context: Context) -> dict[str, Any]:
             launch_with_restarts(place.config, command, log, context.partial, addresses)
         else:
             log.info("the present champion is %s version %s", champion.name, champion.version)
-            with tempfile.TemporaryDirectory(dir=context.partial) as folder:
+            (folder := context.partial / "champion").mkdir()
+            try:
                 uri = f"models:/{champion.name}/{champion.version}/model"
-                model = mlflow.artifacts.download_artifacts(uri, dst_path=folder)
+                model = mlflow.artifacts.download_artifacts(uri, dst_path=str(folder))
                 command += ["--champion", model]
                 launch_with_restarts(place.config, command, log, context.partial, addresses)
+            finally:
+                remove(folder)
     report = json.loads((context.partial / EVALUATE.receipt).read_text()) | {"base_answers": answers}
     if champion is not None and CHAMPION in report["policies"]:
         report["champion"] = identity(champion)
@@ -87,7 +91,7 @@ def _work(context: Context) -> dict[str, Any]:
     metric = as_text.metric_of(config, report)
     links = f"On one page: `{EVALUATE.path(context.run) / PAGE}`. MLflow run: {run_page(TRAIN.path(context.run))}"
     show_markdown("evaluation", f"{_markdown(report, metric)}\n{links}\n", escape("; ".join(verdicts(report, metric))))
-    samples = pl.read_parquet(context.partial / run_files.SAMPLES)
+    samples = read_parquet(context.partial / run_files.SAMPLES)
     first = samples.filter((pl.col("set") == HELD_OUT) & (pl.col("sample") == 0)).head(SAMPLES_SHOWN)
     rows = json.loads(_with_policies_side_by_side(first, report["policies"]).write_json())
     show_table(

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 from mlflow import MlflowClient
 from mlflow.entities import Metric
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
@@ -20,6 +19,7 @@ from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import is_conversation, without_gaps
 from grpo_core.data.prompts import load_tokenizer
+from grpo_core.system.tables import read_parquet
 from tasks.registry.judging import RECORD, RECORDED, prompts_tags
 from tasks.registry.lookup import find_version
 from tasks.registry.model_version import Example, log_version
@@ -108,7 +108,10 @@ def _work(context: Context) -> dict[str, Any]:
         client.log_artifact(run_id, str(path))
     if (curves := training / CURVES).exists():
         client.log_artifact(run_id, str(curves), "training")
-    client.log_artifacts(run_id, str(EVALUATE.path(run)), run_files.EVALUATION)
+    evaluation = EVALUATE.path(run)
+    for file in (path for path in evaluation.rglob("*") if path.is_file()):
+        # One by one, which replaces files: `log_artifacts` would set times, which only a file's owner may.
+        client.log_artifact(run_id, str(file), str(run_files.EVALUATION / file.relative_to(evaluation).parent))
     cost = {name.replace("/", "."): f"{value:.6g}" for name, value in run_cost(run, config).metrics.items()}
     tags = {
         **_tags(config, run, report),
@@ -232,7 +235,7 @@ def keep_record(client: MlflowClient, run_id: str, run: Path, key: str) -> str:
 
 def _example(config: RunConfig, run: Path) -> Example:
     """The first held-out prompt, after the chat template, and the trained policy's completion."""
-    samples = pl.read_parquet(EVALUATE.path(run) / run_files.SAMPLES).filter(set=HELD_OUT)
+    samples = read_parquet(EVALUATE.path(run) / run_files.SAMPLES).filter(set=HELD_OUT)
     prompt, completion = samples["prompt"][0], samples["trained/completion"][0]
     if is_conversation(prompt):
         conversation = without_gaps(prompt)
@@ -247,7 +250,7 @@ def _tags(config: RunConfig, run: Path, report: dict[str, Any]) -> dict[str, Any
     plan, metric = PLAN.read_receipt(run)["plan"], figures.metric_of(config, report)
     return {
         "run": config.name,
-        **prompts_tags(pl.read_parquet(EVALUATE.path(run) / run_files.SAMPLES)),
+        **prompts_tags(read_parquet(EVALUATE.path(run) / run_files.SAMPLES)),
         **({SWEEP: config.registry.sweep} if config.registry.sweep else {}),
         **{
             f"evaluation.{name}.{policy}.{metric}": f"{of_policy[metric]['mean']:.4f}"

@@ -184,7 +184,7 @@ def screen(config: RunConfig) -> Screened:
             )
     read = load_sources(config)
     broken, own = hold_against(read, load_schema(config.data.schema)) if config.data.schema else ([], NONE)
-    parts = _parts(config, with_needed_columns(read, config), rewards, room)
+    parts = _parts(config, read, rewards, room)
     checks = config.data.checks.model_dump()
     dropping = [name for name, severity in checks.items() if severity == "drop"]
     options = _template_options(config, tokenizer)
@@ -253,11 +253,11 @@ def _parts(
 ) -> dict[str, Part]:
     """Collect the rows of each part of the data, with the rewards, token limit and columns of their source."""
     sources, parts = sources_of(config), {}
-    for name, rows in read.items():
+    for name, rows in with_needed_columns(read, config).items():
         origin = config.data.origins[sources[name].origin]
         names = config.rewards_of(origin.name if isinstance(origin, DataSource) else None)
         own = [reward for reward in rewards if reward.name in names]
-        parts[name] = Part(rows, own, room[data_set(name)], origin.columns, sources[name].origin)
+        parts[name] = Part(rows, own, room[data_set(name)], origin.columns, sources[name].origin, read[name].columns)
     return parts
 
 

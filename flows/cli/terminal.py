@@ -75,4 +75,5 @@ def refusals(about: str, started: bool = False) -> Iterator[None]:
         yield
     except GrpoError as error:
         status = FAILED if started and error.exit_status == REFUSED else error.exit_status
-        raise Refusal(f"{about}: {error}", status) from error
+        said = str(error)
+        raise Refusal(said if said.startswith(f"{about}: ") else f"{about}: {said}", status) from error

@@ -9,13 +9,15 @@ from pathlib import Path
 from grpo_core.errors import GrpoError
 from grpo_core.system.addresses import holds_secret
 from grpo_core.system.libraries import quiet_libraries
+from tasks.stages.access import check_access, check_umask
 from tasks.stages.mlflow_address import tracking_uri
 from tasks.stages.run_directory import storage_root
 
 HEARTBEAT_SECONDS = 30  # between a flow run's heartbeats, Prefect's minimum; `set_up` makes the server watch them
 POLL_SECONDS = 2  # between a runner's polls for triggered runs; Prefect's default of 10 keeps people waiting
 TAG = "grpo"  # of every flow run of ours: the server's crash watch covers only these
-FILE_LEASES = "prefect.server.concurrency.lease_storage.filesystem"
+FOLDERS = ("runs", "sweeps", "models", "pace", "judge", "mlflow", "line", "trash")  # of a storage, but Prefect's home
+FILE_LEASES = "flows.serving.leases"
 
 
 THIS_MACHINE = ["127.0.0.1", "localhost", "::1"]
@@ -34,9 +36,12 @@ def configure() -> None:
         )
     _bypass_proxies()
     os.environ.setdefault("PREFECT_HOME", str(storage_root() / "prefect"))
-    _make_folder("GRPO_STORAGE", storage_root())
-    home = Path(os.environ["PREFECT_HOME"])
+    root, home = storage_root(), Path(os.environ["PREFECT_HOME"])
+    _make_folder("GRPO_STORAGE", root)
+    check_access(root)
+    check_umask(root)
     _make_folder("PREFECT_HOME", home)  # Prefect does not create its database's folder
+    check_access(home, *(root / name for name in FOLDERS), *home.glob("*.db*"), *(root / "mlflow").glob("*.db*"))
     # By default, both are in the user's home, which service users may not have, whatever PREFECT_HOME says.
     os.environ.setdefault("PREFECT_RESULTS_LOCAL_STORAGE_PATH", str(home / "storage"))
     os.environ.setdefault("PREFECT_SERVER_MEMO_STORE_PATH", str(home / "memo_store.toml"))
@@ -54,15 +59,17 @@ def configure() -> None:
 
 
 def _make_folder(variable: str, folder: Path) -> None:
-    """Make the folder. Raises GrpoError if it cannot be made or written to."""
+    """Make the folder. Raises GrpoError if it cannot be made, or cannot hold a database."""
+    if "?" in str(folder):
+        raise GrpoError(
+            f"{folder} cannot hold a database, whose address would end at the '?'; set {variable} to another folder"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise GrpoError(
             f"{folder} cannot be created: {error.strerror}; set {variable} to a folder that you may write to"
         ) from error
-    if not os.access(folder, os.W_OK):
-        raise GrpoError(f"{folder} cannot be written to; set {variable} to a folder that you may write to")
 
 
 def _bypass_proxies() -> None:

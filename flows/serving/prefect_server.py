@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import urllib.parse
+from pathlib import Path
 
 import uvicorn
 from sqlalchemy import make_url
@@ -94,7 +95,12 @@ def main() -> None:
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
     # Bind the port before touching the database.
-    Server(config).run(sockets=[socket.socket(fileno=int(sys.argv[2])) if inherits else config.bind_socket()])
+    listening = socket.socket(fileno=int(sys.argv[2])) if inherits else config.bind_socket()
+    address = settings.database.connection_url
+    scheme, _, database = (address.get_secret_value() if address else "").partition(":///")
+    if scheme.startswith("sqlite") and Path(database).is_absolute():
+        Path(database).touch()  # SQLite itself would let only the owner write, whatever the umask
+    Server(config).run(sockets=[listening])
 
 
 if __name__ == "__main__":

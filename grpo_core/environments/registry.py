@@ -21,6 +21,10 @@ BUILTIN = {
 }
 
 
+# Raise a version when the tool or environment answers otherwise: runs that used it are then trained again.
+VERSIONS = dict.fromkeys(BUILTIN, 1)
+
+
 class EnvironmentsError(GrpoError):
     """Environments or tools that cannot be used; the message says which, why and what to do."""
 
@@ -57,5 +61,11 @@ def file_of(name: str) -> Path:
 
 
 def sources(config: EnvironmentConfig) -> dict[str, str]:
-    """Hash of the file of each tool and class, by its name in the configuration."""
-    return {name: hashlib.blake2b(file_of(name).read_bytes(), digest_size=16).hexdigest() for name in named(config)}
+    """Identity of each tool and class, by its name in the configuration: the hash of its file, or a built-in one's
+    version."""
+    return {
+        name: f"version {VERSIONS[name]}"
+        if name in VERSIONS
+        else hashlib.blake2b(file_of(name).read_bytes(), digest_size=16).hexdigest()
+        for name in named(config)
+    }

@@ -16,6 +16,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import plain
 from grpo_core.errors import GrpoError
 from grpo_core.rewards.contract import Reward
+from grpo_core.system.tables import read_parquet
 
 if TYPE_CHECKING:
     from grpo_core.rollout.collect import Sample
@@ -43,7 +44,7 @@ def answer_columns(policy: str, samples: Sequence[Sample], rewards: Sequence[Rew
 def answers_of(policy: str, samples: Path, columns: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, dict[str, Any]]:
     """A policy's columns of each set, from the samples.parquet of another run. `columns`: those of the prompts, by set.
     Raises GrpoError if the rows are not of these prompts."""
-    table, found = pl.read_parquet(samples).sort("set", "row", "sample"), {}
+    table, found = read_parquet(samples).sort("set", "row", "sample"), {}
     for name, prompts in columns.items():
         of_set = table.filter(set=name)
         if of_set["row"].to_list() != prompts["row"] or of_set["sample"].to_list() != prompts["sample"]:

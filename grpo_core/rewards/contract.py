@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.config.inputs import RewardConfig
-from grpo_core.data import chat
 from grpo_core.errors import RewardError, install
 from grpo_core.rewards.builtin.record import Range, RewardFunction
 from grpo_core.rewards.isolated import RewardProcess, kind_of
@@ -172,20 +171,10 @@ def range_of(config: RewardConfig) -> Range | None:
 
 def source_of(config: RewardConfig) -> bytes:
     """Bytes that change when the reward does, wherever its files lie: those of the module that names it and of the
-    function itself; of a built-in reward all of this package's, since some work in other modules and processes, and
-    `data.chat`, through which they read texts."""
+    function itself; of a built-in reward its version."""
     if is_builtin(config.function):
-        return _source_of_built_in()
-    return _content(files_of(config))
-
-
-@functools.cache  # the same for all of them, and this process does not import them again
-def _source_of_built_in() -> bytes:
-    return _content(_files_of_built_in())
-
-
-def _content(files: Sequence[str]) -> bytes:
-    return b"".join(sorted(Path(file).read_bytes() for file in files))
+        return f"version {BUILTIN[config.function].version}".encode()
+    return b"".join(sorted(Path(file).read_bytes() for file in files_of(config)))
 
 
 def files_of(config: RewardConfig) -> list[str]:
@@ -194,15 +183,9 @@ def files_of(config: RewardConfig) -> list[str]:
 
 
 def files_here(config: RewardConfig) -> list[str]:
-    """`files_of` by importing the function into this process."""
+    """`files_of` by importing the function into this process; none for a built-in reward."""
     function = find(config.function)
-    if is_builtin(config.function):
-        return _files_of_built_in()
-    return own_code.files_of(config.function, function)
-
-
-def _files_of_built_in() -> list[str]:
-    return sorted([*map(str, Path(__file__).parent.rglob("*.py")), chat.__file__])
+    return [] if is_builtin(config.function) else own_code.files_of(config.function, function)
 
 
 def check(config: RewardConfig) -> None:

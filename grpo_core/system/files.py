@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,9 +18,11 @@ from pathlib import Path
 def publish(partial: Path, final: Path) -> None:
     """Rename a finished file or folder to its final name in the same folder, so that it survives a power cut.
 
-    A file of that name is replaced. A folder of that name has to be moved away first.
+    A file of that name is replaced. A folder of that name has to be moved away first. Its files get the permissions
+    that the umask leaves: safetensors makes files that only their owner can read.
     """
     with naming(final):
+        _unlock(partial)
         sync_to_disk(partial)
         partial.rename(final)
         _sync(final.parent)
@@ -62,6 +66,22 @@ def naming(path: Path) -> Iterator[None]:
         if cause.errno is None:  # it has a text only
             raise OSError(f"{cause}: {path}") from None
         raise OSError(cause.errno, cause.strerror, cause.filename or str(path)) from None
+
+
+def umask() -> int:
+    """This process's umask. `os.umask` would have to change it for a moment, for all threads."""
+    [mask] = re.findall(r"^Umask:\s*(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(mask, 8)
+
+
+def _unlock(path: Path) -> None:
+    """Give this user's files that are closed to all others the permissions that the umask leaves."""
+    mine, kept = os.geteuid(), 0o666 & ~umask()
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        with suppress(FileNotFoundError):  # renamed meanwhile by another process
+            found = file.lstat()
+            if stat.S_ISREG(found.st_mode) and found.st_uid == mine and not found.st_mode & 0o077:
+                file.chmod(kept)
 
 
 def _sync(path: Path) -> None:

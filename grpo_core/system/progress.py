@@ -110,7 +110,7 @@ class _Progress:
         }
         self.stacks = (folder / f"{self.rank}.stacks").open("a")
         faulthandler.register(DUMP_SIGNAL, self.stacks, all_threads=True)
-        self.file = os.open(folder / f"{self.rank}.json", os.O_WRONLY | os.O_CREAT, 0o644)
+        self.file = os.open(folder / f"{self.rank}.json", os.O_WRONLY | os.O_CREAT, 0o666)
         self.floor, self.at_least = FLOOR_SECONDS, dict[str, float]()
         self.phases: list[tuple[str, str, float]] = [(SET_UP, "", time.time())]
         self.waits: dict[bool, int] = {True: 0, False: 0}  # of the main thread, and of another one

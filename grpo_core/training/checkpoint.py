@@ -66,7 +66,8 @@ def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
     """Hash of everything that a training depends on: plan, data, reward functions, configuration. A checkpoint is
     continued only under the same one."""
     sections = ["seed", "model", "rewards", "rollout", "algorithm", "train", "held_out"]
-    values = [determining(config)[section] for section in sections]
+    found = determining(config)
+    values = [found.get(section) for section in sections]
     optional = (environment_parts(config), config.data.chat_template_kwargs, config.source_rules)
     values += [parts for parts in optional if parts]
     digest = hashlib.blake2b(json.dumps([values, planned_values(dataclasses.asdict(plan))], sort_keys=True).encode())

@@ -6,7 +6,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import polars as pl
@@ -30,8 +30,10 @@ def missing_column(
     columns: Mapping[str, str],
     read: Mapping[str, Mapping[str, Any]],
     section: str = "data",
+    own: Sequence[str] = (),
 ) -> str:
-    """Part of a sentence: the column is missing (`reading`: its reader), and this key in `section` would make it."""
+    """Part of a sentence: the column is missing (`reading`: its reader), and this key in `section` would make it.
+    `own`: columns of the data set itself, if they are not those of `frame`."""
     kinds = read.get(column, {}).values()
     others = [name for name in frame.columns if name not in read and name != "prompt"]
     if column == "prompt":
@@ -42,18 +44,20 @@ def missing_column(
     likely = _likely(column, wanted[0], able)
     key = f"{section}.columns.{column}"
     hint = (
-        f"set {key} = {json.dumps(likely, ensure_ascii=False)}"
+        f"leave {key} out, or set it to what the column should be made from"
+        if column in own
+        else f"set {key} = {json.dumps(likely, ensure_ascii=False)}"
         if likely
         else f"set {key} to what it should be made from"
     )
     made = f" (for {key} = {columns[column]!r})" if column in columns else ""
-    return f"has no column {wanted[0]!r}{made}{reading}; its columns are {', '.join(frame.columns)}: {hint}"
+    return f"has no column {wanted[0]!r}{made}{reading}; its columns are {', '.join(own or frame.columns)}: {hint}"
 
 
 def wrong_type(column: str, kind: Any, frame: pl.DataFrame, columns: Mapping[str, str], section: str = "data") -> str:
     """End of a sentence: the key that would write the column as text; "" if text is not needed."""
     found = frame.schema[column]
-    able = not found.is_nested() or found == pl.List(pl.String)
+    able = not (found.is_nested() or found in (pl.Object, pl.Duration)) or found == pl.List(pl.String)
     if column in columns or not able or found == pl.Null or not accepts(kind, pl.String()):
         return ""
     template = json.dumps(f"{{{column}}}", ensure_ascii=False)

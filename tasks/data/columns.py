@@ -62,11 +62,13 @@ def _made(frame: pl.DataFrame, key: str, how: str, first: int) -> pl.Expr | pl.S
 def _as_text(column: str, kind: pl.DataType, what: str) -> pl.Expr:
     if kind == pl.List(pl.String):
         return pl.col(column).list.join(SEPARATOR)
-    if kind.is_nested() or kind == pl.Object:
+    if kind.is_nested() or kind in (pl.Object, pl.Duration):
         raise ColumnError(
             f"{what}: the column {column!r} holds {kind}; a template takes text, numbers and lists of text: write a "
             "function, module:function"
         )
+    if kind == pl.Binary:  # what is no UTF-8 becomes U+FFFD, which the rule `encoding` finds
+        return pl.col(column).map_elements(lambda value: value.decode(errors="replace"), return_dtype=pl.String)
     return pl.col(column).cast(pl.String)
 
 

@@ -20,6 +20,7 @@ from grpo_core.data.chat import turns
 from grpo_core.data.recording import KEY
 from grpo_core.errors import GrpoError
 from grpo_core.rewards.composition import weighted_sum
+from grpo_core.system.tables import read_parquet
 
 NEEDED = {"step", "row", "prompt", "completion", "advantage", "completion_tokens", "truncated"}
 PLACE = ("batch", "place")  # of a row: number of its generation batch's file, and number of the row in it
@@ -55,7 +56,7 @@ def _figures_of(file: Path, number: int, rewards: Sequence[RewardConfig]) -> pl.
                 "config.toml names; train again, or restore the rewards in the configuration"
             )
         known = json.loads((schema.metadata or {}).get(KEY, b"{}"))
-        found = pl.read_parquet(file, columns=figures)
+        found = read_parquet(file, columns=figures)
     except (OSError, pa.ArrowInvalid, pl.exceptions.ComputeError) as error:
         raise NoRolloutsError(f"{file} cannot be read: {error}; delete it to look at the others") from error
     values = found.select(pl.col(given).cast(pl.Float64).fill_null(float("nan"))).to_numpy()
@@ -72,7 +73,7 @@ def read_rows(files: Sequence[Path], chosen: pl.DataFrame) -> list[dict[str, Any
     found: dict[tuple[int, int], dict[str, Any]] = {}
     for number in chosen["batch"].unique().sort():
         places = chosen.filter(batch=number)["place"].to_list()
-        rows = pl.read_parquet(files[number])[places].to_dicts()
+        rows = read_parquet(files[number])[places].to_dicts()
         found |= {(number, place): row for place, row in zip(places, rows, strict=True)}
     return [
         {**found[row["batch"], row["place"]], **{name: row[name] for name in (*PLACE, "group", "reward")}}
@@ -87,7 +88,7 @@ def with_text(files: Sequence[Path], figures: pl.DataFrame, text: str) -> pl.Dat
     kept = []
     for (number,), rows in figures.group_by("batch", maintain_order=True):
         names = {"row", "prompt", "completion", "opening", "conversation"}
-        whole = pl.read_parquet(files[number], columns=[n for n in pq.read_schema(files[number]).names if n in names])
+        whole = read_parquet(files[number], columns=[n for n in pq.read_schema(files[number]).names if n in names])
         asked = [row for row, prompt in _prompts(whole).items() if inside in prompt.lower()]
         has = pl.col("row").is_in(asked)
         for column in names & {*whole.columns} - {"row", "prompt"}:
@@ -102,7 +103,7 @@ def prompts_of(files: Sequence[Path]) -> dict[int, str]:
     """Text of each sampled prompt, by its row in train.parquet."""
     found: dict[int, str] = {}
     for file in files:
-        found = _prompts(pl.read_parquet(file, columns=["row", "prompt"])) | found
+        found = _prompts(read_parquet(file, columns=["row", "prompt"])) | found
     return found
 
 

@@ -8,7 +8,7 @@ checked. The rules about rows are those of `DataChecks`, each with a severity; e
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -68,6 +68,7 @@ class Part:
     room: int | None = None  # longest allowed prompt, in tokens
     columns: Mapping[str, str] = field(default_factory=dict)  # how each made column was made
     section: str = "data"  # section of the configuration that defines these columns
+    own: Sequence[str] = ()  # columns of the data set itself
 
 
 def check(
@@ -171,8 +172,14 @@ def build_schema(
     read = needed_columns(rewards)
     missing = [column for column, kinds in read.items() if not all(map(may_be_null, kinds.values()))]
     columns = {
-        column: pa.Column(nullable=True, checks=_check("missing_value", partial(is_there, column=column)))
-        for column in missing
+        column: pa.Column(
+            nullable=True,
+            checks=[
+                *([_check("missing_value", partial(is_there, column=column))] if column in missing else []),
+                _check("encoding", partial(_is_utf8, column=column)),
+            ],
+        )
+        for column in read
     }
     prompt = pa.Column(nullable=True, checks=[_check(name, holds) for name, holds in rules.items()])
     return pa.DataFrameSchema({"prompt": prompt, **columns})
@@ -194,7 +201,7 @@ def _shape(name: str, part: Part) -> Iterator[str]:
         yield f"{name} has no rows; it needs at least one"
         return
     if "prompt" not in frame.columns:
-        yield f"{name} {column_fixes.missing_column('prompt', '', frame, part.columns, read, part.section)}"
+        yield f"{name} {column_fixes.missing_column('prompt', '', frame, part.columns, read, part.section, part.own)}"
     elif not (frame.schema["prompt"] == pl.String or is_conversation(frame)):
         yield (
             f"{name}, column 'prompt': its type is {_type_name(frame.schema['prompt'])}; a prompt is text, or a list "
@@ -205,7 +212,8 @@ def _shape(name: str, part: Part) -> Iterator[str]:
     for column, readers in read.items():
         if column not in frame.columns:
             reading = f", which {', '.join(readers)} reads"
-            yield f"{name} {column_fixes.missing_column(column, reading, frame, part.columns, read, part.section)}"
+            own = (part.columns, read, part.section, part.own)
+            yield f"{name} {column_fixes.missing_column(column, reading, frame, *own)}"
             continue
         if is_unstorable(frame.schema[column]):
             yield f"{name}, column {column!r}, which {', '.join(readers)} reads, {UNSTORABLE}"
@@ -225,7 +233,7 @@ def _unmade(parts: Mapping[str, Part]) -> Iterator[str]:
         name, first = next(iter(own.items()))
         for column in first.columns.keys() - {"prompt", *needed_columns(first.rewards)}:
             if not any(column in part.rows.columns for part in own.values()):
-                said = column_fixes.missing_column(column, "", first.rows.empty, first.columns, {}, section)
+                said = column_fixes.missing_column(column, "", first.rows.empty, first.columns, {}, section, first.own)
                 yield f"no data set has the parts of {section}.columns.{column}: {name} {said}"
 
 
@@ -356,6 +364,13 @@ def is_there(frame: pl.DataFrame, column: str) -> pl.Series:
     if value.dtype == pl.String:
         return value.str.contains(r"\S").fill_null(False)
     return value.is_not_nan().fill_null(False) if value.dtype.is_float() else value.is_not_null()
+
+
+def _is_utf8(frame: pl.DataFrame, column: str) -> pl.Series:
+    """True for each row without the character that stands for bytes that are no UTF-8."""
+    value = frame[column]
+    text = value if value.dtype == pl.String else pl.repeat(None, frame.height, dtype=pl.String, eager=True)
+    return ~text.str.contains("\ufffd", literal=True).fill_null(False)
 
 
 def _validate(name: str, frame: pl.DataFrame, schema: pa.DataFrameSchema, first: int) -> pl.DataFrame:

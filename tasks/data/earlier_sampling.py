@@ -12,6 +12,7 @@ import polars as pl
 from grpo_core import run_files
 from grpo_core.errors import ConfigError
 from grpo_core.planning.ahead_forecast import EarlierSampling, SampledBatch
+from grpo_core.system.tables import read_parquet
 from tasks.data.completions import recorded_batches
 from tasks.stages.run_directory import read_config
 from tasks.stages.table import TRAIN
@@ -45,7 +46,7 @@ def _batches(rows: list[dict[str, Any]], files: list[Path], group: int) -> list[
     metrics = {row["step"]: row for row in rows}
     sampled_for: defaultdict[int, list[pl.DataFrame]] = defaultdict(list)  # generation batches, by their first update
     for file in files[-READ:]:
-        table = pl.read_parquet(file, columns=["step", "prompt_tokens", "completion_tokens"])
+        table = read_parquet(file, columns=["step", "prompt_tokens", "completion_tokens"])
         step = int(table["step"][-1])
         sampled_for[step].append(table.filter(pl.col("step") == step))  # without rows that a roll-back has undone
     found = []

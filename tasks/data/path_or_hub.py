@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -54,10 +55,18 @@ def check_places(config: RunConfig) -> None:
         **{f"evaluation.sets.{number}.data": each.data for number, each in enumerate(config.evaluation.sets)},
     }
     missing = [
-        f"{key} = {source!r}: no such file or folder (looked in {Path.cwd()}), and not a possible name on the hub"
+        f"{key} = {source!r}: {_why_not_there(Path(source))}, and not a possible name on the hub"
         for key, source in places.items()
         if not may_be_on_the_hub(source) and not (is_file(Path(source)) or is_folder(Path(source)))
     ]
     if missing:
         raise ConfigError("\n".join(missing))
     check_adapter(config.model)
+
+
+def _why_not_there(path: Path) -> str:
+    try:
+        there = os.path.lexists(path)
+    except ValueError:  # a NUL
+        there = False
+    return "a pipe, a device or a link to nothing" if there else f"no such file or folder (looked in {Path.cwd()})"

@@ -11,6 +11,8 @@ from typing import Any
 
 import polars as pl
 
+from grpo_core.system.tables import read_ipc
+
 SLICE_ROWS = 100_000  # most rows per slice
 SLICE_BYTES = 2**26  # bytes per slice, estimated from the file's size
 AT_ONCE = 2**28  # most bytes in memory of a data set that is written as one table
@@ -95,7 +97,7 @@ def kept_on_disk(frames: Iterator[pl.DataFrame]) -> Rows:
 
     def read(folder: Any = folder) -> Iterator[pl.DataFrame]:  # the default keeps the folder alive
         for file in files:
-            for frame in pl.read_ipc(file).iter_slices(SLICE_ROWS):
+            for frame in read_ipc(file).iter_slices(SLICE_ROWS):
                 yield as_columns(frame, empty)
 
     return Rows(empty, height, read)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +16,8 @@ import polars as pl
 from grpo_core.config.inputs import DataConfig, DataSource, PromptSource
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
+from grpo_core.system.tables import read_parquet
+from tasks.data.arrow_frames import to_frame
 from tasks.data.columns import ColumnError, with_columns
 from tasks.data.hub import checked_revision
 from tasks.data.parquet_size import BUFFER, decodable_rows
@@ -162,11 +165,14 @@ def _pass_rates(source: Source, origin: PromptSource) -> Iterator[float]:
 
 def validated_pass_rates(prompts: Path) -> list[float]:
     """Read the column `pass_rate` of validated prompts; empty if it does not hold numbers."""
-    rows = pl.scan_parquet(prompts, glob=False)
-    kind = rows.collect_schema().get(PASS_RATE)
-    if kind is None or not (kind.is_numeric() or kind == pl.String):
+    import pyarrow.parquet as pq  # takes a tenth of a second to import
+
+    if PASS_RATE not in pq.read_schema(prompts).names:
         return []
-    return rows.select(pl.col(PASS_RATE).cast(pl.Float64, strict=False).drop_nulls()).collect()[PASS_RATE].to_list()
+    rates = read_parquet(prompts, [PASS_RATE])[PASS_RATE]
+    if not (rates.dtype.is_numeric() or rates.dtype == pl.String):
+        return []
+    return rates.cast(pl.Float64, strict=False).drop_nulls().to_list()
 
 
 def load_head(data: DataConfig, rows: int) -> list[pl.DataFrame]:
@@ -239,7 +245,7 @@ def _open(source: Source) -> Rows:
     path = Path(source.data)
     if is_file(path):
         if _kind(path) == ".parquet":
-            return _parquet(source)
+            return _parquet(source, path)
         raise SourceError(f"{source}: a file of unknown kind; {FORMS}")
     if not is_folder(path) and not may_be_on_the_hub(source.data):
         if os.path.lexists(path):
@@ -249,31 +255,45 @@ def _open(source: Source) -> Rows:
 
     try:
         if is_folder(path):
+            if files := _split_files(path, source.split):
+                return _one_after_the_other([_parquet(source, file) for file in files])
             loaded = datasets.load_from_disk(source.data)
-            loaded = loaded[source.split] if isinstance(loaded, datasets.DatasetDict) else loaded
+            if isinstance(loaded, datasets.DatasetDict):
+                if source.split not in loaded:
+                    raise Fault(f"there is none; the splits are {', '.join(loaded) or 'none'}")
+                loaded = loaded[source.split]
         else:
             revision = checked_revision(source.data, source.revision)
             loaded = datasets.load_dataset(source.data, source.subset, split=source.split, revision=revision)
         at_once = slice_rows(len(loaded), loaded.data.nbytes)
-        rows = loaded.with_format("polars")
-        return Rows(rows[:0], len(rows), lambda: rows.iter(at_once)).map(_plain)
+        labels = {name: kind.names for name, kind in loaded.features.items() if isinstance(kind, datasets.ClassLabel)}
+        named = [pl.col(name).replace_strict(dict(enumerate(names)), default=None) for name, names in labels.items()]
+        rows = loaded.with_format("arrow")  # any other would decode images
+        whole = Rows(to_frame(rows[:0]), len(rows), lambda: map(to_frame, rows.iter(at_once)))
+        return whole.map(lambda frame: frame.with_columns(named))
+    except SourceError:
+        raise
     except (Exception, pl.exceptions.PanicException) as error:
         raise SourceError(f"{source}, split {source.split!r}: {error}; {FORMS}") from error
 
 
-def _parquet(source: Source) -> Rows:
+def _split_files(folder: Path, split: str) -> list[Path]:
+    """Parquet files of a split as the hub keeps them: SPLIT-00000-of-00002.parquet, in the folder or in its `data`."""
+    files = (file for place in (folder, folder / "data") for file in place.glob("*-of-*.parquet"))
+    return sorted(file for file in files if file.name.rsplit("-", 3)[0] == split)
+
+
+def _parquet(source: Source, path: Path) -> Rows:
     """Open a Parquet file with pyarrow, which keeps only some pages of a column in memory."""
     import pyarrow as pa  # takes a tenth of a second to import
     import pyarrow.parquet as pq
-
-    path = Path(source.data)
 
     def read() -> Iterator[pl.DataFrame]:
         try:
             with pq.ParquetFile(path, buffer_size=BUFFER) as file:
                 for batch in file.iter_batches(batch_size=decodable()):
-                    yield _plain(pl.DataFrame(pl.from_arrow(pa.Table.from_batches([batch]))))
-        except (OSError, pa.ArrowException, pl.exceptions.PanicException) as error:
+                    yield to_frame(pa.Table.from_batches([batch]))
+        except (OSError, pa.ArrowException, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
             raise _unreadable(source, error) from error
 
     try:
@@ -281,29 +301,21 @@ def _parquet(source: Source) -> Rows:
             facts, columns = file.metadata, file.schema_arrow
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(source, error) from error
-    if wide := [field.name for field in columns if "decimal256" in str(field.type)]:
-        raise _unreadable(source, Fault(f"column {wide[0]!r} holds numbers beyond 38 digits; write them as text"))
+    if twice := [name for name, count in Counter(columns.names).items() if count > 1]:
+        raise _unreadable(source, Fault(f"the column {twice[0]!r} appears twice"))
     at_once = slice_rows(facts.num_rows, sum(facts.row_group(it).total_byte_size for it in range(facts.num_row_groups)))
     decodable = cache(lambda: decodable_rows(path, at_once))
     try:
-        empty = pl.DataFrame(pl.from_arrow(pa.Table.from_batches([], columns)))  # `empty_table()` would import pandas
-    except pl.exceptions.PanicException as error:  # metadata that is no text
+        empty = to_frame(pa.Table.from_batches([], columns))  # `empty_table()` would import pandas
+    except (pa.ArrowException, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
         raise _unreadable(source, error) from error
-    return Rows(_plain(empty), facts.num_rows, read)
+    return Rows(empty, facts.num_rows, read)
 
 
 def _kind(path: Path) -> str:
     """File ending that determines how the file is read, in lower case and without .gz."""
     name = path.name.lower()
     return Path(name.removesuffix(".gz")).suffix
-
-
-def _plain(frame: pl.DataFrame) -> pl.DataFrame:
-    """Convert columns to types that rewards know: encoded text to text, arrays of fixed length to lists."""
-    encoded = [name for name, kind in frame.schema.items() if isinstance(kind, (pl.Categorical, pl.Enum))]
-    arrays = {name: kind for name, kind in frame.schema.items() if isinstance(kind, pl.Array)}
-    casts = [pl.col(encoded).cast(pl.String), *(pl.col(n).cast(pl.List(kind.inner)) for n, kind in arrays.items())]
-    return frame.with_columns(casts)
 
 
 def _unreadable(source: Source, error: BaseException) -> SourceError:

@@ -23,6 +23,7 @@ from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.evaluation.outcomes import distinct_prompts
+from grpo_core.system.tables import read_parquet
 from tasks.registry.approval import Change, largest_changes
 from tasks.registry.gate import Contestant, NotComparableError, Verdict, decide, refuse_chosen_there
 from tasks.registry.lookup import find_version, if_there
@@ -156,7 +157,7 @@ def read_recorded(client: MlflowClient, version: ModelVersion) -> Recorded:
                 "there is nothing to judge it by; `grpo stage register --run NAME` makes a version that has"
             )
         config, report, samples = (record / name for name in RECORDED)
-        return Recorded(tomllib.loads(config.read_text()), json.loads(report.read_text()), pl.read_parquet(samples))
+        return Recorded(tomllib.loads(config.read_text()), json.loads(report.read_text()), read_parquet(samples))
 
 
 def identity(version: ModelVersion) -> dict[str, Any]:

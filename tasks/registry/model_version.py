@@ -106,10 +106,10 @@ def _link(source: Path | str, target: Path | str) -> None:
     """Link a weights file if the file system allows it, otherwise copy it; copy any other file."""
     if str(source).endswith(WEIGHTS):
         try:
+            Path(source).chmod(0o444)  # a write to one name would change both
             os.link(source, target)
-        except OSError:  # another file system, or one without links
+        except OSError:  # another user's file, another file system, or one without links
             pass
         else:
-            Path(target).chmod(0o444)  # a write to one name would change both
             return
     shutil.copy2(source, target)

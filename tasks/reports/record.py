@@ -15,6 +15,7 @@ import polars as pl
 from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
+from grpo_core.system.tables import read_parquet
 from tasks.data.completions import recorded_batches
 from tasks.rendering.drawing import Row
 from tasks.rendering.figures import metric_of
@@ -110,8 +111,8 @@ def read_record(
         seconds={stage.name: receipt["seconds"] for stage, receipt in receipts.items() if "seconds" in receipt},
         metrics=_lines(training / run_files.METRICS),
         findings=_lines(training / run_files.FINDINGS),
-        batches=[pl.read_parquet(path) for path in dict.fromkeys([*recorded[:1], *recorded[-1:]])],
-        samples=pl.read_parquet(evaluation / run_files.SAMPLES),
+        batches=[read_parquet(path) for path in dict.fromkeys([*recorded[:1], *recorded[-1:]])],
+        samples=read_parquet(evaluation / run_files.SAMPLES),
         hardware=_json(training / "mlflow.json").get("hardware", ""),
         probe=receipts[PROBE] if PROBE.is_asked(config) else {},
     )

@@ -12,18 +12,17 @@ import json
 from functools import cached_property
 from typing import Any
 
-import grpo_core
 from grpo_core.config.base import flatten
-from grpo_core.config.inputs import CurriculumConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data import own_code
-from grpo_core.fingerprint import DIVISION, content_hash, determining, environment_parts, reward_parts
+from grpo_core.fingerprint import BEHAVIOUR, DIVISION, content_hash, determining, environment_parts, reward_parts
 
 # Keys that determine how completions are sampled.
 SAMPLING = tuple(
     f"rollout.{key}"
     for key in ("max_completion_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
 )
+LIMITS = {"timeout", "range", "isolated", "memory_gib"}  # keys of a reward that only the rehearsal reads
 WATCHING = ("registry.traces_per_batch",)  # keys on which no version depends
 Named = dict[str, Any]  # values that outputs depend on, by names for people
 
@@ -43,7 +42,7 @@ class Parts:
         """The validated prompts: data, base model (its tokenizer measures them), rewards (they read columns)."""
         config = self.config
         return {
-            "version of grpo_core": grpo_core.__version__,
+            "behaviour of grpo_core": BEHAVIOUR,
             **self.section("data"),
             **{f"source of {name}": source for name, source in own_code.sources(config.data).items()},
             **{
@@ -63,13 +62,13 @@ class Parts:
         return {
             f"rewards.{place}.{key}": value
             for place, reward in enumerate(self.config.rewards)
-            for key, value in reward.model_dump(include={"timeout", "range", "isolated", "memory_gib"}).items()
+            for key, value in reward.model_dump(include=LIMITS, exclude_defaults=True).items()
         }
 
     @cached_property
     def environment_limits(self) -> Named:
         """Keys of the environment that only the rehearsal reads."""
-        limits = self.config.environment.model_dump(include={"tool_timeout", "memory_gib"})
+        limits = self.config.environment.model_dump(include={"tool_timeout", "memory_gib"}, exclude_defaults=True)
         return flatten({"environment": limits}) if self.config.environment.is_used else {}
 
     @cached_property
@@ -91,8 +90,8 @@ class Parts:
     def curriculum(self) -> Named:
         """Keys of the curriculum: how prompts are selected, and whether their pass rates are known before; empty by
         default."""
-        keys = self.config.data.curriculum
-        return {} if keys == CurriculumConfig() else flatten({"data": {"curriculum": keys.model_dump(mode="json")}})
+        keys = self.config.data.curriculum.model_dump(mode="json", exclude_defaults=True)
+        return flatten({"data": {"curriculum": keys}})
 
     @cached_property
     def probe(self) -> Named:
@@ -115,7 +114,7 @@ class Parts:
     def model(self) -> Named:
         settings = self.section("model") | self._base_model
         for key in ("model.name_or_path", "model.adapter"):  # their content counts, not their name
-            del settings[key]
+            settings.pop(key, None)
         if adapter := self.config.model.adapter:
             settings["content of the adapter"] = content_hash(adapter)
         return settings
@@ -123,12 +122,8 @@ class Parts:
     @cached_property
     def memory(self) -> Named:
         """Keys that only the plan reads: those of memory, and those that divide a batch."""
-        division = {f"train.{key}": getattr(self.config.train, key) for key in sorted(DIVISION)}
-        return division | {
-            "algorithm.beta": self.config.algorithm.beta,
-            "train.gradient_checkpointing": self.config.train.gradient_checkpointing,
-            "train.offload": self.config.train.offload,
-        }
+        read = {"algorithm": {"beta"}, "train": {*DIVISION, "gradient_checkpointing", "offload"}}
+        return flatten(self.config.model_dump(mode="json", include=read, exclude_defaults=True))
 
     @cached_property
     def policy(self) -> Named:
@@ -166,7 +161,7 @@ class Parts:
     @cached_property
     def registration(self) -> Named:
         # Included because a version is judged by the rules recorded with it.
-        rules = self.config.promotion.model_dump(mode="json", exclude={"automatic"})
+        rules = self.config.promotion.model_dump(mode="json", exclude={"automatic"}, exclude_defaults=True)
         names = {key: value for key, value in self.section("registry").items() if key not in WATCHING}
         return names | {"name": self.config.name} | flatten({"promotion": rules})
 
@@ -199,7 +194,7 @@ class Parts:
         """Each reward's keys, its arguments one by one, and the hash of its source."""
         found: Named = {}
         for place, reward in enumerate(reward_parts(self.config)):
-            name, args = f"rewards.{place}", reward.pop("args")
+            name, args = f"rewards.{place}", reward.pop("args", {})
             found |= {f"source of {name} ({reward['function']})": reward.pop("source")}
             found |= {f"{name}.{key}": value for key, value in reward.items()}
             found |= {f"{name}.args.{key}": value for key, value in args.items()}

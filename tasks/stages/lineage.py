@@ -1,7 +1,8 @@
 """Lineage keys: a stage's output is up to date as long as everything that it depends on is unchanged.
 
 A key is a hash of exactly these dependencies: the stage's part of the configuration, the parts of the stages before it,
-the content of data and base model, the reward functions' source, the version of grpo_core.
+the content of data and base model, the source of own code, and the versions of built-in rewards, environments and of
+grpo_core's behaviour. Keys at their default are left out, so a key that a later version adds makes nothing stale.
 """
 
 from __future__ import annotations

@@ -16,10 +16,12 @@ from typing import Any
 import psutil
 
 from grpo_core.errors import GrpoError
+from tasks.stages.access import check_access
 
 # Longer than a supervised process is given to end, checkpoint included.
 ENDING_SECONDS = 60.0
 POLL_SECONDS = 0.1
+LOCK = ".lock"
 
 _locks: set[int] = set()
 
@@ -37,9 +39,10 @@ def locked(run: Path, say: Callable[[str], None] = print, wait: bool = False) ->
 
     The kernel frees the lock when the holder and the processes that it supervises (`held_locks`) have ended, however
     they end. If the holder has died, or this is a retry of its flow run, those processes are about to end: they are
-    waited for, up to ENDING_SECONDS, even without `wait`.
+    waited for, up to ENDING_SECONDS, even without `wait`. Raises AccessError if this user may not write there.
     """
-    descriptor = os.open(run / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    check_access(run, *(path for path in run.iterdir() if path.is_dir()), run / LOCK)
+    descriptor = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     with holding(descriptor):
         _acquire(descriptor, run, say, wait)
         os.truncate(descriptor, 0)

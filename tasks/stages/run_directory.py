@@ -30,6 +30,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.rewards.contract import files_of
 from grpo_core.system.files import publish
 from grpo_core.system.own_code import place_of
+from tasks.stages.access import check_access
 from tasks.stages.files import remove, write_text
 from tasks.stages.locks import locked
 
@@ -85,8 +86,9 @@ def kept_rewards(run: Path) -> dict[str, Path]:
 
 
 def find_runs() -> dict[str, Path]:
-    """Directories of all runs, by name."""
-    return {path.parent.name: path.parent for path in (storage_root() / "runs").glob(f"*/{run_files.CONFIG}")}
+    """Directories of all runs, by name. Raises AccessError if this user may not read the storage."""
+    check_access(root := storage_root(), folder := root / "runs", write=False)
+    return {path.parent.name: path.parent for path in folder.glob(f"*/{run_files.CONFIG}")}
 
 
 def find_run(name: str) -> Path:

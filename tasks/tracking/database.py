@@ -19,6 +19,7 @@ def make_database(file: Path) -> None:
         return
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         new = Path(folder) / file.name
+        new.touch()  # SQLite itself would let only the owner write, whatever the umask
         try:
             engine = create_sqlalchemy_engine(f"sqlite:///{new}")
             _initialize_tables(engine)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 
 from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.outcomes import bounds_of, number_equal, per_unit
 from grpo_core.evaluation.sequential import has_fallen_behind
+from grpo_core.system.tables import read_parquet
 from tasks.stages.arms import arms_of, sweep_folder
 from tasks.stages.condition import MARKER
 from tasks.stages.errors import ArmStopped
@@ -83,7 +83,7 @@ class Race:
         self.stoppable, self.level = len(arms) - 1, rule["level"]
         lowest, highest = bounds_of("reward", config)
         self.most = highest - lowest
-        rows, group = pl.read_parquet(run_files.prompts(run, "eval")), config.evaluation.group_column
+        rows, group = read_parquet(run_files.prompts(run, "eval")), config.evaluation.group_column
         whole = rows.rows() if config.environment.factories else rows["prompt"].to_list()
         self.numbers = number_equal(rows[group].to_list() if group else whole)
         found = {run.parent / name: _training(run.parent / name, trainings[name]) for name in self.earlier}
@@ -119,7 +119,7 @@ class Race:
 
 def _rewards(training: Path, step: str) -> np.ndarray:
     """Reward on each row of the held-out prompts after an update; NaN if it was not scored. (N,)"""
-    scores = pl.read_parquet(training / run_files.HELD_OUT_SCORES / step)["reward"]
+    scores = read_parquet(training / run_files.HELD_OUT_SCORES / step)["reward"]
     return scores.fill_null(np.nan).to_numpy()
 
 

@@ -17,6 +17,7 @@ from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.metrics import DECIDING
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.outcomes import outcomes
+from grpo_core.system.tables import read_parquet
 from tasks.rendering import figures
 from tasks.tracking.sending import METRICS_PER_REQUEST
 from tasks.tracking.traces import Told, answered, send
@@ -121,7 +122,7 @@ def send_evaluated(
 
     Tags `vs_base` and `vs_champion` contain the policy's standing on the prompt, by the metric that decides.
     """
-    samples, evaluated = pl.read_parquet(samples_file), samples_file.stat().st_mtime_ns // 1_000_000
+    samples, evaluated = read_parquet(samples_file), samples_file.stat().st_mtime_ns // 1_000_000
     told, counts = [], dict[str, dict[str, int]]()
     for name in report["sets"]:
         if name in config.evaluated_sources:  # its prompts are part of the held-out ones

@@ -11,6 +11,7 @@ import pytest
 
 from flows.parameters.early_refusals import refuse_early
 from grpo_core.config.files import parse_config
+from grpo_core.errors import ConfigError
 from grpo_core.planning.plan import PlanError
 from tasks.stages.locks import locked
 from tests.command_line import run_here
@@ -52,6 +53,8 @@ def config(tmp_path: Path) -> Path:
             2,
             "test: launch.kubernetes='gone.yaml': No such file or directory (looked in ",
         ),
+        ("rollout.engine='vllm'", "[a] b", 2, "/[a] b': vLLM takes '[', '*' and '?' in a path for a pattern"),
+        ("seed=1", "a?b", 2, "/a?b cannot hold a database, whose address would end at the '?'; set GRPO_STORAGE to "),
         (
             "seed=1",
             "config.toml",
@@ -67,7 +70,21 @@ def test_a_run_that_cannot_succeed_is_refused_by_one_sentence_before_any_server(
     said = done.stdout + done.stderr
     assert (done.returncode, said.count(sentence)) == (code, 1), said
     assert len(said.splitlines()) <= 2
-    assert not (config.parent / "storage").exists()
+    assert not (config.parent / storage).is_dir()
+
+
+def test_a_link_to_nothing_is_said_to_be_one(config: Path) -> None:
+    (config.parent / "link.jsonl").symlink_to("gone.jsonl")
+    values = config_values(config.parent / "model", config.parent)
+    values["data"]["train"] = str(config.parent / "link.jsonl")
+    with pytest.raises(ConfigError, match="a pipe, a device or a link to nothing"):
+        refuse_early(parse_config(values))
+
+
+def test_a_configuration_that_is_no_toml_is_named_once(config: Path) -> None:
+    config.write_text("name = \n")
+    done = run_here("data", "check", str(config))
+    assert (done.returncode, done.stderr.count(str(config))) == (2, 1), done.stderr
 
 
 def test_sizes_of_a_dataset_on_a_hub_are_checked_without_loading_it(config: Path) -> None:

@@ -19,7 +19,7 @@ from tests.serving import STOP_SECONDS, Served, serving
 @pytest.fixture(scope="package")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """`grpo up` over a storage root of its own. Ctrl-C ends it, and nothing of it stays."""
-    with serving(tmp_path_factory.mktemp("served")) as servers:
+    with serving(tmp_path_factory.mktemp("served") / "[a] *") as servers:
         yield servers
         started = psutil.Process(servers.process.pid).children(recursive=True)
         said = [len(log.read_text()) for log in servers.logs]

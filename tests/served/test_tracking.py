@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
-import polars as pl
 import pytest
 from mlflow import MlflowClient
 
 from benchmarks.command import python_path
 from grpo_core.config.files import load_config
+from grpo_core.system.tables import read_parquet
 from tests.e2e.holding import FUNCTION, write_inputs
 from tests.e2e.traced import assert_traced
 from tests.serving import RUN_SECONDS, free_ports, kill_group, mlflow_server
@@ -141,7 +141,7 @@ def _assert_complete(run: Path, tracked: Any) -> None:
     report = json.loads((run / "evaluation" / "report.json").read_text())
     reward = report["sets"]["held-out"]["policies"]["trained"]["reward"]["mean"]  # which decides: it is no 0 or 1
     assert version.tags["evaluation.held-out.trained.reward"] == f"{reward:.4f}"
-    prompts = sorted(map(repr, pl.read_parquet(run / "evaluation" / "samples.parquet")["prompt"].unique()))
+    prompts = sorted(map(repr, read_parquet(run / "evaluation" / "samples.parquet")["prompt"].unique()))
     assert version.tags["prompts.held-out"] == hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:16]
     assert version.run_id == tracked.info.run_id
     kept = {file.path for file in MlflowClient().list_artifacts(tracked.info.run_id)}

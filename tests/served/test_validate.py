@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from benchmarks.command import python_path
 from grpo_core.config.files import load_config, parse_config
 from grpo_core.rewards import rehearsal
+from grpo_core.system.tables import read_parquet
 from tasks.stages.condition import conditions
 from tasks.stages.errors import StageError
 from tasks.stages.run_directory import open_run
@@ -53,7 +54,7 @@ def test_a_refusal_says_all_at_once_and_leaves_a_report(storage: Path, model_fol
     assert "train row 0, prompt: '111" in message
     assert "data.checks.blank_prompt = 'drop', data.checks.long_prompt = 'drop', data.checks.missing_value" in message
     rejected = run / "dataset.rejected"
-    assert pl.read_csv(rejected / "findings.csv").height == 3
+    assert pl.read_csv((rejected / "findings.csv").read_bytes()).height == 3
     broken = {found["check"] for found in json.loads((rejected / "report.json").read_text())["findings"]}
     assert broken == {"blank_prompt", "missing_value", "long_prompt"}
     assert (rejected / "lengths.png").read_bytes().startswith(b"\x89PNG")
@@ -66,7 +67,7 @@ def test_dropped_rows_are_kept_beside_the_others(storage: Path, model_folder: Pa
     run = _run(model_folder, tmp_path, "dropping", changed, checks={"blank_prompt": "drop", "overlap": "drop"})
     _validate(run)
     source, kept, dropped = (
-        pl.read_parquet(path)
+        read_parquet(path)
         for path in (
             tmp_path / "train.parquet",
             *(run / "dataset" / f for f in ("train.parquet", "train.dropped.parquet")),

@@ -98,6 +98,7 @@ def _make(folder: Path) -> None:
     was faster, its file stays."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".judge.") as draft:
         made = Path(draft) / FILE
+        made.touch()  # SQLite itself would let only the owner write, whatever the umask
         with closing(sqlite3.connect(made)) as database:
             database.executescript(SCHEMA)
         with suppress(FileExistsError):

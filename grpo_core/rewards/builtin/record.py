@@ -21,6 +21,9 @@ class BuiltinReward:
     function: RewardFunction
     range: Range
     """Lowest and highest value that it gives."""
+    version: int = 1
+    """Version of its values. Raise it when it gives another value for some completion: runs that used it are then
+    trained again."""
     looks_at_text_only: bool = False
     """It opens no file, reaches no server and runs no program, whatever its arguments: anyone who can start a run in
     Prefect's UI may name it with any arguments."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from grpo_core.config.launch import host_name
 from grpo_core.config.run import RunConfig
+from grpo_core.system.files import umask
 from tasks.processes.launchers.machines import Machine, refuse_unfit
 from tasks.processes.relay import ENDING_SECONDS
 from tasks.stages.errors import StageError
@@ -90,11 +91,13 @@ def relay_command(host: str) -> list[str]:
 
 
 def remote_command(host: str, action: str) -> list[str]:
-    """Command that runs `tasks.processes.machine ACTION` on the host, in this working directory, by this Python."""
+    """Command that runs `tasks.processes.machine ACTION` on the host: in this working directory, by this Python, with
+    this umask."""
     options = [word for name, value in OPTIONS.items() for word in ("-o", f"{name}={value}")]
     path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
     start = ["env", *path, "PYTHONSAFEPATH=1", sys.executable, "-m", "tasks.processes.machine", action]
-    return ["ssh", *options, "--", host, f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(start)}"]
+    there = f"umask {umask():o} && cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(start)}"
+    return ["ssh", *options, "--", host, there]
 
 
 def _ask_all(hosts: list[str], folder: Path, towards: str) -> dict[str, dict[str, Any]]:

@@ -25,7 +25,7 @@ from tasks.data.rows import of_frame
 from tasks.data.sources import SourceError
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.run_directory import open_run
-from tests.conftest import config_values
+from tests.conftest import config_values, write_sums
 from tests.formats import GSM8K, MBPP, TLDR
 from tests.rows import screen, whole
 from tests.tasks.test_own_rewards import _project as project
@@ -73,6 +73,33 @@ def test_a_template_that_names_no_column_is_refused(template: str) -> None:
     values["data"]["columns"] = {"prompt": template}
     with pytest.raises(ConfigError, match=r"data\.columns: prompt = '"):
         parse_config(values)
+
+
+def test_bytes_that_are_no_utf8_are_found_by_the_rule_encoding(tmp_path: Path, model_folder: Path) -> None:
+    """In a prompt that a template makes of bytes, as the check itself advises, and in an answer that a reward reads."""
+    rows = {"prompt": [b"1+1=", b"1+\xff="], "answer": ["2", "2\ufffd"], "note": ["\ufffd", "\ufffd"]}
+    for name in ("train", "eval"):
+        pl.DataFrame(rows if name == "train" else {"prompt": [b"2+2="], "answer": ["4"]}).write_parquet(
+            tmp_path / f"{name}.parquet"
+        )
+    values = config_values(model_folder, tmp_path)
+    assert 'data.columns.prompt = "{prompt}" writes it as text' in "".join(screen(parse_config(values)).shape)
+    values["data"]["columns"] = {"prompt": "{prompt}"}
+    found = screen(parse_config(values)).findings
+    assert found.select("row", "column", "check").rows() == [(1, "prompt", "encoding"), (1, "answer", "encoding")]
+
+
+def test_a_column_made_of_one_that_is_not_there_is_still_named_among_the_data_set_s_own(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    values = config_values(model_folder, tmp_path)
+    for name in ("train", "eval"):
+        write_sums(tmp_path / f"{name}.parquet", 10, 12)
+    values["data"]["columns"] = {"answer": "solution"}
+    assert screen(parse_config(values)).shape[0] == (
+        "train has no column 'solution' (for data.columns.answer = 'solution'), which numeric_match reads; its columns "
+        "are prompt, answer: leave data.columns.answer out, or set it to what the column should be made from"
+    )
 
 
 def test_a_template_of_objects_is_refused() -> None:

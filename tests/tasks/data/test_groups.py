@@ -9,6 +9,7 @@ import polars as pl
 import pytest
 
 from grpo_core.config.files import parse_config
+from grpo_core.system.tables import read_parquet
 from tasks.data.contract import Part
 from tasks.data.groups import count_groups, group_problems
 from tasks.data.rows import of_frame
@@ -53,7 +54,7 @@ def test_validate_says_how_many_groups_there_are_and_warns_of_few(model_folder: 
     path = write_sums(tmp_path / "eval.parquet", 60, 76)
     values = {**config_values(model_folder, tmp_path), "evaluation": {"group_column": "passage"}}
     assert "eval has no column 'passage'" in screen(parse_config(values)).shape[0]
-    pl.read_parquet(path).with_columns(passage=pl.int_range(16) // 4).write_parquet(path)
+    read_parquet(path).with_columns(passage=pl.int_range(16) // 4).write_parquet(path)
     config = parse_config(values)
     screened = screen(config)
     assert (screened.refused, screened.report["num_groups"]) == (False, {"eval": 4})

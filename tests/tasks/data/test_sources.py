@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import array
 import csv
 import gzip
 import io
+import itertools
 import json
 import math
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import datasets
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -280,6 +286,78 @@ def test_encoded_columns_are_read_and_those_that_nothing_can_hold_are_left_out(t
     assert loaded.schema == {"prompt": pl.String, "answer": pl.String, "pair": pl.List(pl.Int64)}
     (tmp_path / "a.jsonl").write_text('{"prompt": "1", "meta": {}}\n{"prompt": "2", "meta": {}}\n')
     assert without_unstorable(load_source(Source("data.train", str(tmp_path / "a.jsonl")))).columns == ["prompt"]
+
+
+ODD = b"caf\xc3\xa9 \xff"
+
+
+def _odd_text(*texts: bytes) -> pa.Array:
+    """Texts that may be no UTF-8, as other programs write them."""
+    ends = list(itertools.accumulate(map(len, texts), initial=0))
+    return pa.Array.from_buffers(
+        pa.string(), len(texts), [None, pa.py_buffer(array.array("i", ends)), pa.py_buffer(b"".join(texts))]
+    )
+
+
+def test_columns_that_nothing_reads_never_fail(tmp_path: Path) -> None:
+    instants = pa.array([0, None], pa.timestamp("us", "+05:30"))
+    texts = _odd_text(ODD, b"")
+    columns = {
+        **{name: [row[name] for row in ROWS] for name in ("prompt", "answer")},
+        "asked": instants,
+        "asked_in": pa.StructArray.from_arrays([instants, pa.ListArray.from_arrays([0, 1, 2], texts)], ["at", "by"]),
+        "noted": texts,
+        "kind": pa.array(["odd", "even"]).dictionary_encode(),
+        "wide": pa.array([Decimal(10) ** 50, None], pa.decimal256(60)),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    loaded = whole(load_source(Source("data.train", str(tmp_path / "a.parquet"))))
+    assert loaded.select("prompt", "answer").to_dicts() == ROWS
+    at = datetime(1970, 1, 1, tzinfo=UTC)
+    first = {"asked": at, "asked_in": {"at": at, "by": ["café \ufffd"]}, "noted": "café \ufffd", "kind": "odd"}
+    assert loaded.drop("prompt", "answer").to_dicts()[0] == {**first, "wide": "1" + 50 * "0"}
+
+
+def test_a_saved_data_set_keeps_its_images_encoded_and_names_its_labels(tmp_path: Path) -> None:
+    features = datasets.Features(
+        {
+            "prompt": datasets.Value("string"),
+            "answer": datasets.ClassLabel(names=["no", "yes"]),
+            "shown": datasets.Image(),
+            "grid": datasets.Array2D((1, 2), "int64"),
+        }
+    )
+    rows = [
+        {"prompt": "1", "answer": label, "shown": {"bytes": b"no picture", "path": None}, "grid": [[1, 2]]}
+        for label in (1, 0, -1)  # -1: without a label
+    ]
+    datasets.Dataset.from_list(rows, features).save_to_disk(tmp_path / "saved")
+    loaded = whole(load_source(Source("data.train", str(tmp_path / "saved"))))
+    assert loaded["answer"].to_list() == ["yes", "no", None]
+    assert (loaded["shown"][0]["bytes"], loaded["grid"].to_list()[0]) == (b"no picture", [[1, 2]])
+
+
+@pytest.mark.parametrize("place", ["", "data"])
+def test_a_folder_as_the_hub_keeps_it_gives_the_files_of_a_split_in_order(tmp_path: Path, place: str) -> None:
+    (folder := tmp_path / "set").mkdir()
+    (folder / place).mkdir(exist_ok=True)
+    for number, row in enumerate(ROWS):
+        pl.DataFrame([row]).write_parquet(folder / place / f"train-{number:05d}-of-00002.parquet")
+    pl.DataFrame(ROWS * 2).write_parquet(folder / place / "test-00000-of-00001.parquet")
+    assert whole(load_source(Source("data.train", str(folder)))).to_dicts() == ROWS
+    assert count_prompts(Source("data.eval", str(folder), "test")) == 4
+
+
+def test_a_split_that_a_saved_data_set_has_not_is_refused_with_those_that_it_has(tmp_path: Path) -> None:
+    _write_hub_folder(tmp_path / "saved")
+    with pytest.raises(SourceError, match=r"split 'test': there is none; the splits are train"):
+        load_source(Source("data.eval", str(tmp_path / "saved"), "test"))
+
+
+def test_a_column_that_a_file_has_twice_is_refused_by_its_name(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], ["a", "a"]), tmp_path / "a.parquet")
+    with pytest.raises(SourceError, match="the column 'a' appears twice"):
+        load_source(Source("data.train", str(tmp_path / "a.parquet")))
 
 
 def test_pass_rates_are_a_column_that_may_be_absent(tmp_path: Path) -> None:

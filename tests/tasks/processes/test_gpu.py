@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def test_a_c_compiler_and_python_s_headers_are_asked_for(machine: Path, monkeypa
     monkeypatch.setenv("CC", "icx")
     check_gpu_machine()
     (machine / "include" / "Python.h").unlink()
-    with pytest.raises(MachineError, match=f"headers are not in {machine / 'include'}, .*python3-dev"):
+    with pytest.raises(MachineError, match=f"headers are not in {re.escape(str(machine / 'include'))}, .*python3-dev"):
         check_gpu_machine()
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_core.config.base import flatten
 from grpo_core.config.files import parse_config
+from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.run import outcomes_key
+from grpo_core.rewards.registry import BUILTIN
 from tasks.stages import table
-from tasks.stages.lineage import lineage_keys
+from tasks.stages.lineage import lineage_inputs, lineage_keys
 from tests.conftest import config_values, with_keys, write_sums
 
 STAGES = [stage.name for stage in table.STAGES]
@@ -33,6 +37,31 @@ def test_another_seed_makes_the_plan_of_several_sources_again_since_their_counts
     several = {**values, "data": {"sources": sources}}
     assert _stale(several, {**several, "seed": 1})[0] == "plan"
     assert _stale(values, {**values, "seed": 1})[0] == "train"
+
+
+FIXED = {"seed", "name", "model.revision", "rollout.max_completion_length", "evaluation.max_completion_length"}
+
+
+def test_a_key_at_its_default_is_no_part_of_a_lineage_so_that_a_new_key_makes_no_run_stale(
+    values: dict[str, Any],
+) -> None:
+    parts = {name for inputs in lineage_inputs(parse_config(values)).values() for name in inputs}
+    keys = {name for name in parts if name.partition(".")[0] in RunConfig.model_fields}
+    assert keys - flatten(values).keys() - FIXED == {
+        *("train.completions_per_update", "train.completions_per_generation"),
+        *("rewards.0.name", "rewards.1.name"),
+    }
+
+
+def test_another_version_of_a_built_in_reward_trains_again_what_it_scored(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse_config(values)
+    before = lineage_keys(config)
+    monkeypatch.setitem(BUILTIN, "rouge", replace(BUILTIN["rouge"], version=2))
+    assert lineage_keys(config) == before
+    monkeypatch.setitem(BUILTIN, "length", replace(BUILTIN["length"], version=2))
+    assert all(lineage_keys(config)[stage] != before[stage] for stage in STAGES)
 
 
 def _stale(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

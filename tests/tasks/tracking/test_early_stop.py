@@ -11,6 +11,7 @@ import pytest
 
 from grpo_core.config.files import parse_config
 from grpo_core.run_files import HELD_OUT_SCORES
+from grpo_core.system.tables import read_parquet
 from tasks.stages.condition import MARKER
 from tasks.stages.errors import ArmStopped
 from tasks.stages.files import write_text
@@ -138,7 +139,7 @@ def test_prompts_of_a_group_count_once(arms: dict[str, Path], groups: int, stops
     rule = trainings(arms)
     write_rule("sums.sweep", rule, 0.05)
     prompts = second / "dataset" / "eval.parquet"
-    pl.read_parquet(prompts).with_columns(passage=pl.int_range(16) % groups).write_parquet(prompts)
+    read_parquet(prompts).with_columns(passage=pl.int_range(16) % groups).write_parquet(prompts)
     score(finish(first, rule[first.name]), 2, 2.0)
     score(TRAIN.partial(second), 2, 0.0)
     running = race(second, evaluation={"group_column": "passage"})

@@ -1,0 +1,102 @@
+"""One storage for the members of a group, who are users of this system."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from tests.conftest import config_values, make_model, write_sums
+from tests.users import run_as, users
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that every user may enter, with inputs of a run."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        make_model(folder / "model")
+        for file in (folder / "model").iterdir():
+            file.chmod(0o644)  # safetensors' are their owner's alone
+        write_sums(folder / "train.parquet", 10, 34)
+        write_sums(folder / "eval.parquet", 60, 76)
+        values = config_values(folder / "model", folder, max_steps=2, save_steps=1)
+        (folder / "run.toml").write_text(tomli_w.dumps(values))
+        yield folder
+
+
+def share(folder: Path, user: str, group: str) -> Path:
+    """A storage as docs/how-to/servers.md has it set up."""
+    (storage := folder / "storage").mkdir()
+    shutil.chown(storage, user, group)
+    storage.chmod(0o2770)
+    return storage
+
+
+@pytest.mark.slow
+def test_who_may_not_write_to_a_storage_is_told_so_in_one_sentence_before_any_work(folder: Path) -> None:
+    with users("team", "team", "") as (first, second, other):
+        storage = share(folder, first, _group(second))
+        run, status = ["run", folder / "run.toml"], ["status", "test"]
+        owned, shared = f"it belongs to user {first} and group", f"{storage} is shared by the group {_group(second)}, "
+        for user, umask, command, sentence in [
+            (other, "002", run, f"{storage} cannot be written to by user {other}: {owned}"),
+            (other, "002", status, f"{storage} cannot be read by user {other}: {owned}"),
+            (second, "022", run, f"{shared}which could not change what is made with the umask 0022"),
+            (second, "077", run, "run `umask 002` first"),
+        ]:
+            done = run_as(user, umask, *command, GRPO_STORAGE=str(storage))
+            assert (done.returncode, done.stderr.count(sentence)) == (2, 1), done.stderr
+            assert len(done.stderr.splitlines()) == 1
+        assert not [*storage.iterdir()]
+        storage.chmod(0o777)  # no setgid, as without the page
+        made = storage / "runs" / "test"
+        made.mkdir(parents=True)
+        (made / "config.toml").write_text((folder / "run.toml").read_text())
+        for path in (storage / "runs", made, made / "config.toml"):
+            shutil.chown(path, first, first)
+        for command in (["stage", "validate", "--run", "test"], run):
+            done = run_as(second, "002", *command, GRPO_STORAGE=str(storage))
+            assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+            assert f" cannot be written to by user {second}: {owned}" in done.stderr
+
+
+@pytest.mark.e2e
+def test_members_of_a_group_continue_and_repeat_each_others_runs(folder: Path) -> None:
+    with users("team", "team") as (first, second):
+        storage = share(folder, first, _group(second))
+        for user, command in [
+            (first, ["run", folder / "run.toml"]),
+            (second, ["status", "test"]),
+            (second, ["stage", "register", "--run", "test", "--force"]),
+            (second, ["run", folder / "run.toml", "--set", "train.max_steps=3"]),
+            (first, ["stage", "train", "--run", "test", "--force"]),
+            (first, ["run", folder / "run.toml", "--set", "train.max_steps=3"]),
+            (second, ["promote", "test", "--version", "1", "--force"]),
+            (first, ["promote", "test", "--version", "2", "--force"]),
+            (second, ["rollback", "test"]),
+        ]:
+            done = run_as(user, "002", *command, GRPO_STORAGE=str(storage))
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert not [path for path in storage.rglob("*") if not _is_shared(path, storage.stat().st_gid)]
+        receipt = json.loads((storage / "runs" / "test" / "training" / "result.json").read_text())
+        assert receipt["counted"]["updates"] == 3
+
+
+def _group(user: str) -> str:
+    """The group of the team, whose name ends as the user's."""
+    return "team-" + user.rpartition("-")[2]
+
+
+def _is_shared(path: Path, group: int) -> bool:
+    status = path.lstat()
+    weights = path.name.endswith(".safetensors")  # one file under two names: read-only
+    asked = stat.S_IRGRP if weights or stat.S_ISLNK(status.st_mode) else stat.S_IRGRP | stat.S_IWGRP
+    return status.st_gid == group and status.st_mode & asked == asked
