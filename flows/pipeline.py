@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import groupby
 from logging import Logger, LoggerAdapter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from prefect import flow, get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -16,11 +16,12 @@ from prefect.client.schemas import FlowRun
 from prefect.deployments import run_deployment
 from prefect.exceptions import ExternalSignal, PrefectException, PrefectHTTPStatusError
 from prefect.runtime import deployment, flow_run
-from prefect.states import Cancelling
+from prefect.states import Cancelling, Completed
 
 from flows.parameters.allowed import resolve_allowed
 from flows.parameters.early_refusals import refuse_early
-from flows.parameters.form import Changes, Preset, read_name, resolve
+from flows.parameters.form import Changes, Preset, default_preset, describe_presets, read_name, resolve
+from grpo_core.config.files import DATE
 from grpo_core.config.run import RunConfig
 from tasks.promotion import promote_or_ask
 from tasks.registry.approval import WAITING
@@ -35,26 +36,36 @@ from tasks.stages.run_directory import open_run, run_folder
 from tasks.stages.table import ALL_STAGES, GPU_DEPLOYMENT, REGISTER, STAGES, Stage, stages_of
 
 POLL_SECONDS = 2.0
+PRESET = default_preset()
 TASKS = {stage: stage.load_task() for stage in ALL_STAGES}
+NOTHING_TO_DO = (
+    "nothing to do: every stage of {run} is up to date. To train again, give the run another name; name = "
+    '"{run}-{date}" trains once a day'
+)
 # Prefect shows this on the deployment's page, as Markdown with every line a paragraph.
 DESCRIPTION = f"""
 From prompts and a base model to a registered, evaluated policy: {" → ".join(stage.name for stage in STAGES)}.
 
-1. **Start**: Run → Custom run. `preset` is the configuration to start from; under `changes`, fill in only the \
-keys you want to change. Another `name` makes another run beside the first; with the same name, finished stages \
-are skipped.
+1. **Start**: Run → Custom run. `preset` is the configuration to start from, one of those below; under `changes`, fill \
+in only the keys you want to change, those that most runs change first. The menu beside "Parameters" takes JSON \
+instead. Another `name` makes another run beside the first; with the same name, finished stages are skipped.
 2. **Watch**: the run's page has the log and, under Artifacts, data report, plan, live figures, curves, evaluation and \
 the link to the MLflow run.
 3. **Cancel** saves the training's state. **Retry**, or the same run started again, continues from there.
 
-Run → Quick run takes the preset `quickstart` unchanged; `make quickstart` builds its inputs. The other deployments \
-each run one stage of an earlier run again. More in `docs/how-to/run.md`.
+Run → Quick run takes {f"the preset `{PRESET}` unchanged" if PRESET else "no preset: choose one"}. The other \
+deployments each run one stage of an earlier run again. More in `docs/how-to/run.md`.
 """
+
+
+def describe() -> str:
+    """Text of the deployment's page: how to use it, and what each preset sets now."""
+    return f"{DESCRIPTION}\n{describe_presets()}"
 
 
 OPTIONS: dict[str, Any] = {
     "name": "pipeline",
-    "description": DESCRIPTION,
+    "description": describe(),
     "validate_parameters": False,  # done by `resolve`, which names the nearest key
     "on_failure": [announce_end],
     "on_cancellation": [announce_end],
@@ -68,15 +79,16 @@ def _run_name() -> str:
 
 @flow(flow_run_name=_run_name, **OPTIONS)
 @end_in_plain_words
-def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> Path:  # noqa: B006 (read only)
+def pipeline(preset: Preset = PRESET, changes: Changes = {}) -> Path:  # noqa: B006 (read only)
     """Take the configured prompts and base model to a registered, evaluated policy; returns the run directory.
 
     A stage whose output is up to date is skipped, so running the same configuration again continues where it stopped.
 
     Args:
-        preset: The run configuration to start from, a file in configs/.
+        preset: The run configuration to start from, a file in configs/. The deployment's page shows what each sets.
         changes: Only what differs from the preset; an empty field is as in the preset. Another name makes another run
-            beside the first.
+            beside the first. First come the keys that most runs change, then all, by section. The menu beside
+            "Parameters" takes JSON instead.
     """
     config = resolve_allowed(preset, changes) if deployment.id else resolve(preset, changes)
     refuse_early(config)
@@ -98,6 +110,7 @@ def make_pipeline(config: RunConfig) -> Callable[..., Path]:
 def _run_stages(config: RunConfig) -> Path:
     """Run the stages in order, each here or by its deployment; returns the run directory."""
     run, gpu = run_folder(config.name), os.environ.get(GPU_DEPLOYMENT)
+    was_done = run.is_dir() and all(found.is_up_to_date for found in conditions(run, config).values())
     for is_elsewhere, stages in groupby(stages_of(config), lambda stage: bool(gpu) and stage.gpu):
         if is_elsewhere:  # the run directory is unlocked meanwhile: the flows of these stages lock it
             for stage in stages:
@@ -110,7 +123,11 @@ def _run_stages(config: RunConfig) -> Path:
                 if stage is REGISTER:
                     _promote(config, run)
     announce_completed(run, config, str(flow_run.id))
-    return run
+    if not was_done:
+        return run
+    message = NOTHING_TO_DO.format(run=run.name, date=DATE)
+    get_run_logger().info(message)
+    return cast(Path, Completed(message=message, data=run))  # Prefect gives its caller the state's result
 
 
 def _promote(config: RunConfig, run: Path) -> None:

@@ -18,6 +18,7 @@ from flows.cli.plan import plan
 from flows.cli.promotion import promote, rollback
 from flows.cli.rollouts import rollouts
 from flows.cli.run import run
+from flows.cli.schedule import schedule
 from flows.cli.serve import serve, worker
 from flows.cli.stage import stage
 from flows.cli.status import status
@@ -29,7 +30,23 @@ from grpo_core.system.processes import run_and_leave
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
-for command in (init, plan, run, sweep, stage, status, rollouts, compare, promote, rollback, keys, up, serve, worker):
+for command in (
+    init,
+    plan,
+    run,
+    sweep,
+    schedule,
+    stage,
+    status,
+    rollouts,
+    compare,
+    promote,
+    rollback,
+    keys,
+    up,
+    serve,
+    worker,
+):
     app.command()(command)
 app.add_typer(data.app, name="data")
 app.add_typer(rewards.app, name="rewards")
