@@ -39,8 +39,8 @@ POLL_SECONDS = 2.0
 PRESET = default_preset()
 TASKS = {stage: stage.load_task() for stage in ALL_STAGES}
 NOTHING_TO_DO = (
-    "nothing to do: every stage of {run} is up to date. To train again, give the run another name; name = "
-    '"{run}-{date}" trains once a day'
+    "nothing to do: every stage of {run} is up to date. To train again, give the run another name; one with {date} in "
+    "it is new each day"
 )
 # Prefect shows this on the deployment's page, as Markdown with every line a paragraph.
 DESCRIPTION = f"""

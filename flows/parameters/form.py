@@ -108,10 +108,11 @@ def in_sections(changes: dict[str, Any]) -> dict[str, Any]:
     sections = {key: value for key, value in changes.items() if "." not in key}
     for key, value in keys.items():
         section, _, name = key.partition(".")
-        given = (sections.get(section) or {}).get(name)
+        inner = sections.get(section)
+        given = inner.get(name) if isinstance(inner, dict) else None
         if given not in (None, value):
             raise ConfigError(f"{key} = {value!r} at the top and {given!r} under {section}: fill in one of the two")
-    return merge(sections, with_keys({}, keys))
+    return merge(with_keys({}, keys), sections)
 
 
 def add_changes(preset: str, changes: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:

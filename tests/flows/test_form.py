@@ -21,6 +21,7 @@ from flows.cli.init import write_project
 from flows.parameters.form import FIRST, add_changes, changes_from_overrides, configs, presets, read_name, resolve
 from flows.pipeline import pipeline
 from flows.promotion import promote
+from flows.sweep import sweep
 from grpo_core.config.files import describe_keys, load_config, parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
@@ -93,6 +94,12 @@ def test_the_form_begins_with_what_most_runs_change_and_says_whose_name_counts()
         assert fields[key]["title"] == key
         assert fields[key]["description"] == whole[key]["description"]
     assert fields["name"]["description"].endswith("Prefect's run gets this name too, whatever its Run Name says.")
+
+
+def test_the_form_of_a_sweep_begins_with_what_makes_it_a_sweep() -> None:
+    fields = parameter_schema(sweep).properties
+    in_order = sorted(fields, key=lambda name: fields[name]["position"])
+    assert in_order == ["preset", "grid", "seeds", "name", "stop_early", "optuna", "ranges", "changes"]
 
 
 def test_an_empty_field_is_sent_as_nothing() -> None:
@@ -179,6 +186,7 @@ def test_a_list_is_replaced_and_null_is_as_in_the_preset() -> None:
         ({"train": {"learning_rate": -1}}, r"train.learning_rate = -1: Input should be greater than 0"),
         ({"rollout": {"engine": "sglang"}}, r"rollout.engine = 'sglang': Input should be 'auto'"),
         ({"train": 3}, r"train = 3: "),
+        ({"train": 3, "train.max_steps": 3}, r"train = 3: "),
         ({"rewards": [{"function": "length", "wait": 1}]}, r"rewards.0.wait: unknown key"),
         ({"train": {"eval_steps": 2, "lr_scheduler_type": "constant"}}, r"train: lr_scheduler_type='constant' ignores"),
     ],
