@@ -57,7 +57,7 @@ def schedule(
     try:
         when = CronSchedule(cron=cron, timezone=timezone)
     except ValidationError as error:
-        refuse(f"--cron {cron!r} --timezone {timezone!r}: {error.errors()[0]['msg']}")
+        refuse(f"--cron {cron!r} --timezone {timezone!r}: {error.errors()[0]['msg'].removeprefix('Value error, ')}")
     name, parameters = read_values(config, overrides)["name"], {"preset": config.stem, "changes": changes}
     with prefect_answering(), get_client(sync_client=True) as client:
         deployment, known = _find(client, deployment)

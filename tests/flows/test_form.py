@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prefect.runtime import flow_run
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import validate
 
@@ -163,7 +164,8 @@ def test_the_date_in_a_name_is_that_on_which_the_flow_run_was_due(monkeypatch: p
     today = {f"nightly-{datetime.now(UTC).date()}"}
     names = {resolve("quickstart", changes).name, load_config(QUICKSTART, ["name=nightly-{date}"]).name}
     assert names <= today | {f"nightly-{datetime.now(UTC).date()}"}, "outside of a flow run"
-    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__SCHEDULED_START_TIME", "2026-01-03T01:30:00+02:00")
+    due = datetime.fromisoformat("2026-01-03T01:30:00+02:00")
+    monkeypatch.setitem(flow_run.FIELDS, "scheduled_start_time", lambda: due)
     assert resolve("quickstart", changes).name == read_name("quickstart", changes) == "nightly-2026-01-02"
     assert add_changes("quickstart", changes, {"seed": 1})["name"] == "nightly-{date}"
 

@@ -190,8 +190,8 @@ def test_a_new_preset_is_offered_without_a_restart_and_schedules_and_pauses_stay
         assert time.monotonic() < deadline, served.log.read_text()[-4000:]
         time.sleep(0.2)
     assert "# for tonight" in now["description"]
-    for kept in ("id", "schedules", "paused", "global_concurrency_limit"):
-        assert now[kept] == before[kept] is not None, kept
+    assert [now[kept] for kept in ("id", "schedules", "paused")] == [before["id"], before["schedules"], True]
+    assert now["global_concurrency_limit"]["limit"] == 3
     served.api.patch(f"/deployments/{before['id']}", json={"paused": False, "concurrency_limit": None})
     new.unlink()
 
