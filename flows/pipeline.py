@@ -21,7 +21,8 @@ from prefect.states import Cancelling, Completed
 
 from flows.parameters.allowed import resolve_allowed
 from flows.parameters.early_refusals import refuse_early
-from flows.parameters.form import Changes, Preset, read_name, resolve
+from flows.parameters.form import Changes, Preset, default_preset, describe_presets, read_name, resolve
+from grpo_core.config.files import DATE
 from grpo_core.config.run import RunConfig
 from tasks.promotion import promote_or_ask
 from tasks.registry.approval import WAITING
@@ -34,29 +35,39 @@ from tasks.stages.errors import Interrupted, StageError
 from tasks.stages.mlflow_address import refuse_unreachable_server
 from tasks.stages.run import describe_interruption
 from tasks.stages.run_directory import open_run, run_folder
-from tasks.stages.table import ALL_STAGES, GPU_DEPLOYMENT, REGISTER, STAGES, Stage, stages_of
+from tasks.stages.table import ALL_STAGES, GPU_DEPLOYMENT, REGISTER, STAGES, Receipt, Stage, stages_of
 
 POLL_SECONDS = 2.0
+PRESET = default_preset()
 TASKS = {stage: stage.load_task() for stage in ALL_STAGES}
+NOTHING_TO_DO = (
+    "nothing to do: every stage of {run} is up to date. To train again, give the run another name; one with {date} in "
+    "it is new each day"
+)
 # Prefect shows this on the deployment's page, as Markdown with every line a paragraph.
 DESCRIPTION = f"""
 From prompts and a base model to a registered, evaluated policy: {" → ".join(stage.name for stage in STAGES)}.
 
-1. **Start**: Run → Custom run. `preset` is the configuration to start from; under `changes`, fill in only the \
-keys you want to change. Another `name` makes another run beside the first; with the same name, finished stages \
-are skipped.
+1. **Start**: Run → Custom run. `preset` is the configuration to start from, one of those below; under `changes`, fill \
+in only the keys you want to change, those that most runs change first. The menu beside "Parameters" takes JSON \
+instead. Another `name` makes another run beside the first; with the same name, finished stages are skipped.
 2. **Watch**: the run's page has the log and, under Artifacts, data report, plan, live figures, curves, evaluation and \
 the link to the MLflow run.
 3. **Cancel** saves the training's state. **Retry**, or the same run started again, continues from there.
 
-Run → Quick run takes the preset `quickstart` unchanged; `make quickstart` builds its inputs. The other deployments \
-each run one stage of an earlier run again. More in `docs/how-to/run.md`.
+Run → Quick run takes {f"the preset `{PRESET}` unchanged" if PRESET else "no preset: choose one"}. The other \
+deployments each run one stage of an earlier run again. More in `docs/how-to/run.md`.
 """
+
+
+def describe() -> str:
+    """Text of the deployment's page: how to use it, and what each preset sets now."""
+    return f"{DESCRIPTION}\n{describe_presets()}"
 
 
 OPTIONS: dict[str, Any] = {
     "name": "pipeline",
-    "description": DESCRIPTION,
+    "description": describe(),
     "validate_parameters": False,  # done by `resolve`, which names the nearest key
     "on_failure": [announce_end],
     "on_cancellation": [announce_end],
@@ -70,16 +81,17 @@ def _run_name() -> str:
 
 @flow(flow_run_name=_run_name, **OPTIONS)
 @end_in_plain_words
-def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> State[Path]:  # noqa: B006 (read only)
+def pipeline(preset: Preset = PRESET, changes: Changes = {}) -> State[Path]:  # noqa: B006 (read only)
     """Take the configured prompts and base model to a registered, evaluated policy. The final state's message is the
     verdict, its result the run directory.
 
     A stage whose output is up to date is skipped, so running the same configuration again continues where it stopped.
 
     Args:
-        preset: The run configuration to start from, a file in configs/.
+        preset: The run configuration to start from, a file in configs/. The deployment's page shows what each sets.
         changes: Only what differs from the preset; an empty field is as in the preset. Another name makes another run
-            beside the first.
+            beside the first. First come the keys that most runs change, then all, by section. The menu beside
+            "Parameters" takes JSON instead.
     """
     config = resolve_allowed(preset, changes) if deployment.id else resolve(preset, changes)
     refuse_early(config)
@@ -103,6 +115,7 @@ def _run_stages(config: RunConfig) -> State[Path]:
     came of the version as the state's message."""
     refuse_unreachable_server()
     run, gpu, decision = run_folder(config.name), os.environ.get(GPU_DEPLOYMENT), ""
+    before = _receipts(config, run)
     for is_elsewhere, stages in groupby(stages_of(config), lambda stage: bool(gpu) and stage.gpu):
         if is_elsewhere:  # the run directory is unlocked meanwhile: the flows of these stages lock it
             for stage in stages:
@@ -115,26 +128,38 @@ def _run_stages(config: RunConfig) -> State[Path]:
                 if stage is REGISTER:
                     decision = _promote(config, run)
     verdict = announce_completed(run, config, str(flow_run.id))
-    return Completed(message=f"{verdict}; {decision}", data=run)
+    if decision or _receipts(config, run) != before:
+        return Completed(message=f"{verdict}; {decision or f'{_version(run)} registered'}", data=run)
+    message = NOTHING_TO_DO.format(run=run.name, date=DATE)
+    get_run_logger().info(message)
+    return Completed(message=message, data=run)
+
+
+def _receipts(config: RunConfig, run: Path) -> list[Receipt]:
+    return [stage.read_receipt(run) for stage in stages_of(config)]
+
+
+def _version(run: Path) -> str:
+    registered = REGISTER.read_receipt(run)
+    return f"{registered['model_name']} version {registered['version']}"
 
 
 def _promote(config: RunConfig, run: Path) -> str:
     """Try once to promote the version that the run has registered. A version that is decided already is left alone.
-    Returns what came of it."""
+    Returns what came of it; "" if it was not tried."""
+    if not config.promotion.automatic:
+        return ""
     registered = REGISTER.read_receipt(run)
     model, version = registered["model_name"], registered["version"]
-    if not config.promotion.automatic:
-        return f"{model} version {version} registered"
     if is_decided(model, version):
         get_run_logger().info("promote: already decided for %s version %s, skipped", model, version)
-        return f"{model} version {version} was decided on before"
+        return ""
     outcome = promote_or_ask(model, version, force=False, changes={})
     if outcome.decision == WAITING:
         get_run_logger().warning(
             "`grpo promote %s --approve NAME`, or --reject NAME, answers for version %s", model, version
         )
-        return f"{model} version {version} waits for approval"
-    return f"{model} version {version} {outcome.decision}"
+    return f"{_version(run)} {'waits for approval' if outcome.decision == WAITING else outcome.decision}"
 
 
 def _hand_over(stage: Stage, run: Path, config: RunConfig, gpu_deployment: str) -> None:

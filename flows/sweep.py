@@ -16,7 +16,7 @@ from flows.parameters.arm import Arm, Values
 from flows.parameters.arms import Search, Sweep, arm_name
 from flows.parameters.form import Changes, Preset, add_changes, read_name
 from flows.parameters.search import make_requested_sweep
-from flows.pipeline import make_pipeline, run_elsewhere
+from flows.pipeline import PRESET, make_pipeline, run_elsewhere
 from grpo_core.config.run import RunConfig, is_run_name
 from grpo_core.errors import GrpoError
 from tasks.reports.events import announce_sweep, announce_sweep_end
@@ -62,21 +62,21 @@ def _run_name() -> str:
 @flow(flow_run_name=_run_name, **OPTIONS)
 @end_in_plain_words
 def sweep(
-    preset: Preset = "quickstart",
-    changes: Changes = {},  # noqa: B006 (read only)
+    preset: Preset = PRESET,
     grid: dict[str, list[Any]] = {},  # noqa: B006 (read only)
     seeds: int = 1,
     name: str = "sweep",
     stop_early: bool = False,
     optuna: int = 0,
     ranges: dict[str, str] = {},  # noqa: B006 (read only)
+    changes: Changes = {},  # noqa: B006 (read only)
 ) -> State[Path]:
     """Run the pipeline with each combination of values, and choose the best arm. The final state's message is the
     verdict, its result the sweep's folder.
 
     Args:
-        preset: The run configuration to start from, a file in configs/.
-        changes: Only what differs from the preset, in all arms.
+        preset: The run configuration to start from, a file in configs/. The page of pipeline's deployment shows what
+            each sets.
         grid: The values of each key, such as {"train.learning_rate": [1e-5, 3e-5], "algorithm.beta": [0.0, 0.04]}.
         seeds: Trainings of each combination, with seeds of their own.
         name: Name of the sweep, after that of the configuration. The same name goes on with the same sweep.
@@ -84,6 +84,7 @@ def sweep(
         optuna: How many arms Optuna proposes, one after the other, by what came of those before. Needs ranges.
         ranges: What Optuna draws from, such as {"train.learning_rate": "1e-6:1e-4:log", "train.warmup_steps": "0:20"};
             the values in grid are choices then.
+        changes: Only what differs from the preset, in all arms. The menu beside "Parameters" takes JSON instead.
     """
 
     def load(keys: Values) -> RunConfig:

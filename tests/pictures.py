@@ -55,7 +55,7 @@ def words_of_pictures(folder: Path) -> dict[str, str]:
     outcome = Outcome("promoted", "arithmetic", "1", "base", verdict.reason, verdict)
     made_by = origin("sums.sweep", {}, {"train": "1", "eval": "2", "eval-final": "3"})
     fields = [*_fields(pipeline.parameters.properties)]
-    wrong = next(place for place, field in enumerate(fields) if field.startswith("learning_rate "))
+    wrong = next(place for place, field in enumerate(fields) if field.startswith("train.learning_rate "))
     write_sampled(folder / "training", [[sampled(1, 0, {"numeric_match": 1.0})]], 1)
     tokenizer = mock.Mock(decode=lambda ids, **_: "")
     rollouts = rollouts_page(choose_rollouts(folder), tokenizer)

@@ -19,6 +19,7 @@ from flows.cli.plan import plan
 from flows.cli.promotion import promote, rollback
 from flows.cli.rollouts import rollouts
 from flows.cli.run import run
+from flows.cli.schedule import schedule
 from flows.cli.serve import serve, worker
 from flows.cli.stage import stage
 from flows.cli.status import status
@@ -35,6 +36,7 @@ for command in (
     plan,
     run,
     sweep,
+    schedule,
     stage,
     status,
     rollouts,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from flows.parameters.form import CONFIGS, PRESETS, resolve
+from flows.parameters.form import configs, in_sections, presets, resolve
 from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.config.files import named_modules, read_values, search_beside
 from grpo_core.config.inputs import DataConfig, RewardConfig
@@ -41,9 +41,12 @@ ADDRESSES = (
 def resolve_allowed(preset: str, changes: dict[str, Any]) -> RunConfig:
     """Do as `resolve`, for a deployment's parameters. Raises ConfigError, in one message, also for all that they may
     not name."""
-    if preset not in PRESETS:
-        raise ConfigError(f"preset = {preset!r}: a deployment takes a preset of its worker: {', '.join(PRESETS)}")
-    path = CONFIGS / f"{preset}.toml"
+    if preset not in (names := presets()):
+        raise ConfigError(
+            f"preset = {preset!r}: a deployment takes a preset of its worker: {', '.join(names) or 'none'} "
+            f"(in {configs()})"
+        )
+    path, changes = configs() / f"{preset}.toml", in_sections(changes)
     config, own = resolve(preset, changes), read_values(path)
     search_beside(path, _listed())
     if problems := [

@@ -10,6 +10,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,16 +23,24 @@ from grpo_core.errors import ConfigError
 from grpo_core.system import beside
 
 SHOWN = 200  # characters of a wrong value
+DATE = "{date}"  # in a run's name
 
 
 def parse_config(values: dict[str, Any]) -> RunConfig:
-    """Validate nested `values`. Raises ConfigError with every mistake, and for unknown keys the nearest known one."""
+    """Validate nested `values`; `{date}` in the name is today (UTC). Raises ConfigError with every mistake, and for
+    unknown keys the nearest known one."""
     try:
-        return RunConfig.model_validate(values)
+        return RunConfig.model_validate(dated(values, datetime.now(UTC).date()))
     except ValidationError as error:
         # A default that could not be made is a consequence of another mistake.
         mistakes = [it for it in error.errors() if it["type"] != "default_factory_not_called"]
         raise ConfigError("\n".join(map(_sentence, mistakes))) from None
+
+
+def dated(values: dict[str, Any], day: date) -> dict[str, Any]:
+    """Replace `{date}` in the run's name by a day, such as 2026-11-27."""
+    name = values.get("name")
+    return {**values, "name": name.replace(DATE, day.isoformat())} if isinstance(name, str) else values
 
 
 def load_config(path: Path | str, overrides: list[str] | None = None) -> RunConfig:

@@ -20,6 +20,7 @@ from grpo_core.config.training import BF16_CAPABILITY, HealthConfig, TrainConfig
 from grpo_core.system.addresses import keys_with_secrets
 
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
+DATED_NAME = r"([A-Za-z0-9]|\{date\})([A-Za-z0-9._-]|\{date\})*"  # before the date is filled in
 LONGEST_NAME = 200
 
 
@@ -30,7 +31,8 @@ def is_run_name(name: object) -> bool:
 
 class RunConfig(Section):
     name: str = Field(pattern=f"^{NAME}$", max_length=LONGEST_NAME)
-    """Name of the run and of its directory."""
+    """Name of the run and of its directory. `{date}` in it becomes the day (UTC) on which the run is due: each day has
+    a run of its own."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of the order of prompts and of sampling."""
     model: ModelConfig

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 from urllib.parse import urljoin
 
 from playwright.sync_api import Locator, Page, expect
@@ -26,18 +28,18 @@ def open_form(page: Page, served: Served, flow: str = "pipeline", shows: str = "
     field(page, shows).wait_for()
 
 
-def field(page: Page, path: str) -> Locator:
-    """What the form, or the dialog of Resume, has for a key, such as "changes.train.max_steps": label, description and
-    input."""
+def field(page: Page, path: str | Sequence[str]) -> Locator:
+    """What the form, or the dialog of Resume, has for a key, such as "changes.train.max_steps", or ("changes",
+    "train.max_steps") for the one at the top: label, description and input."""
     found = page.locator("form, .p-modal")
-    for key in path.split("."):
+    for key in path.split(".") if isinstance(path, str) else path:
         named = f"normalize-space() = '{key}' or starts-with(normalize-space(), '{key} (')"
         label = f"div[contains(@class, 'p-label__header')]//span[{named}]"
         found = found.locator(f"xpath=.//div[{label}]")
     return found
 
 
-def fill(page: Page, values: dict[str, str]) -> None:
+def fill(page: Page, values: dict[Any, str]) -> None:
     for path, value in values.items():
         key = field(page, path)
         key.get_by_role("textbox").or_(key.get_by_role("spinbutton")).fill(value)

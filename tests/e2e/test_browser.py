@@ -79,7 +79,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     shutil.copytree(built, folder / INPUTS)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        with serving(folder / "storage") as servers:
+        with serving(folder / "storage", GRPO_CONFIGS=str(EXAMPLE.parents[2] / "configs")) as servers:
             yield servers
 
 
@@ -191,14 +191,16 @@ def test_a_wrong_value_in_the_form_is_refused_by_the_name_of_its_key(
     open_deployment(page, served, "pipeline")
     page.get_by_role("listitem").filter(has_text="Description").click()
     page.get_by_text("From prompts and a base model").wait_for()
+    page.locator("code").filter(has_text="learning_rate = 1e-4").first.wait_for()  # what a preset sets
     open_form(page, served)
     page.set_viewport_size(SHOWN)
     picture("form")
-    fill(page, {"changes.train.learning_rate": "-1"})
+    rate = ("changes", "train.learning_rate")
+    fill(page, {rate: "-1"})
     page.get_by_role("button", name="Submit").click()
     page.get_by_text("changes.train.learning_rate").first.wait_for()
     page.set_viewport_size(SHOWN)
-    field(page, "changes.train.learning_rate").evaluate("field => field.scrollIntoView()")
+    field(page, rate).evaluate("field => field.scrollIntoView()")
     picture("refused")
     assert not served.filter("flow_runs")
 
@@ -240,7 +242,10 @@ def test_a_stage_is_run_again(served: Served, page: Page) -> None:
     assert served.tasks(id_of(run), 1) == [("evaluate", "Completed")]
 
 
-def test_the_schedule_is_switched_on_and_off(served: Served, page: Page) -> None:
+def test_a_schedule_is_switched_on_and_off(served: Served, page: Page) -> None:
+    known = served.get("/deployments/name/pipeline/local")
+    asked = {"active": False, "schedule": {"cron": "0 2 * * *", "timezone": "UTC"}, "slug": "nightly"}
+    served.api.post(f"/deployments/{known['id']}/schedules", json=[asked]).raise_for_status()
     open_deployment(page, served, "pipeline")
     switch = page.get_by_role("switch").first
     for on in (True, False):

@@ -15,7 +15,7 @@ import pytest
 
 from flows.parameters import allowed
 from flows.parameters.allowed import resolve_allowed
-from flows.parameters.form import resolve
+from flows.parameters.form import configs, resolve
 from grpo_core.config.files import describe_keys
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.environments.registry import ADAPTERS
@@ -41,15 +41,12 @@ REACHING = ("classifier", "judge", "unit_tests")  # files, servers, programs
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """With a module `house`, and a preset `team` that names a reward of it."""
     (tmp_path / "house.py").write_text(OWN)
-    preset = (allowed.CONFIGS / "quickstart.toml").read_text()
+    preset = (configs() / "quickstart.toml").read_text()
     reward = '[[rewards]]\nfunction = "house:graded"\nargs = { path = "team" }\n[[rewards]]\nfunction = "numeric_match"'
     (tmp_path / "team.toml").write_text(preset.replace('[[rewards]]\nfunction = "numeric_match"', reward))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv(allowed.MODULES, raising=False)
-    monkeypatch.setattr("flows.parameters.form.CONFIGS", tmp_path)
-    monkeypatch.setattr("flows.parameters.allowed.CONFIGS", tmp_path)
-    for module in ("flows.parameters.form", "flows.parameters.allowed"):
-        monkeypatch.setattr(f"{module}.PRESETS", ["team"])
+    monkeypatch.setenv("GRPO_CONFIGS", str(tmp_path))
     yield tmp_path
     sys.modules.pop("house", None)
 
@@ -90,6 +87,8 @@ def test_no_machine_to_which_weights_or_the_environment_would_be_sent(
         ConfigError, match=rf"{section}\.{key} = {re.escape(repr(given))}: .* only a preset may set where"
     ):
         resolve_allowed("team", changes)
+    with pytest.raises(ConfigError, match=rf"{section}\.{key} = .* only a preset may set where"):
+        resolve_allowed("team", {"rollout": {"engine": "vllm-server"}, f"{section}.{key}": given})
 
 
 def test_a_listed_module_s_own_rewards_and_nothing_that_it_imports(
@@ -180,8 +179,7 @@ def test_a_module_beside_the_worker_s_presets_only_if_it_is_listed(
     presets.mkdir()
     (folder / "team.toml").rename(presets / "team.toml")
     (presets / "beside_presets.py").write_text(OWN)
-    for module in ("flows.parameters.form", "flows.parameters.allowed"):
-        monkeypatch.setattr(f"{module}.CONFIGS", presets)
+    monkeypatch.setenv("GRPO_CONFIGS", str(presets))
     with pytest.raises(ConfigError, match="GRPO_REWARD_MODULES lists"):
         resolve_allowed("team", _rewards("beside_presets:graded"))
     assert {path.name for path in presets.iterdir()} == {"beside_presets.py", "team.toml"}

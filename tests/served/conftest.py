@@ -4,6 +4,7 @@ report to the same servers."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,10 @@ from tests.serving import STOP_SECONDS, Served, serving
 
 @pytest.fixture(scope="package")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """`grpo up` over a storage root of its own. Ctrl-C ends it, and nothing of it stays."""
-    with serving(tmp_path_factory.mktemp("served") / "[a] *") as servers:
+    """`grpo up` over a storage root and presets of its own. Ctrl-C ends it, and nothing of it stays."""
+    configs = tmp_path_factory.mktemp("project") / "configs"
+    shutil.copytree(Path(__file__).parents[2] / "configs", configs)
+    with serving(tmp_path_factory.mktemp("served") / "[a] *", GRPO_CONFIGS=str(configs)) as servers:
         yield servers
         started = psutil.Process(servers.process.pid).children(recursive=True)
         said = [len(log.read_text()) for log in servers.logs]

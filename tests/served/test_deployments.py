@@ -98,7 +98,7 @@ def deployed(served: Served) -> Served:
     return served
 
 
-def test_all_is_deployed_to_its_pool_with_the_form_and_the_schedule_off(deployed: Served) -> None:
+def test_all_is_deployed_to_its_pool_with_the_form_and_no_schedule(deployed: Served) -> None:
     server = deployed
     for stage, pool in STAGES.items():
         known = server.get(f"/deployments/name/{stage}/{pool}")
@@ -114,7 +114,7 @@ def test_all_is_deployed_to_its_pool_with_the_form_and_the_schedule_off(deployed
     known = server.get("/deployments/name/pipeline/cpu")
     assert known["enforce_parameter_schema"]
     assert "train" in known["parameter_openapi_schema"]["properties"]["changes"]["properties"]
-    assert [schedule["active"] for schedule in known["schedules"]] == [False]
+    assert known["schedules"] == []
 
 
 @pytest.mark.parametrize(
@@ -279,12 +279,10 @@ def test_serving_again_keeps_schedules_and_slots_as_their_user_left_them(served:
         known = served.get("/deployments/name/pipeline/local")
         return sorted((schedule["active"], schedule["schedule"]["timezone"]) for schedule in known["schedules"])
 
-    assert serve_once() == [(False, "UTC")]
     known = served.get("/deployments/name/pipeline/local")
-    path = f"/deployments/{known['id']}/schedules"
-    served.api.patch(f"{path}/{known['schedules'][0]['id']}", json={"active": True}).raise_for_status()
-    further = {"active": False, "schedule": {"cron": "30 1 * * 1-5", "timezone": "Europe/Berlin"}}
+    path, before = f"/deployments/{known['id']}/schedules", serve_once()
+    further = {"active": False, "schedule": {"cron": "30 1 * * 1-5", "timezone": "Asia/Tokyo"}}
     served.api.post(path, json=[further]).raise_for_status()
     served.api.patch("/v2/concurrency_limits/grpo-training", json={"limit": 4}).raise_for_status()
-    assert serve_once() == [(False, "Europe/Berlin"), (True, "UTC")]
+    assert serve_once() == sorted([*before, (False, "Asia/Tokyo")])
     assert served.get("/v2/concurrency_limits/grpo-training")["limit"] == 4

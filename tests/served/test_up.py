@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from itertools import takewhile
 from pathlib import Path
@@ -30,6 +31,7 @@ def test_the_terminal_shows_the_addresses_and_what_is_served_and_nothing_else_be
         "Starting Prefect and MLflow over",
         f"Prefect  {served.prefect_url}  ready; writes to",
         f"MLflow   {served.mlflow_url}  ready; writes to",
+        "Presets from",
         "Serving",
         f"Ready: start a run at {served.prefect_url}/deployments. Ctrl-C ends all of it.",
     ]
@@ -50,6 +52,10 @@ def test_a_second_flow_run_of_a_configuration_waits_for_the_first_and_skips_ever
     tasks = sorted(served.tasks(run_id, 5) for run_id in ids)
     assert tasks == sorted([(stage, state) for stage in STAGES] for state in ("Completed", "Skipped"))
     assert sum("waiting until it is free" in served.messages(run_id) for run_id in ids) == 1
+    said = {served.get(f"/flow_runs/{run_id}")["state"]["message"] or "" for run_id in ids}
+    assert [
+        text for text in said if text.startswith("nothing to do: every stage of twice is up to date. To train again")
+    ]
 
 
 def test_a_value_out_of_bounds_and_an_unknown_key_are_refused_before_there_is_a_run(served: Served) -> None:
@@ -134,11 +140,74 @@ def test_commands_join_the_server_of_their_storage(served: Served, storage: Path
     assert (run["state_name"], run["tags"]) == ("Refused", ["grpo"])
 
 
-def test_what_serving_needs_is_there_and_the_schedule_waits_to_be_switched_on(served: Served) -> None:
+def test_what_serving_needs_is_there(served: Served) -> None:
     limit: dict[str, Any] = served.get("/v2/concurrency_limits/grpo-training")
     assert limit["limit"] == 1
+
+
+def _schedule(served: Served, preset: str, *options: str) -> subprocess.CompletedProcess[str]:
+    folder = served.environment["GRPO_CONFIGS"]
+    return run_grpo(served.storage, "schedule", f"{folder}/{preset}.toml", *options, GRPO_CONFIGS=folder)
+
+
+def test_a_preset_and_changes_are_scheduled_from_the_command_line_and_replaced_by_name(served: Served) -> None:
+    sets = ("--set", "name=nightly-{date}", "--set", "train.learning_rate=2e-5")
+    for hour, said in [("1", "Versions of one: --set registry.model_name=NAME"), ("2", "")]:
+        named = [] if said else ["--set", "registry.model_name=nightly"]
+        done = _schedule(served, "maths", "--cron", f"0 {hour} * * *", "--timezone", "Europe/Berlin", *sets, *named)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert f"pipeline/local runs nightly-{{date}} at '0 {hour} * * *' (Europe/Berlin)" in done.stdout
+        assert said in done.stdout
     [schedule] = served.get("/deployments/name/pipeline/local")["schedules"]
-    assert (schedule["active"], schedule["slug"], schedule["schedule"]["timezone"]) == (False, "nightly", "UTC")
+    assert f"schedule delete pipeline/local {schedule['id']}" in done.stdout
+    assert (schedule["active"], schedule["slug"]) == (True, "nightly-{date}")
+    assert (schedule["schedule"]["cron"], schedule["schedule"]["timezone"]) == ("0 2 * * *", "Europe/Berlin")
+    changes = {"name": "nightly-{date}", "train": {"learning_rate": 2e-5}, "registry": {"model_name": "nightly"}}
+    assert schedule["parameters"] == {"preset": "maths", "changes": changes}
+    for options, reason in [
+        (["--cron", "0 25 * * *"], "--cron '0 25 * * *' --timezone 'UTC': "),
+        (["--cron", "0 2 * * *", "--timezone", "Europe/Berlim"], "--timezone 'Europe/Berlim': "),
+        (["--cron", "0 2 * * *", "--set", "train.lr=1"], "train.lr: unknown key"),
+        (["--cron", "0 2 * * *", "--deployment", "pipeline/cpu"], "--deployment pipeline/cpu: choose one of"),
+    ]:
+        refused = _schedule(served, "maths", *options)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert reason in refused.stderr
+    assert len(served.get("/deployments/name/pipeline/local")["schedules"]) == 1
+
+
+def test_a_new_preset_is_offered_without_a_restart_and_schedules_and_pauses_stay(served: Served) -> None:
+    def known() -> dict[str, Any]:
+        return served.get("/deployments/name/pipeline/local")
+
+    before = known()
+    served.api.patch(f"/deployments/{before['id']}", json={"paused": True, "concurrency_limit": 3}).raise_for_status()
+    before = known()
+    new = Path(served.environment["GRPO_CONFIGS"], "overnight.toml")
+    new.write_text('# for tonight\nname = "overnight"\n')
+    deadline = time.monotonic() + START_SECONDS
+    while "overnight" not in (now := known())["parameter_openapi_schema"]["properties"]["preset"]["enum"]:
+        assert time.monotonic() < deadline, served.log.read_text()[-4000:]
+        time.sleep(0.2)
+    assert "# for tonight" in now["description"]
+    assert [now[kept] for kept in ("id", "schedules", "paused")] == [before["id"], before["schedules"], True]
+    assert now["global_concurrency_limit"]["limit"] == 3
+    served.api.patch(f"/deployments/{before['id']}", json={"paused": False, "concurrency_limit": None})
+    new.unlink()
+
+
+@pytest.mark.e2e
+def test_the_date_in_a_name_stays_that_on_which_the_flow_run_was_due_when_it_is_retried(served: Served) -> None:
+    """The run is refused at once."""
+    due = {"type": "SCHEDULED", "state_details": {"scheduled_time": "2026-01-02T23:30:00+00:00"}}
+    changes = {"name": "due-{date}", "train": {"lr_scheduler_type": "constant"}}
+    known = served.get("/deployments/name/pipeline/local")
+    asked = {"state": due, "parameters": {"preset": "quickstart", "changes": changes}}
+    run_id = served.api.post(f"/deployments/{known['id']}/create_flow_run", json=asked).raise_for_status().json()["id"]
+    assert served.wait(run_id)["name"] == "due-2026-01-02"
+    served.retry(run_id)
+    again = served.wait(run_id)
+    assert (again["name"], again["run_count"]) == ("due-2026-01-02", 2)
 
 
 def _ports(served: Served) -> list[str]:
@@ -146,17 +215,17 @@ def _ports(served: Served) -> list[str]:
 
 
 @pytest.mark.e2e
-def test_a_schedule_that_is_switched_on_makes_runs(served: Served) -> None:
+def test_a_schedule_makes_runs_of_its_preset(served: Served) -> None:
+    assert _schedule(served, "smallest", "--cron", "0 2 * * *").returncode == 0
     deployment = served.get("/deployments/name/pipeline/local")
-    path = f"/deployments/{deployment['id']}/schedules/{deployment['schedules'][0]['id']}"
-    served.api.patch(path, json={"active": True}).raise_for_status()
-    by_schedule = {"tags": {"all_": ["auto-scheduled"]}}
+    [schedule] = [it for it in deployment["schedules"] if it["slug"] == "smallest"]
+    by_schedule = {"tags": {"all_": ["auto-scheduled"]}, "deployment_id": {"any_": [deployment["id"]]}}
     deadline = time.monotonic() + START_SECONDS
     while not (planned := served.filter("flow_runs", flow_runs=by_schedule)):
         assert time.monotonic() < deadline, served.log.read_text()[-4000:]
         time.sleep(0.2)
-    served.api.patch(path, json={"active": False}).raise_for_status()
-    assert {run["deployment_id"] for run in planned} == {deployment["id"]}
+    served.api.delete(f"/deployments/{deployment['id']}/schedules/{schedule['id']}").raise_for_status()
+    assert {run["parameters"]["preset"] for run in planned} <= {"smallest", "maths"}
 
 
 @pytest.mark.e2e
