@@ -198,7 +198,7 @@ def test_a_wrong_value_in_the_form_is_refused_by_the_name_of_its_key(
     rate = ("changes", "train.learning_rate")
     fill(page, {rate: "-1"})
     page.get_by_role("button", name="Submit").click()
-    page.get_by_text("changes.train.learning_rate").first.wait_for()
+    page.get_by_text("changes['train.learning_rate']").first.wait_for()
     page.set_viewport_size(SHOWN)
     field(page, rate).evaluate("field => field.scrollIntoView()")
     picture("refused")
