@@ -96,6 +96,12 @@ ARCHITECTURES = {
     "Mistral": (False, {"sliding_window": 4}),
     "Gemma2": (False, {"head_dim": 32, "sliding_window": 4, "attn_logit_softcapping": 2.0}),
     "Gemma": (True, {"head_dim": 32}),
+    "Lfm2": (False, {"layer_types": ["conv", "full_attention"]}),
+    "Qwen3_5Text": (
+        False,
+        {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "linear_num_key_heads": 2}
+        | {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    ),
 }
 
 
@@ -282,7 +288,7 @@ def test_each_completion_is_truncated_if_there_is_no_end_token(model: Any, model
 
 def test_a_model_that_carries_a_state_is_refused(tokenizer: Any) -> None:
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": len(tokenizer)}
-    with pytest.raises(EngineError, match="MambaForCausalLM gives other logits for a padded prompt"):
+    with pytest.raises(EngineError, match="MambaForCausalLM does not give a padded prompt, with a cache, the log"):
         TransformersEngine(MambaForCausalLM(MambaConfig(**shape)).eval(), tokenizer)
 
 
