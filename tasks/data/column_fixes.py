@@ -41,7 +41,7 @@ def missing_column(
 ) -> str:
     """Part of a sentence: the column is missing (`reading`: its reader), and this key in `section` would make it."""
     kinds = read.get(column, {}).values()
-    others = {name: kind for name, kind in frame.schema.items() if name not in read and name != "prompt"}
+    others: dict[str, Any] = {it: kind for it, kind in frame.schema.items() if it not in read and it != "prompt"}
     if column == "prompt":
         able = [name for name, kind in others.items() if kind == pl.String or is_conversation(frame, name)]
         able = [name for name in able if not ANSWERING.search(name)]
