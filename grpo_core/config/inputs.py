@@ -84,7 +84,8 @@ class DataChecks(Section):
     """Messages with another role than system, user, assistant or tool, or without text; a system message that is not
     the first; a last message that is neither the user's nor a tool's."""
     chat_template: Refusal = "error"
-    """A conversation that the model's chat template refuses because of its roles or their order."""
+    """A conversation that the model's chat template refuses, because of its roles or of what a message says, or makes
+    no text of."""
     no_tokens: Refusal = "error"
     """A prompt, or a last message, that the tokenizer turns into no token: its vocabulary has none of the
     characters."""
@@ -155,10 +156,11 @@ class PromptSource(Section):
     revision: str | None = None
     """Hub revision (branch, tag or commit) of `train` and `eval`; only for hub names."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """Columns that the run needs, by what they are made of: a column of the data (`prompt = "question"`), a template
-    (`prompt = "Question: {question}"`), or `module:function`, which is given each row as a dictionary. In `train`,
-    `eval` and `evaluation.sets` alike. Default: the columns are called as the run needs them: `prompt`, those that the
-    rewards read, and `answer`, the right answer if there is one, on which the rewards are tried before training."""
+    """Columns that the run needs, by what they are made of: a column of the data (`prompt = "question"`) or a field of
+    one (`answer = "reward_model.ground_truth"`), a template (`prompt = "Question: {question}"`), or `module:function`,
+    which is given each row as a dictionary. In `train`, `eval` and `evaluation.sets` alike. Default: the columns are
+    called as the run needs them: `prompt`, those that the rewards read, and `answer`, the right answer if there is one,
+    on which the rewards are tried before training."""
     system_prompt: str | None = None
     """System message before each prompt that has none; a prompt that is text becomes the user's message after it.
     Empty: no system message, but text becomes a message all the same. Default: prompts stay as they are."""

@@ -15,6 +15,7 @@ from grpo_core.config.columns import ANSWER
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import plain
 from grpo_core.errors import GrpoError
+from grpo_core.rewards.builtin.record import written
 from grpo_core.rewards.contract import Reward
 from grpo_core.system.tables import read_parquet
 
@@ -66,7 +67,7 @@ def prompt_columns(name: str, rows: Sequence[Mapping[str, Any]], config: RunConf
     columns: dict[str, list[Any]] = {"prompt": [plain(row["prompt"]) for row in rows]}
     for column, source in ((ANSWER, ANSWER), ("category", config.evaluation.category_column)):
         if source in rows[0]:
-            columns[column] = [None if row[source] is None else str(row[source]) for row in rows]
+            columns[column] = [None if row[source] is None else written(row[source]) for row in rows]
     if config.evaluation.group_column:
         columns[GROUP] = [group_of(row, config.evaluation.group_column) for row in rows]
     if config.data.sources:

@@ -34,7 +34,7 @@ from grpo_core.model.checkpoint_fit import misfit, not_finite
 from grpo_core.model.float32_logits import make_logits_float32
 from grpo_core.model.four_bit import dequantised, keep_gradients, nf4_config, take_dequantised
 from grpo_core.model.precision import make_bfloat16
-from grpo_core.model.pretrained import from_pretrained
+from grpo_core.model.pretrained import from_pretrained, give_logits_alone
 
 # Parts of the names of tensors that bitsandbytes saves beside 4-bit weights.
 OF_4BIT = (".weight.absmax", ".weight.quant_", ".weight.nested_")
@@ -84,6 +84,7 @@ def load_model(
             "such as 'module.')"
         )
     model.eval()
+    give_logits_alone(model)
     if shard is not None:
         del model.config.distributed_config  # it would be saved with the model
     elif dtype == torch.bfloat16:
@@ -126,7 +127,8 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
 
     The adapter starts as no change at all, its input side drawn from torch's global random state; or, given
     `config.adapter`, as the one in that folder. Modules that are trained whole are float32 copies of the base's. Raises
-    ConfigError if the model has no such module, or the module has 4-bit weights; and for an adapter of tied weights.
+    ConfigError if the model has no such module, or the module has 4-bit weights; for an adapter of tied weights; and if
+    the file's tensors are not the adapter's.
     """
     if not config.use_peft:
         return model
@@ -164,7 +166,16 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
         ):
             own.data = parameter.float().clone()
     if config.adapter:
-        load_trainable_state(adapted, _read_adapter(adapted, Path(config.adapter)))
+        given, own = _read_adapter(adapted, Path(config.adapter)), trainable_state(adapted)
+        shapes = [{name: tuple(each.shape) for name, each in tensors.items()} for tensors in (given, own)]
+        if unlike := sorted(name for name in given.keys() | own.keys() if shapes[0].get(name) != shapes[1].get(name)):
+            found, wanted = (of.get(unlike[0], "absent") for of in shapes)
+            raise ConfigError(
+                f"model.adapter = {config.adapter!r} is no adapter of this base by the other keys of [model]: "
+                f"{unlike[0]} is {found} in its file and {wanted} here, and {len(unlike) - 1} more are unlike; merge "
+                "it into its base with peft, and name the result in model.name_or_path"
+            )
+        load_trainable_state(adapted, given)
     return adapted
 
 

@@ -3,8 +3,17 @@ unless it is told that the answer is no."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
+
+# What a checkpoint's config.json may ask of each pass, and the value with which it gives the logits alone, by name.
+LOGITS_ALONE = {
+    "return_dict": True,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_router_logits": False,
+}
 
 
 def from_pretrained(kind: Any, path: Path | str, revision: str | None = None, **options: Any) -> Any:
@@ -19,5 +28,33 @@ def from_pretrained(kind: Any, path: Path | str, revision: str | None = None, **
 
 
 def from_config(kind: Any, config: Any, **options: Any) -> Any:
-    """Make a model of one of transformers' Auto classes without weights of its own."""
-    return kind.from_config(config, trust_remote_code=False, **options)
+    """Make a model of one of transformers' Auto classes without weights of its own, see `give_logits_alone`."""
+    model = kind.from_config(config, trust_remote_code=False, **options)
+    give_logits_alone(model)
+    return model
+
+
+def give_logits_alone(model: Any) -> None:
+    """Make the model's passes give the logits by name, and nothing beside them that its configuration asks for. What
+    that was is kept as `model.asked_outputs`: (name of the part, "" for the whole; key; value)."""
+    whole, text = model.config, model.config.get_text_config()
+    parts = {"": whole} | {name: text for name, part in vars(whole).items() if part is text}
+    model.asked_outputs = [
+        (name, key, getattr(part, key))
+        for name, part in parts.items()
+        for key, alone in LOGITS_ALONE.items()
+        if bool(getattr(part, key, alone)) != alone
+    ]
+    for name, key, _ in model.asked_outputs:
+        setattr(parts[name], key, LOGITS_ALONE[key])
+
+
+def ask_again(model: Any, folder: Path) -> None:
+    """Write into the config.json of a saved model what `give_logits_alone` has taken out of the model's."""
+    if not model.asked_outputs:
+        return
+    file = folder / "config.json"
+    values = json.loads(file.read_text())
+    for name, key, value in model.asked_outputs:
+        (values[name] if name else values)[key] = value
+    file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")

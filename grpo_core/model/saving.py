@@ -28,6 +28,7 @@ from grpo_core.model.loading import (
     whole_weights,
     with_adapter,
 )
+from grpo_core.model.pretrained import ask_again
 from grpo_core.model.sharded import is_sharded
 
 FILE_BYTES = 4 * 2**30  # of weights, in one file
@@ -70,6 +71,7 @@ def _save_whole(model: Any, folder: Path) -> None:
         model.save_pretrained(folder)
     finally:
         model.generation_config = generation
+    ask_again(model, folder)
     _save_generation_config(generation, folder)
 
 
@@ -125,4 +127,5 @@ def _save_sharded(model: Any, folder: Path) -> None:
         }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         base.config.save_pretrained(folder)
+        ask_again(base, folder)
         _save_generation_config(base.generation_config, folder)

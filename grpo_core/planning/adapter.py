@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from grpo_core.config.base_model import quantisation_problem
 from grpo_core.config.inputs import ModelConfig
@@ -17,16 +20,46 @@ from grpo_core.planning.shapes import ForecastError, config_file
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in configurations of mixtures of experts
 VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can make room for
-# Features of peft's adapters that are not supported here, with the value that turns each off.
-OTHERS: dict[str, Any] = {"bias": "none", "use_dora": False, "lora_bias": False}
-OTHERS |= {"layers_to_transform": None, "layer_replication": None, "trainable_token_indices": None}
+# Keys of peft's adapter_config.json beside those that [model] describes, with the value that leaves a plain LoRA. A key
+# that is not here, of another peft, has to be null, false or empty.
+PLAIN: dict[str, Any] = {
+    "bias": "none",
+    "init_lora_weights": True,
+    "use_dora": False,
+    "use_qalora": False,
+    "lora_bias": False,
+    "alpha_pattern": {},
+    "rank_pattern": {},
+    "layer_replication": None,
+    "trainable_token_indices": None,
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "megatron_config": None,
+    "monteclora_config": None,
+    "use_bdlora": None,
+    "velora_config": None,
+}
+# Their values change nothing: they describe the file, say how the adapter was drawn or trained, follow from the base's
+# layers, or go with a key above. Which layers are adapted, its tensors say too.
+HARMLESS = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
+    *("task_type", "runtime_config", "lora_dropout", "corda_config", "eva_config", "loftq_config", "lora_ga_config"),
+    *("fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
+    *("target_modules", "target_parameters", "modules_to_save"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern"),
+}
+DRAWN = (True, False, "gaussian", "orthogonal", "eva", "mica")  # init_lora_weights that leave the base as it is
+OWN_EXCLUSION = re.compile(r"\(\?!\(.*\)\(\\\.\|\$\)\)\.\*")  # of what is beside the text model
+TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_(?:embedding_)?A(?:\.weight)?")
 DESCRIBED = {"r": "lora_r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora"}
 
 
 def check_adapter(model: ModelConfig) -> None:
-    """Raises ConfigError unless `model.adapter`, if there is one, is a LoRA of the rank, scale and layers that the
-    other keys give, and the base is not quantised, and can be held in 4 bits, if that is wanted. A base whose
-    config.json is not on this machine passes."""
+    """Raises ConfigError unless `model.adapter`, if there is one, is a plain LoRA of the rank, scale and layers that
+    the other keys give, and the base is a whole model that is not quantised, and can be held in 4 bits, if that is
+    wanted. A base whose config.json is not on this machine passes."""
+    _check_folder(model.name_or_path)
     try:
         values = json.loads(config_file(model.name_or_path, model.revision).read_text())
     except (ForecastError, ValueError):
@@ -50,18 +83,14 @@ def check_adapter(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.adapter = {model.adapter!r}: its {CONFIG} is not an adapter's configuration"
         ) from None
-    other = [
-        f"{key} = {saved[key]!r}" for key, without in OTHERS.items() if saved.get(key, without) not in (without, {}, [])
-    ]
-    if kind != "LORA" or other:
-        found = ", ".join(other) or f"peft_type = {kind!r}"
+    if other := [f"peft_type = {kind!r}"] if kind != "LORA" else [*_not_plain(saved)]:
         raise ConfigError(
-            f"model.adapter = {model.adapter!r}: an adapter with {found}, and only plain LoRA can be continued; "
-            "merge it into its base, and name the result in model.name_or_path"
+            f"model.adapter = {model.adapter!r}: an adapter with {', '.join(other)}, and only plain LoRA can be "
+            "continued; merge it into its base with peft, and name the result in model.name_or_path"
         )
     wanted = {key: saved.get(name, False) for name, key in DESCRIBED.items()}
     if not saved.get("target_parameters"):  # else all-linear found experts, which it names in its own way
-        wanted["lora_target_modules"] = sorted(saved["target_modules"])
+        wanted["lora_target_modules"] = _adapted(saved, folder / WEIGHTS, values)
     if saved.get("modules_to_save") or model.lora_modules_to_save:
         wanted["lora_modules_to_save"] = sorted(saved.get("modules_to_save") or [])
     given = {key: getattr(model, key) for key in wanted}
@@ -73,6 +102,54 @@ def check_adapter(model: ModelConfig) -> None:
             f"model.adapter = {model.adapter!r} is another adapter than the keys of [model] describe; write "
             + ", ".join(f"{key} = {json.dumps(wanted[key])}" for key in differ)
         )
+
+
+def _check_folder(name: str) -> None:
+    """Raises ConfigError for a path that holds an adapter alone, or weights as GGUF."""
+    path = Path(name)
+    if (path / CONFIG).is_file():
+        raise ConfigError(
+            f"model.name_or_path = {name!r} is the folder of an adapter ({CONFIG}): name the base that it is for, and "
+            "the folder in model.adapter; or merge the two with peft, and name the result"
+        )
+    if path.suffix == ".gguf" or ([*path.glob("*.gguf")] and not (path / "config.json").is_file()):
+        raise ConfigError(
+            f"model.name_or_path = {name!r} holds weights as GGUF, which no training reads: name the checkpoint that "
+            "they were made from, or convert them (transformers loads one with `gguf_file=`, and save_pretrained "
+            "writes it)"
+        )
+
+
+def _not_plain(saved: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each key of an adapter's configuration by which it is another function than plain LoRA, with its value."""
+    for key, value in sorted(saved.items()):
+        if key == "init_lora_weights":
+            plain = value in DRAWN
+        else:
+            plain = not value or value == PLAIN.get(key) or key in (*HARMLESS, *DESCRIBED)
+        if not plain:
+            yield f"{key} = {value!r}"
+
+
+def _adapted(saved: Mapping[str, Any], weights: Path, base: Mapping[str, Any]) -> list[str]:
+    """The layers that an adapter is on, by names as `lora_target_modules` takes them. `base`: config.json.
+
+    Where the configuration gives them by a pattern, or leaves layers out, they follow from the adapter's tensors: by
+    the last part of their names if each of the base's layers has one, else by the whole names."""
+    names, excluded = saved.get("target_modules"), saved.get("exclude_modules")
+    own = isinstance(excluded, str) and OWN_EXCLUSION.fullmatch(excluded)
+    if isinstance(names, list) and saved.get("layers_to_transform") is None and (own or not excluded):
+        return sorted(names)
+    try:
+        with safe_open(weights, "numpy") as file:
+            adapted = [name[1] for name in map(TENSOR.fullmatch, file.keys()) if name]
+    except SafetensorError as error:
+        raise ConfigError(f"{weights} cannot be read: {error}") from error
+    layers: dict[str, list[str]] = {}
+    for name in adapted:
+        layers.setdefault(name.rpartition(".")[2], []).append(name)
+    count = base.get("text_config", base).get("num_hidden_layers")
+    return sorted(name for last, whole in layers.items() for name in ([last] if len(whole) == count else whole))
 
 
 def _check_4bit(name: str, values: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ from grpo_core.data.chat import completion_of
 from grpo_core.errors import GrpoError, RewardError
 from grpo_core.planning.plan import plan_inputs
 from grpo_core.rewards.batch import Batch, short
+from grpo_core.rewards.builtin.record import written
 from grpo_core.rewards.contract import Reward, check_environments, rewards_of
 from grpo_core.rewards.event_loop import GRACE
 from grpo_core.rewards.isolated import START_SECONDS
@@ -157,7 +158,7 @@ def _rehearsed_batch(
 ) -> tuple[list[str], Batch]:
     """Return completions of each kind and their kinds. Without a tokenizer they have no tokens, and without `begin` no
     environments."""
-    tried = [("right", row, str(row[ANSWER])) for row in rows if isinstance(row.get(ANSWER), (str, int, float))]
+    tried = [("right", row, written(row[ANSWER])) for row in rows if isinstance(row.get(ANSWER), (str, int, float))]
     tried += [(kind, row, text) for kind, text in (("empty", ""), ("garbage", GARBAGE)) for row in rows]
     kinds, asked, texts = (list(column) for column in zip(*tried, strict=True))
     ids = load_tokenizer()(texts, add_special_tokens=False)["input_ids"] if load_tokenizer else [[] for _ in texts]

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+STATES = {"conv", "linear_attention"}  # kinds of layers that carry a state, whose padding transformers masks
+
 
 class PlainCache:
     """Cache with the methods of `GroupCache`; it has one row per completion, padded on the left."""
@@ -20,12 +22,14 @@ class PlainCache:
         self.input_ids = torch.tensor([[pad_id] * n + ids for n, ids in zip(padding, prompts, strict=True)])
         self.input_ids = self.input_ids.to(device)
         self.group = torch.arange(len(prompts), device=device).repeat_interleave(torch.tensor(copies, device=device))
-        self.cache: Any = DynamicCache()
+        # Only where layers carry a state: by its configuration, it would keep no more than a window's keys.
+        carries = STATES & {*(getattr(model.config.get_text_config(), "layer_types", None) or ())}
+        self.cache: Any = DynamicCache(config=model.config) if carries else DynamicCache()
 
     def prefill(self) -> Tensor:
         positions = (self.mask.cumsum(1) - 1).clamp(min=0)
         logits = self._step(self.input_ids, positions)
-        self.cache.batch_select_indices(self.group)
+        self.cache.reorder_cache(self.group)
         self.mask, self.positions = self.mask[self.group], positions[self.group, -1]
         return logits[self.group]
 
@@ -35,7 +39,7 @@ class PlainCache:
         return self._step(token[:, None], self.positions[:, None])
 
     def keep(self, rows: Tensor) -> None:
-        self.cache.batch_select_indices(rows.nonzero().flatten())
+        self.cache.reorder_cache(rows.nonzero().flatten())
         self.mask, self.positions = self.mask[rows], self.positions[rows]
 
     def join(self, other: PlainCache) -> None:
@@ -47,7 +51,11 @@ class PlainCache:
             return torch.cat([nn.functional.pad(x, (0, 0, width - x.shape[2], 0)) for x in (mine, theirs)])
 
         for layer, new in zip(self.cache.layers, other.cache.layers, strict=True):
-            layer.keys, layer.values = both(layer.keys, new.keys), both(layer.values, new.values)
+            if getattr(layer, "keys", None) is not None:
+                layer.keys, layer.values = both(layer.keys, new.keys), both(layer.values, new.values)
+            for name in ("conv_states", "recurrent_states"):
+                own, theirs = getattr(layer, name, {}), getattr(new, name, {})
+                own |= {place: torch.cat([state, theirs[place]]) for place, state in own.items() if state is not None}
         masks = (self.mask, other.mask)
         self.mask = torch.cat([nn.functional.pad(mask, (width - mask.shape[1], 0)) for mask in masks])
         self.positions = torch.cat([self.positions, other.positions])

@@ -74,9 +74,8 @@ class TransformersEngine:
                 )
         if wrong:
             raise EngineError(
-                f"{type(model).__name__} gives other logits for a padded prompt than for the prompt alone, as layers "
-                f"that carry a state do ({wrong}): the transformers engine would sample from another policy; set "
-                "rollout.engine to 'vllm'"
+                f"{type(model).__name__} does not give a padded prompt, with a cache, the logits of the prompt alone: "
+                f"{wrong}. The transformers engine cannot sample from its policy; set rollout.engine to 'vllm'"
             )
         if why_not:
             self.notes.append(f"sampling keeps a prompt's keys and values once per completion: {why_not}")

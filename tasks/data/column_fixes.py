@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import polars as pl
 
 from grpo_core.config.columns import columns_read
+from tasks.data.columns import taken
 from tasks.data.repeats import is_conversation
 
 # Names in published data sets for the columns that a run needs, the usual name first.
@@ -21,6 +23,12 @@ USUAL = {
     "reference": ("summary", "completion", "highlights", "target", "response", "output"),
     "tests": ("test_list", "test", "test_cases", "unit_tests", "assertions"),
 }
+
+# Words in the names of columns that say what a completion should be, and so are no prompt.
+ANSWERING = re.compile(
+    r"(?i)(?<![a-z])(answers?|solutions?|targets?|labels?|expected|gold(en)?|truths?|outputs?|responses?|completions?|"
+    r"references?|results?)(?![a-z])"
+)
 
 
 def missing_column(
@@ -35,12 +43,19 @@ def missing_column(
     """Part of a sentence: the column is missing (`reading`: its reader), and this key in `section` would make it.
     `own`: columns of the data set itself, if they are not those of `frame`."""
     kinds = read.get(column, {}).values()
-    others = [name for name in frame.columns if name not in read and name != "prompt"]
+    others: dict[str, Any] = {it: kind for it, kind in frame.schema.items() if it not in read and it != "prompt"}
     if column == "prompt":
-        able = [name for name in others if frame.schema[name] == pl.String or is_conversation(frame, name)]
+        able = [name for name, kind in others.items() if kind == pl.String or is_conversation(frame, name)]
+        able = [name for name in able if not ANSWERING.search(name)]
     else:
-        able = [name for name in others if all(accepts(kind, frame.schema[name]) for kind in kinds)]
-    wanted = [part for part in columns_read(columns.get(column, column)) if part not in frame.columns] or [column]
+        others |= {
+            f"{name}.{field.name}": field.dtype
+            for name, kind in others.items()
+            for field in (kind.fields if isinstance(kind, pl.Struct) else ())
+        }
+        able = [name for name, found in others.items() if all(accepts(kind, found) for kind in kinds)]
+    read_now = columns_read(columns.get(column, column))
+    wanted = [part for part in read_now if taken(part, frame.schema) is None] or [column]
     likely = _likely(column, wanted[0], able)
     key = f"{section}.columns.{column}"
     hint = (
@@ -50,6 +65,8 @@ def missing_column(
         if likely
         else f"set {key} to what it should be made from"
     )
+    if column == "completion":
+        hint += "; a reward gets what the model writes as 'completions'"
     made = f" (for {key} = {columns[column]!r})" if column in columns else ""
     return f"has no column {wanted[0]!r}{made}{reading}; its columns are {', '.join(own or frame.columns)}: {hint}"
 
@@ -68,7 +85,9 @@ def _likely(column: str, wanted: str, able: list[str]) -> str | None:
     """Column that is most likely meant: one of a similar name, of a usual name, the only one of a fitting type, or the
     first that could be the prompt."""
     like = difflib.get_close_matches(wanted, able, n=1)
-    usual = [name for name in USUAL.get(column, ()) if name in able]
+    known = USUAL.get(column, ())
+    usual = [name for name in known if name in able]
+    usual += [name for each in (*known, column) for name in able if name.endswith(f".{each}")]
     only = able if column == "prompt" or len(able) == 1 else []
     return next(iter([*like, *usual, *only]), None)
 

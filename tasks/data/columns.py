@@ -26,7 +26,9 @@ def with_columns(rows: Rows, config: PromptSource, section: str = "data") -> Row
     of it. `section`: section of this configuration. Raises ColumnError if a column cannot be made, and ConfigError if a
     function is missing."""
     made = {
-        column: how for column, how in config.columns.items() if all(part in rows.columns for part in columns_read(how))
+        column: how
+        for column, how in config.columns.items()
+        if all(taken(part, rows.schema) is not None for part in columns_read(how))
     }
     left_out = [column for column in config.columns if column not in made]
 
@@ -47,29 +49,46 @@ def with_columns(rows: Rows, config: PromptSource, section: str = "data") -> Row
     return rows
 
 
-def _made(frame: pl.DataFrame, key: str, how: str, first: int) -> pl.Expr | pl.Series:
+def taken(column: str, schema: Mapping[str, pl.DataType]) -> pl.Expr | None:
+    """A column of the data set, or a field of a column of objects by its path, as in `reward_model.ground_truth`; None
+    if there is none."""
+    if column in schema:
+        return pl.col(column)
+    name, *fields = column.split(".")
+    found, kind = pl.col(name), schema.get(name)
+    for each in fields:
+        kinds = {field.name: field.dtype for field in kind.fields} if isinstance(kind, pl.Struct) else {}
+        found, kind = found.struct.field(each), kinds.get(each)
+    return None if kind is None else found
+
+
+def _made(frame: pl.DataFrame, key: str, how: str, first: int) -> Any:
     if is_function(how):
         return _called(frame, key, how, first)
     if not is_template(how):
-        return pl.col(how)
+        return taken(how, frame.schema)
     parts = []
     for text, part in template_parts(how):
         parts += [pl.lit(text)] if text else []
-        parts += [_as_text(part, frame.schema[part], f"{key} = {how!r}")] if part else []
+        parts += [_as_text(part, frame, f"{key} = {how!r}")] if part else []
     return pl.concat_str(parts)  # null where a part is null
 
 
-def _as_text(column: str, kind: pl.DataType, what: str) -> pl.Expr:
+def _as_text(column: str, frame: pl.DataFrame, what: str) -> pl.Expr:
+    """Text of a column's values; whole numbers as such (see `grpo_core.rewards.builtin.record.written`)."""
+    found: Any = taken(column, frame.schema)
+    kind = frame.clear().select(found.alias(column)).schema[column]
     if kind == pl.List(pl.String):
-        return pl.col(column).list.join(SEPARATOR)
+        return found.list.join(SEPARATOR)
     if kind.is_nested() or kind in (pl.Object, pl.Duration):
         raise ColumnError(
             f"{what}: the column {column!r} holds {kind}; a template takes text, numbers and lists of text: write a "
             "function, module:function"
         )
     if kind == pl.Binary:  # what is no UTF-8 becomes U+FFFD, which the rule `encoding` finds
-        return pl.col(column).map_elements(lambda value: value.decode(errors="replace"), return_dtype=pl.String)
-    return pl.col(column).cast(pl.String)
+        return found.map_elements(lambda value: value.decode(errors="replace"), return_dtype=pl.String)
+    text = found.cast(pl.String)
+    return text.str.strip_suffix(".0") if kind.is_float() else text
 
 
 def _called(frame: pl.DataFrame, key: str, name: str, first: int) -> pl.Series:

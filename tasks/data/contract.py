@@ -10,7 +10,6 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pandera.polars as pa
@@ -46,7 +45,7 @@ WRITTEN_DOWN = r"""^\s*(\[\s*)?\{[^{}]*["'](role|content|type)["']\s*:"""
 RULES = {
     "blank_prompt": "is not blank",
     "malformed_conversation": f"is messages with text, of {', '.join(ROLES)}; system only first, user or tool last",
-    "chat_template": "is accepted by the model's chat template",
+    "chat_template": "is accepted by the model's chat template, which makes a text of it",
     "no_tokens": "has a token in the model's vocabulary",
     "missing_value": "is neither null nor blank",
     "long_prompt": "leaves room for the completion in the model's context",
@@ -159,15 +158,14 @@ def build_schema(
     accepted = holds(templated, lambda p, given: renders(p, tokenizer, given))
     # A huge prompt is not even tokenized.
     short = holds(answerable, lambda p, given: may_fit(p, tokenizer, room, given))
+    # Computed here: pandera would report an exception inside a check as a row.
     rules = {
-        "blank_prompt": lambda frame: frame.select(~_is_blank(frame)).to_series(),
-        "malformed_conversation": lambda frame: frame.select(_is_blank(frame) | _is_well_formed(frame)).to_series(),
-        "chat_template": lambda _: accepted,
-        "no_tokens": lambda _: holds(answerable & short, lambda p, _: has_tokens(_asked(p), tokenizer, known)),
-        "long_prompt": lambda _: (
-            short & holds(answerable & accepted & short, lambda p, given: fit(p, tokenizer, room, given))
-        ),
-        "encoding": lambda frame: ~prompt_text(frame).str.contains(WRONGLY_DECODED).fill_null(False),
+        "blank_prompt": frame.select(~_is_blank(frame)).to_series(),
+        "malformed_conversation": frame.select(_is_blank(frame) | _is_well_formed(frame)).to_series(),
+        "chat_template": accepted,
+        "no_tokens": holds(answerable & short, lambda p, _: has_tokens(_asked(p), tokenizer, known)),
+        "long_prompt": short & holds(answerable & accepted & short, lambda p, given: fit(p, tokenizer, room, given)),
+        "encoding": ~prompt_text(frame).str.contains(WRONGLY_DECODED).fill_null(False),
     }
     read = needed_columns(rewards)
     missing = [column for column, kinds in read.items() if not all(map(may_be_null, kinds.values()))]
@@ -175,8 +173,8 @@ def build_schema(
         column: pa.Column(
             nullable=True,
             checks=[
-                *([_check("missing_value", partial(is_there, column=column))] if column in missing else []),
-                _check("encoding", partial(_is_utf8, column=column)),
+                *([_check("missing_value", is_there(frame, column))] if column in missing else []),
+                _check("encoding", _is_utf8(frame, column)),
             ],
         )
         for column in read
@@ -321,8 +319,8 @@ def _type_name(kind: pl.DataType) -> str:
     return names.get(type(kind), str(kind))
 
 
-def _check(name: str, holds: Callable[[pl.DataFrame], pl.Series]) -> pa.Check:
-    return pa.Check(lambda data: holds(data.lazyframe.collect()).to_frame().lazy(), error=name, ignore_na=False)
+def _check(name: str, holds: pl.Series) -> pa.Check:
+    return pa.Check(lambda _: holds.to_frame().lazy(), error=name, ignore_na=False)
 
 
 def _answerable(frame: pl.DataFrame) -> pl.Series:

@@ -49,6 +49,8 @@ def _columns(origin: PromptSource, rewards: list[Reward]) -> Iterator[tuple[str,
     for column, readers in needed.items():
         how = origin.columns.get(column, column)
         for name in columns_read(how):
+            if "." in name:  # it may be a field of a column of objects
+                continue
             if column == "prompt":
                 yield name, pa.Column(None, description=PROMPT if name == how else "part of the prompt")
                 continue

@@ -31,6 +31,7 @@ BYTES_PER_TOKEN = 100  # far more than any tokenizer's mean over a text
 KEEPING = {"NFC", "NFD", "NFKC", "NFKD", "Prepend"}  # normalizers that drop no text
 SPLITTING = {"ByteLevel", "Split", "Digits", "Metaspace", "Punctuation"}  # pre-tokenizers that drop no text
 BEGINNING = 4  # characters of a text that are tokenized first
+TOGETHER = 256  # conversations that are rendered in one call
 SPECIAL_TOKENS = 16  # more than any tokenizer puts around a text
 
 
@@ -107,23 +108,27 @@ def tool_calls(kind: pl.DataType) -> pl.Expr:
 
 
 def renders(conversations: pl.Series, tokenizer: Any, options: Options = NO_OPTIONS) -> pl.Series:
-    """True for each conversation that the chat template accepts; tried once per order of roles."""
-    calls = pl.when(tool_calls(conversations.dtype).is_null()).then(pl.lit("")).otherwise(pl.lit(" with calls"))
-    orders = conversations.list.eval(pl.element().struct.field("role") + calls).list.join(",")
-    first = pl.DataFrame({"order": orders, "conversation": conversations}).unique("order", keep="first")
-    accepted = {order: _is_rendered(conversation, tokenizer, options) for order, conversation in first.iter_rows()}
-    return orders.replace_strict(accepted, return_dtype=pl.Boolean)
+    """True for each conversation that the chat template accepts, and makes a text of. Each is tried, since a template
+    may refuse what a message says: many in a call, and one by one where that fails."""
+    found: list[bool] = []
+    for start in range(0, len(conversations), TOGETHER):
+        tried = [without_gaps(each) for each in conversations.slice(start, TOGETHER).to_list()]
+        try:
+            found += map(bool, _rendered(tried, tokenizer, options))
+        except Exception:  # a template is a program and may raise anything
+            found += [_is_rendered(each, tokenizer, options) for each in tried]
+    return pl.Series(found, dtype=pl.Boolean)
 
 
 def _is_rendered(conversation: list[dict[str, Any]], tokenizer: Any, options: Options) -> bool:
     try:
-        _rendered(without_gaps(conversation), tokenizer, options)
-    except Exception:  # a template is a program and may raise anything
+        return bool(_rendered(conversation, tokenizer, options))
+    except Exception:
         return False
-    return True
 
 
-def _rendered(messages: list[dict[str, Any]], tokenizer: Any, options: Options) -> str:
+def _rendered(messages: list[Any], tokenizer: Any, options: Options) -> Any:
+    """Text that the chat template makes of a conversation, or of each of several."""
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
 
 
@@ -215,7 +220,8 @@ def token_lengths(prompts: pl.Series, tokenizer: Any, options: Options = NO_OPTI
     try:
         encoded = encode_prompts(prompts.to_list(), tokenizer, options)
     except Exception as error:
-        failing = next((p for p in prompts.to_list() if not _is_rendered(p, tokenizer, options)), None)
+        shown = (p for p in prompts.to_list() if is_conversation(p))
+        failing = next((p for p in shown if not _is_rendered(without_gaps(p), tokenizer, options)), None)
         raise ModelError(f"the chat template fails on a prompt: {error}; the prompt: {failing}") from error
     return pl.Series([len(ids) for ids in encoded], dtype=pl.Int64)
 

@@ -41,6 +41,9 @@ def _decoded_bytes(column: Any) -> int:
         return pc.sum(pc.binary_length(column.dictionary).take(column.indices)).as_py() or 0
     if isinstance(column, pa.StructArray):
         return sum(map(_decoded_bytes, column.flatten()))
-    if isinstance(column, (pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray)):  # maps are lists
+    if isinstance(column, pa.MapArray):
+        entries = pa.StructArray.from_arrays([column.keys, column.items], ["key", "value"])  # of the whole, not a slice
+        column = pa.ListArray.from_arrays(column.offsets, entries)
+    if isinstance(column, (pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray)):
         return _decoded_bytes(column.flatten())
     return column.nbytes

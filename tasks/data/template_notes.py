@@ -88,8 +88,9 @@ def _unended_turns(config: RunConfig, tokenizer: Any, after: str) -> Iterator[st
     """A warning if what the template writes after a turn has no text at which the engine ends a completion."""
     ends = end_texts(config, tokenizer)
     if after.strip() and not any(end in after for end in (*ends, *config.rollout.stop)):
+        named = f"completions end at {' or '.join(map(repr, ends))}" if ends else "no token ends a completion"
         yield (
-            f"the chat template ends turns by {after[:20]!r}, and completions end at {' or '.join(map(repr, ends))}: a "
+            f"the chat template ends turns by {after[:20]!r}, and {named}: a "
             "model that was trained on the template writes on to the length limit. Set eos_token_id in the model's "
             "generation_config.json to the token that ends a turn, or rollout.stop to its text if it is no token"
         )

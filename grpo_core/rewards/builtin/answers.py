@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_core.data.chat import text_of
 from grpo_core.rewards.builtin.chinese_japanese import stated_answer
-from grpo_core.rewards.builtin.record import BuiltinReward, Rewards
+from grpo_core.rewards.builtin.record import BuiltinReward, Rewards, written
 
 # A minus right after a digit, letter or closing bracket subtracts or ranges; it is not a sign.
 NUMBER = re.compile(
@@ -43,7 +43,7 @@ END_OF_CLAUSE = re.compile(r"[.,;:!?\n]|\b(?:because|since|as|and|while|but)\b")
 def exact_match(completions: Sequence[Any], answer: Sequence[str | int | float]) -> list[float | None]:
     """1 if the completion is the answer, ignoring white space around both, else 0; None without an answer."""
     return [
-        None if expected is None else float(text_of(completion).strip() == str(expected).strip())
+        None if expected is None else float(text_of(completion).strip() == written(expected).strip())
         for completion, expected in zip(completions, answer, strict=True)
     ]
 
@@ -87,8 +87,8 @@ def normalized_match(completions: Sequence[Any], answer: Sequence[str | int | fl
     """
     return [
         None
-        if expected is None or not str(expected).strip()
-        else float(_normalized(text_of(completion)) == _normalized(str(expected)))
+        if expected is None or not written(expected).strip()
+        else float(_normalized(text_of(completion)) == _normalized(written(expected)))
         for completion, expected in zip(completions, answer, strict=True)
     ]
 

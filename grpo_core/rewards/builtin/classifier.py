@@ -72,7 +72,7 @@ def _load(model: str, revision: str | None, dtype: str, device: str) -> tuple[An
 
     from grpo_core.model.checkpoint_fit import misfit, not_finite
     from grpo_core.model.loading import attention_of
-    from grpo_core.model.pretrained import from_pretrained
+    from grpo_core.model.pretrained import from_pretrained, give_logits_alone
 
     try:
         # The training's random state must not depend on when this is called first.
@@ -91,6 +91,7 @@ def _load(model: str, revision: str | None, dtype: str, device: str) -> tuple[An
         raise RewardError(f"model {model!r} cannot be loaded: {error}") from error
     if problem := misfit(loaded, found) or not_finite(loaded):
         raise RewardError(f"model {model!r}: {problem}. Give one that was trained to classify, or as a reward model")
+    give_logits_alone(loaded)
     tokenizer.truncation_side = "left"
     return loaded.eval().to(device), tokenizer
 

@@ -24,7 +24,7 @@ from grpo_core.data.chat import text_of, turns
 from grpo_core.errors import RewardError
 from grpo_core.rewards.builtin.judge_cache import Cache, open_cache
 from grpo_core.rewards.builtin.judge_client import api_key, connect, hide_key, json_problem
-from grpo_core.rewards.builtin.record import BuiltinReward, Rewards
+from grpo_core.rewards.builtin.record import BuiltinReward, Rewards, written
 from grpo_core.system.addresses import holds_secret
 
 RUBRIC = """Grade the reply to the request: how helpful, correct and clear it is.
@@ -350,7 +350,7 @@ def _question(rubric: str, low: int, high: int, prompt: Any, completion: str, an
     if answer is None and "{answer}" in rubric:
         return None
     request = "\n\n".join(f"{role}: {text}" if role else text for role, text in turns(prompt))
-    material = {"prompt": request, "completion": TURNS.sub(" ", completion), "answer": str(answer)}
+    material = {"prompt": request, "completion": TURNS.sub(" ", completion), "answer": written(answer)}
     # A digest of the whole: no text can be written that contains its own.
     mark = f"[[{hashlib.blake2b(json.dumps(material).encode(), digest_size=8).hexdigest()}]]"
 

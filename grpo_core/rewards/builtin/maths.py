@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo_core.data.chat import text_of
 from grpo_core.rewards.builtin.answers import TAGGED
-from grpo_core.rewards.builtin.record import BuiltinReward, Rewards
+from grpo_core.rewards.builtin.record import BuiltinReward, Rewards, written
 
 SECONDS = 2.0  # of CPU time per answer
 FAIR_SECONDS = 0.1  # of CPU time that every answer of a batch gets
@@ -43,7 +43,7 @@ def math_answer(
     """
     worker = _worker()
     pairs = [
-        None if expected is None else (_answer_in(text_of(completion)), str(expected))
+        None if expected is None else (_answer_in(text_of(completion)), written(expected))
         for completion, expected in zip(completions, answer, strict=True)
     ]
     try:  # each pair once: slow answers are often repeated ones

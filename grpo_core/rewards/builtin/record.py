@@ -10,6 +10,11 @@ RewardFunction = Callable[..., Any]  # returns the rewards, or a coroutine that 
 Range = tuple[float, float]
 
 
+def written(answer: Any) -> str:
+    """A right answer as people write it: a whole number without ".0", which a column of numbers with gaps gives it."""
+    return str(int(answer) if isinstance(answer, float) and answer.is_integer() else answer)
+
+
 def _nothing(args: Mapping[str, Any]) -> str:
     return ""
 

@@ -65,6 +65,12 @@ def test_exact_match_ignores_white_space_around_only() -> None:
     assert exact_match([" yes\n", "y es", "Yes", "yes"], ["yes", "yes", "yes", None]) == [1, 0, 0, None]
 
 
+@pytest.mark.parametrize("reward", [exact_match, normalized_match, numeric_match])
+def test_a_whole_number_of_a_column_with_gaps_is_read_without_its_point(reward: Any) -> None:
+    """As pandas writes integers where one is missing."""
+    assert reward(["8", "-3", "8.5", "0", "8"], [8.0, -3.0, 8.5, 0.0, None]) == [1, 1, 1, 1, None]
+
+
 def test_conversations_are_scored_by_their_last_message() -> None:
     assert numeric_match([[{"role": "assistant", "content": "46"}]], ["46"]) == [1]
 

@@ -26,6 +26,7 @@ def hangs(completions):
     while True: pass
 def ends(completions):
     import os; os._exit(3)
+def compares(completions, answer): return [float(c == str(a)) for c, a in zip(completions, answer)]
 def tagged(completions, answer): return [float(c == f"<a>{a}</a>") for c, a in zip(completions, answer)]
 def slow(completions):
     time.sleep(0.05)
@@ -48,6 +49,15 @@ def rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return rehearse(parse_config(values), rows, make_tokenizer)
 
     return run
+
+
+def test_the_right_answer_of_a_column_with_gaps_is_tried_as_people_write_it(rehearsed: Any) -> None:
+    """A reward that compares it with the number's own text is found out."""
+    rows = [{"prompt": f"{n}+1=", "answer": float(n + 1)} for n in range(10, 18)]
+    report = rehearsed(
+        {"function": "exact_match"}, {"function": "rehearsed_rewards:compares", "name": "own"}, rows=rows
+    )
+    assert [report["rewards"][name]["right"] for name in ("exact_match", "own")] == [1, 0]
 
 
 def test_a_right_answer_an_empty_and_a_garbage_completion_are_scored(rehearsed: Any) -> None:

@@ -96,6 +96,12 @@ ARCHITECTURES = {
     "Mistral": (False, {"sliding_window": 4}),
     "Gemma2": (False, {"head_dim": 32, "sliding_window": 4, "attn_logit_softcapping": 2.0}),
     "Gemma": (True, {"head_dim": 32}),
+    "Lfm2": (False, {"layer_types": ["conv", "full_attention"]}),
+    "Qwen3_5Text": (
+        False,
+        {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "linear_num_key_heads": 2}
+        | {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    ),
 }
 
 
@@ -200,6 +206,7 @@ JOINING = {
     "experts": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16}),
     "window": ("Mistral", {"sliding_window": 4}),
     "layers with and without a window": ("Gemma2", {"head_dim": 32, "sliding_window": 4}),
+    "states": ("Qwen3_5Text", ARCHITECTURES["Qwen3_5Text"][1]),
 }
 
 
@@ -207,8 +214,8 @@ JOINING = {
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
-        pytest.param(name, rows, marks=[pytest.mark.e2e] * (name not in ("Qwen3", "experts", "window")))
-        for name, rows in zip(JOINING, [512, 7, 512, 7, 512], strict=True)
+        pytest.param(name, rows, marks=[pytest.mark.e2e] * (name not in ("Qwen3", "experts", "window", "states")))
+        for name, rows in zip(JOINING, [512, 7, 512, 7, 512, 7], strict=True)
     ],
 )
 def test_requests_that_join_at_any_step_get_the_tokens_that_they_get_alone(
@@ -219,7 +226,7 @@ def test_requests_that_join_at_any_step_get_the_tokens_that_they_get_alone(
     folder = make_model(tmp_path, architecture, **changes)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     engine, sampling, draw = TransformersEngine(model, tokenizer), Sampling(24, 1.2), random.Random(rows)
-    assert engine.shares_cache == ("window" not in name)
+    assert engine.shares_cache == ("window" not in name and name != "states")
     prompts = [[draw.randrange(3, 13) for _ in range(draw.randrange(1, 30))] for _ in range(8)]
     requests = [
         Request(draw.choice(prompts), draw.randrange(1, 5), 100 * i, draw.choice([None, draw.randrange(1, 25)]))
@@ -282,7 +289,7 @@ def test_each_completion_is_truncated_if_there_is_no_end_token(model: Any, model
 
 def test_a_model_that_carries_a_state_is_refused(tokenizer: Any) -> None:
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": len(tokenizer)}
-    with pytest.raises(EngineError, match="MambaForCausalLM gives other logits for a padded prompt"):
+    with pytest.raises(EngineError, match="MambaForCausalLM does not give a padded prompt, with a cache, the log"):
         TransformersEngine(MambaForCausalLM(MambaConfig(**shape)).eval(), tokenizer)
 
 

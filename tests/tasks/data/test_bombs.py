@@ -28,6 +28,7 @@ FORMS: dict[str, Callable[[pa.Array], pa.Array]] = {
     "messages": lambda texts: pa.ListArray.from_arrays(
         pa.array(range(ROWS + 1), pa.int32()), pa.StructArray.from_arrays([texts], ["content"])
     ),
+    "maps": lambda texts: pa.MapArray.from_arrays(pa.array(range(ROWS + 1), pa.int32()), pa.array(["x"] * ROWS), texts),
 }
 
 

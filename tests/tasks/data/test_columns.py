@@ -20,6 +20,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.own_code import check
 from grpo_core.errors import ConfigError
 from tasks.data import columns as made_columns
+from tasks.data.column_fixes import missing_column
 from tasks.data.columns import SLICE, ColumnError
 from tasks.data.rows import of_frame
 from tasks.data.sources import SourceError
@@ -59,6 +60,14 @@ def test_columns_are_made_of_what_the_data_set_has_and_not_of_each_other() -> No
     assert with_columns(frame, _data(columns=columns)).to_dicts() == [
         {"question": "an old one", "prompt": "1+1=", "answer": "2", "tests": ["a", "b"], "all": "an old one:\na\nb"}
     ]
+
+
+def test_a_template_writes_whole_numbers_without_a_point_and_reads_fields_of_objects() -> None:
+    rows = [{"n": 8.0, "reward_model": {"ground_truth": "8", "style": {"kind": "rule"}}, "a.b": 1}]
+    columns = {"prompt": "{n}", "answer": "reward_model.ground_truth", "all": "{reward_model.style.kind} {a.b}"}
+    made = with_columns(pl.DataFrame(rows), _data(columns=columns))
+    assert made.select(*columns).to_dicts() == [{"prompt": "8", "answer": "8", "all": "rule 1"}]
+    assert "answer" not in with_columns(pl.DataFrame(rows), _data(columns={"answer": "reward_model.truth"})).columns
 
 
 def test_a_gap_stays_a_gap_and_what_cannot_be_made_is_left_out() -> None:
@@ -309,12 +318,17 @@ def test_published_formats_are_read_as_they_are(
         (TLDR, "rouge", {'set data.columns.reference = "completion"'}),
         (CHAT, "exact_match", {'set data.columns.prompt = "messages"', 'set data.columns.answer = "expected"'}),
         (
+            [{"prompt": r["question"], "reward_model": {"ground_truth": r["answer"], "style": "rule"}} for r in GSM8K],
+            "math_answer",
+            {'set data.columns.answer = "reward_model.ground_truth"'},
+        ),
+        (
             [{"prompt": f"{n}+1=", "reference": n + 1} for n in range(12)],
             "rouge",
             {'data.columns.reference = "{reference}" writes it as text'},
         ),
     ],
-    ids=["GSM8K", "MATH", "MBPP", "TL;DR", "chat", "number"],
+    ids=["GSM8K", "MATH", "MBPP", "TL;DR", "chat", "verl", "number"],
 )
 def test_a_refusal_names_the_key_that_mends_it(
     tmp_path: Path, words_model: Path, rows: list[dict[str, Any]], reward: str, sentences: set[str]
@@ -328,6 +342,18 @@ def test_a_refusal_names_the_key_that_mends_it(
         name, _, how = key.removeprefix("data.columns.").partition(" = ")
         data["columns"][name] = json.loads(how)
     assert not screen(_config(tmp_path, words_model, rows, data, reward)).shape
+
+
+@pytest.mark.parametrize("name", ["answer", "expected_output", "Label", "gold-answer", "targets"])
+def test_a_column_of_answers_is_not_offered_as_the_prompt(name: str) -> None:
+    said = missing_column("prompt", "", pl.DataFrame({name: ["2"]}), {}, {})
+    assert said.endswith(f"its columns are {name}: set data.columns.prompt to what it should be made from")
+    assert missing_column("prompt", "", pl.DataFrame({name: ["2"], "asked": ["1+1"]}), {}, {}).endswith('= "asked"')
+
+
+def test_a_reward_that_wants_the_column_completion_is_told_the_name_of_what_the_model_writes() -> None:
+    said = missing_column("completion", ", which mine reads", pl.DataFrame({"prompt": ["2"]}), {}, {"completion": {}})
+    assert said.endswith("made from; a reward gets what the model writes as 'completions'")
 
 
 def test_a_column_that_no_reward_reads_is_refused_only_if_no_data_set_has_its_parts(

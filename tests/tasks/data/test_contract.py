@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from grpo_core.config.files import parse_config
 from grpo_core.config.inputs import DataChecks
 from grpo_core.config.run import RunConfig
+from tasks.data import contract
 from tasks.data.contract import RULES
 from tasks.data.lengths import ModelError
 from tests.conftest import config_values, make_model
@@ -192,14 +193,30 @@ def test_keys_that_only_some_messages_have_are_no_part_of_the_others(tmp_path: P
     assert sorted(screened.lengths["train"]) == [5] * 9 + [6]
 
 
-def test_a_template_that_fails_on_what_a_prompt_says_names_the_prompt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("picky", ["10", "17"])
+def test_a_template_that_refuses_what_a_prompt_says_breaks_the_rule_in_that_row(tmp_path: Path, picky: str) -> None:
+    """Also in the first row of an order of roles, which says nothing of the others."""
     model = make_model(tmp_path / "picky")
     (model / "chat_template.jinja").write_text(
-        "{% for m in messages %}{% if '17' in m.content %}{{ raise_exception('no 17') }}{% endif %}"
-        "{{ m.content }}{% endfor %}"
+        "{% for m in messages %}{% if 'PICKY' in m.content %}{{ raise_exception('no') }}{% endif %}"
+        "{{ m.content }}{% endfor %}".replace("PICKY", picky)
     )
-    with pytest.raises(ModelError, match=r"no 17; the prompt: .*17\+1="):
-        screen(_config(model, tmp_path, _conversations(_frames())))
+    frames = _conversations(_frames())
+    found = screen(_config(model, tmp_path, frames))
+    assert found.refused
+    assert found.findings.select("dataset", "row", "check").rows() == [("train", int(picky) - 10, "chat_template")]
+    assert screen(_config(model, tmp_path, frames, chat_template="drop")).kept["train"].height == 9
+
+
+def test_a_failure_while_a_rule_is_held_is_an_error_and_no_row(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no room in memory")
+
+    monkeypatch.setattr(contract, "has_tokens", fails)
+    with pytest.raises(RuntimeError, match="no room in memory"):
+        screen(_config(model_folder, tmp_path, _frames()))
 
 
 def test_every_rule_has_a_fault_above() -> None:

@@ -17,6 +17,7 @@ from tasks.data.lengths import (
     GIANT,
     LONGEST,
     SAMPLED,
+    TOGETHER,
     fit,
     may_fit,
     renders,
@@ -136,10 +137,18 @@ def test_what_the_chat_template_leaves_out_does_not_count(name: str) -> None:
     assert may_fit(pl.Series([thought, asked]), tokenizer, 10).to_list() == [True, False]
 
 
-def test_what_the_template_refuses_is_found_by_the_order_of_roles() -> None:
-    conversations = [["user"], ["system", "user"], ["user", "tool", "user"], ["user"]]
+def test_what_the_template_refuses_is_found_by_roles_and_by_what_each_message_says() -> None:
+    conversations = [["user"], ["system", "user"], ["user", "tool", "user"], ["user"]] * TOGETHER
     prompts = pl.Series([[{"role": role, "content": "x"} for role in roles] for roles in conversations])
-    assert renders(prompts, TOKENIZERS["byte level"]).to_list() == [True, True, False, True]
+    assert renders(prompts, TOKENIZERS["byte level"]).to_list() == [True, True, False, True] * TOGETHER
+    tokenizer = copy.copy(TOKENIZERS["byte level"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if '7' in m.content %}{{ raise_exception('no 7') }}{% endif %}"
+        "{{ m.content.strip('8') if '9' not in m.content else m.content.nope() }}{% endfor %}"
+    )
+    said = range(2 * TOGETHER)
+    prompts = pl.Series([[{"role": "user", "content": str(n)}] for n in said])
+    assert renders(prompts, tokenizer).to_list() == [not {*"79"} & {*str(n)} and {*str(n)} != {"8"} for n in said]
 
 
 def test_a_model_without_a_limit_takes_every_prompt() -> None:

@@ -141,6 +141,15 @@ def test_a_turn_that_the_engine_would_not_end_is_named(
     assert [said in note for note in notes] == [True] * warns
 
 
+def test_a_tokenizer_without_an_end_token_is_said_to_have_none(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", num_hidden_layers=1, eos_token_id=None)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+    (note,) = [note for note in _notes(folder, tmp_path, PLAIN) if "ends turns by" in note]
+    assert note.startswith("the chat template ends turns by '[END]', and no token ends a completion: a model that")
+
+
 def test_prompts_that_would_begin_twice_are_refused(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", num_hidden_layers=1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
