@@ -295,7 +295,7 @@ def _has_deployments(served: Served) -> bool:
 def _running(command: list[str], ports: list[int], storage: Path, further: dict[str, str]) -> Iterator[Served]:
     prefect_url, mlflow_url = [*(f"http://127.0.0.1:{port}" for port in ports), ""][:2]
     home = storage / "prefect"
-    home.mkdir(exist_ok=True)
+    home.mkdir(parents=True, exist_ok=True)
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))},
         "GRPO_STORAGE": str(storage),
