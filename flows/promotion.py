@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
+from prefect.states import Completed
 from pydantic import WithJsonSchema
 
 from flows.parameters.form import form_schema
@@ -73,6 +74,5 @@ def rollback(model: str) -> State[str]:
     Args:
         model: Name of the registered model.
     """
-    state = promotion.rollback(model)
-    state.result()  # raises the error by which the task has failed
-    return state
+    said = promotion.rollback(model).result()
+    return Completed(message=said, data=said)

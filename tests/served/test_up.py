@@ -151,7 +151,7 @@ def _schedule(served: Served, preset: str, *options: str) -> subprocess.Complete
 
 
 def test_a_preset_and_changes_are_scheduled_from_the_command_line_and_replaced_by_name(served: Served) -> None:
-    sets = ("--set", "name=nightly-{date}", "--set", "train.learning_rate=2e-5")
+    sets = ("--deployment", "pipeline/local", "--set", "name=nightly-{date}", "--set", "train.learning_rate=2e-5")
     for hour, said in [("1", "Versions of one: --set registry.model_name=NAME"), ("2", "")]:
         named = [] if said else ["--set", "registry.model_name=nightly"]
         done = _schedule(served, "maths", "--cron", f"0 {hour} * * *", "--timezone", "Europe/Berlin", *sets, *named)
