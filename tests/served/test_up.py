@@ -147,11 +147,12 @@ def test_what_serving_needs_is_there(served: Served) -> None:
 
 def _schedule(served: Served, preset: str, *options: str) -> subprocess.CompletedProcess[str]:
     folder = served.environment["GRPO_CONFIGS"]
-    return run_grpo(served.storage, "schedule", f"{folder}/{preset}.toml", *options, GRPO_CONFIGS=folder)
+    there = ("--deployment", "pipeline/local")  # other tests deploy to pools too
+    return run_grpo(served.storage, "schedule", f"{folder}/{preset}.toml", *there, *options, GRPO_CONFIGS=folder)
 
 
 def test_a_preset_and_changes_are_scheduled_from_the_command_line_and_replaced_by_name(served: Served) -> None:
-    sets = ("--deployment", "pipeline/local", "--set", "name=nightly-{date}", "--set", "train.learning_rate=2e-5")
+    sets = ("--set", "name=nightly-{date}", "--set", "train.learning_rate=2e-5")
     for hour, said in [("1", "Versions of one: --set registry.model_name=NAME"), ("2", "")]:
         named = [] if said else ["--set", "registry.model_name=nightly"]
         done = _schedule(served, "maths", "--cron", f"0 {hour} * * *", "--timezone", "Europe/Berlin", *sets, *named)
