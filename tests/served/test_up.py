@@ -169,7 +169,7 @@ def test_a_preset_and_changes_are_scheduled_from_the_command_line_and_replaced_b
         (["--cron", "0 25 * * *"], "--cron '0 25 * * *' --timezone 'UTC': "),
         (["--cron", "0 2 * * *", "--timezone", "Europe/Berlim"], "--timezone 'Europe/Berlim': "),
         (["--cron", "0 2 * * *", "--set", "train.lr=1"], "train.lr: unknown key"),
-        (["--cron", "0 2 * * *", "--deployment", "pipeline/cpu"], "--deployment pipeline/cpu: choose one of"),
+        (["--cron", "0 2 * * *", "--deployment", "pipeline/other"], "--deployment pipeline/other: choose one of"),
     ]:
         refused = _schedule(served, "maths", *options)
         assert (refused.returncode, refused.stdout) == (2, "")
