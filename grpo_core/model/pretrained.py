@@ -51,10 +51,10 @@ def give_logits_alone(model: Any) -> None:
 
 def ask_again(model: Any, folder: Path) -> None:
     """Write into the config.json of a saved model what `give_logits_alone` has taken out of the model's."""
-    if not model.asked_outputs:
+    if not (asked := getattr(model, "asked_outputs", [])):  # a module that no checkpoint was loaded into has none
         return
     file = folder / "config.json"
     values = json.loads(file.read_text())
-    for name, key, value in model.asked_outputs:
+    for name, key, value in asked:
         (values[name] if name else values)[key] = value
     file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")

@@ -351,4 +351,4 @@ def _tag(client: MlflowClient, version: ModelVersion, tags: Mapping[str, str | N
 
 
 def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -25,6 +25,8 @@ ASK_MLFLOW = {
     "compare": ["a" * 32, "sums@champion"],
     "promote": ["sums"],
     "rollback": ["sums"],
+    "clean": [],
+    "schedule": ["CONFIG", "--cron", "0 2 * * *"],
     "up": [],
     "serve": [],
     "worker": ["cpu"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -211,11 +212,12 @@ def test_wherever_it_is_cut_off_a_run_is_whole_or_gone_and_the_next_call_removes
 
 
 def test_what_killed_engines_left_goes_unless_a_process_uses_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = Path(tempfile.mkdtemp())  # a socket's path has at most 107 bytes
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     used, left = (SharedMemory(f"psm_{uuid.uuid4().hex[:8]}", create=True, size=4096) for _ in range(2))
-    served, dead = (tmp_path / str(uuid.uuid4()) for _ in range(2))
+    served, dead = (folder / str(uuid.uuid4()) for _ in range(2))
     server, ended = (socket.socket(socket.AF_UNIX) for _ in range(2))
     server.bind(str(served))
     ended.bind(str(dead))
@@ -230,3 +232,4 @@ def test_what_killed_engines_left_goes_unless_a_process_uses_it(
     left.unlink()
     used.close()
     used.unlink()
+    shutil.rmtree(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -110,7 +111,7 @@ def measuring(keeps_seconds: float | None = None) -> Iterator[Server]:
             server.connections += 1
             server.ended.append(ended := threading.Event())
             super().handle()
-            self.connection.close()
+            self.connection.shutdown(socket.SHUT_RDWR)  # files over it stay open for a while
             ended.set()
 
         def do_POST(self) -> None:

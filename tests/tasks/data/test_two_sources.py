@@ -47,7 +47,7 @@ def test_the_validated_rows_of_all_sources_say_where_they_come_from(model_folder
 def test_a_source_needs_the_columns_of_its_own_rewards_only(model_folder: Path, tmp_path: Path) -> None:
     shape = _screened(model_folder, tmp_path, {}, rewards=["numeric_match", "length"]).shape
     assert shape == [
-        f"{name}/lines has no column 'answer', which numeric_match reads; its columns are line, prompt, source: "
+        f"{name}/lines has no column 'answer', which numeric_match reads; its columns are line: "
         "set data.sources.1.columns.answer to what it should be made from"
         for name in ("train", "eval")
     ]

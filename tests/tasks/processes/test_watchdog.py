@@ -259,7 +259,7 @@ def _given(machines: list[Machine]) -> Iterator[list[Machine]]:
 def test_what_stands_still_is_named_and_every_process_writes_its_stacks(
     tmp_path: Path, run: Callable[[int, str], str], ranks: int, how: str, said: str
 ) -> None:
-    said = said.replace("PLACE", rf"{tmp_path}/standing.py:\d+ \(stand_still\)")
+    said = said.replace("PLACE", rf"{re.escape(str(tmp_path))}/standing.py:\d+ \(stand_still\)")
     others = "; 1 of 2 processes wait for it" if ranks == 2 else ""
     reason = run(ranks, how)
     assert re.match(rf"hang: rank {ranks - 1} has not moved for \d+ s {said}{others}\. The Python stacks", reason), (

@@ -15,6 +15,7 @@ from prefect.states import AwaitingRetry, Cancelled, Cancelling, Crashed, Failed
 from grpo_core.config.files import load_config
 from tasks.reports import events
 from tasks.reports.sweep import read_choice
+from tasks.stages import prefect_address
 from tests.made_up import made_up_run, metrics_of, outcomes_of, samples_of, values_of
 
 Emitted = list[tuple[str, dict[str, Any]]]
@@ -31,7 +32,7 @@ def emitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Emitted:
 
     monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
     monkeypatch.setattr(events, "emit_event", emit)
-    monkeypatch.setattr(events, "url_for", lambda kind, run_id: f"http://prefect/{kind}/{run_id}")
+    monkeypatch.setattr(prefect_address, "url_for", lambda kind, run_id: f"http://prefect/{kind}/{run_id}")
     return found
 
 
@@ -161,7 +162,7 @@ def test_a_training_tells_its_updates_and_cost_and_a_figure_that_is_not_finite_i
 
 
 def test_a_page_whose_address_holds_a_password_is_not_named(monkeypatch: pytest.MonkeyPatch, emitted: Emitted) -> None:
-    monkeypatch.setattr(events, "url_for", lambda kind, run_id: f"https://grpo:hidden@prefect/{kind}/{run_id}")
+    monkeypatch.setattr(prefect_address, "url_for", lambda kind, run_id: f"https://grpo:hidden@prefect/{kind}/{run_id}")
     _end(monkeypatch, Failed())
     _end(monkeypatch, Failed(), hook=events.announce_sweep_end)
     assert [payload["flow_run_url"] for _, payload in emitted] == ["", ""]
