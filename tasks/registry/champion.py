@@ -248,7 +248,7 @@ def _see_champion(client: MlflowClient, model: RegisteredModel) -> tuple[str | N
 
 def _since(champion: str | None, history: list[Entry]) -> float:
     """Time from which on the version has been champion, in ms since 1970; 0 for None. If the alias was moved by hand,
-    that of the entry before, since nobody knows when."""
+    that of the entry before, since the time of the move is not recorded."""
     place = next((n for n, entry in enumerate(history) if champion and entry["version"] == champion), 0)
     place -= bool(history) and history[place]["how"] == BY_HAND
     if not champion or place < 0:

@@ -69,8 +69,8 @@ def _hash_prompts(samples: pl.DataFrame, set: str) -> str:
 def evaluated_before(
     client: MlflowClient, candidate: ModelVersion, recorded: Recorded, set: str, champion: str | None, since: float
 ) -> list[ModelVersion]:
-    """Return the versions that were evaluated on the set's prompts before the candidate, the oldest first: whoever
-    promotes it may have chosen it by their reports.
+    """Return the versions that were evaluated on the set's prompts before the candidate, the oldest first: the
+    candidate may have been chosen by their reports.
 
     since: time from which on they count, in ms since 1970; a candidate from before is one of all. Of a sweep that has
     chosen an arm, only that arm counts, since the sweep does not choose on the prompts that judge it

@@ -90,7 +90,7 @@ class Commands:
         self.undisturbed_seconds = time.monotonic() - begin
 
     def disturbed(self, reset: Callable[[], Any], *arguments: str | Path) -> None:
-        """Kill KILLS times, beginning anew whenever the command has ended by itself; then to the end."""
+        """Kill KILLS times, beginning again whenever the command has ended by itself; then to the end."""
         status = 1
         while len(self.victims) < KILLS:
             if status == 0:
@@ -149,11 +149,11 @@ def test_a_pipeline_killed_at_random_ends_as_undisturbed_with_one_version_of_eac
     expected = _results(undisturbed.storage)
     disturbed.undisturbed_seconds = undisturbed.undisturbed_seconds
 
-    def begin_anew() -> None:
+    def begin_again() -> None:
         assert _results(disturbed.storage) == expected, disturbed.victims
         disturbed.storage = disturbed.storage.with_name(f"{disturbed.storage.name}-again")
 
-    disturbed.disturbed(begin_anew, *words)
+    disturbed.disturbed(begin_again, *words)
     assert _results(disturbed.storage) == expected, disturbed.victims
     assert len(expected["versions"]) == len({*expected["versions"]}) == len(expected["runs"])
 
