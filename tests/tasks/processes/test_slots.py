@@ -140,7 +140,7 @@ def test_stages_that_wait_go_in_order_and_a_run_evaluates_what_it_trained_before
     with slots.hold_slots(1, "first", is_training=True, priority=0):
         for number, thread in enumerate(threads, start=1):
             thread.start()
-            _until(lambda number=number: len(_named("number", caplog)) == number)
+            _until(lambda number=number: _waiting(caplog) == number)
         Place("dead").file.close()  # its process was killed
     with slots.hold_slots(1, "first", is_training=False, priority=0):
         begun.append("first, evaluated")
@@ -152,6 +152,11 @@ def test_stages_that_wait_go_in_order_and_a_run_evaluates_what_it_trained_before
         "waiting for 1 slot of the concurrency limit grpo-training: 1 of 1 taken (by first); number 3 in line, after "
         "trained, urgent"
     )
+
+
+def _waiting(caplog: pytest.LogCaptureFixture) -> int:
+    """How many threads have said that they wait; each says it again when its number changes."""
+    return len({record.threadName for record in caplog.records if "number" in record.getMessage()})
 
 
 def _named(text: str, caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -180,7 +185,7 @@ def test_a_stage_that_wants_many_slots_is_not_overtaken_by_those_that_want_few(
     with slots.hold_slots(1, "first", is_training=False, priority=0):
         for number, thread in enumerate(threads, start=1):
             thread.start()
-            _until(lambda number=number: len(_named("number", caplog)) == number)  # though two slots are free
+            _until(lambda number=number: _waiting(caplog) == number)  # though two slots are free
         assert not begun
     for thread in threads:
         thread.join(60)
