@@ -7,6 +7,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from tasks import clean as cleaning
+from tasks.stages.attempts import names_going_on
 from tasks.stages.endings import end_in_plain_words
 
 # Prefect shows this on the deployment's page, as Markdown with every line a paragraph.
@@ -14,8 +15,8 @@ CLEAN = """
 Remove old runs that nothing needs: their directories, weights and traces. Figures, configurations and evaluations \
 stay in MLflow.
 
-Kept are runs at work, runs of which a version has an alias, waits for approval or would be champion again after a \
-rollback, and what these need. Run → Custom run, `dry_run`: only say what would be removed.
+Kept are runs at work or suspended, runs of which a version has an alias, waits for approval or would be champion \
+again after a rollback, and what these need. Run → Custom run, `dry_run`: only say what would be removed.
 """
 
 
@@ -29,7 +30,7 @@ def clean(keep_days: float = cleaning.KEEP_DAYS, dry_run: bool = False) -> State
         dry_run: Only say what would be removed.
     """
     log, items = get_run_logger(), []
-    for item in cleaning.clean(keep_days, dry_run):
+    for item in cleaning.clean(keep_days, dry_run, names_going_on()):
         items.append(item)
         log.info("%s", cleaning.describe(item, dry_run))
     return Completed(message=cleaning.summarize(items, keep_days, dry_run))

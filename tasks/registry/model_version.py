@@ -24,6 +24,7 @@ from grpo_core import run_files
 from tasks.stages.files import remove
 
 WEIGHTS = ".safetensors"
+LOGGED_MODEL = "model"  # name of the logged model that holds a version's weights
 PINNED = ("torch", "transformers", "tokenizers", "safetensors", "accelerate")
 
 
@@ -46,7 +47,7 @@ def log_version(
     """
     client = mlflow.MlflowClient()
     run = client.get_run(run_id)
-    model = client.create_logged_model(run.info.experiment_id, "model", run_id, params=run.data.params)
+    model = client.create_logged_model(run.info.experiment_id, LOGGED_MODEL, run_id, params=run.data.params)
     try:
         _write(training, scratch, Model(model.artifact_location, run_id, model_id=model.model_id), example)
         if model.artifact_location.startswith(("file:", "/")):

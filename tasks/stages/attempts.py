@@ -7,8 +7,16 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import TaskRunFilter, TaskRunFilterFlowRunId, TaskRunFilterState
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterStartTime,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    TaskRunFilter,
+    TaskRunFilterFlowRunId,
+    TaskRunFilterState,
+)
+from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, StateType
 from prefect.runtime import flow_run
 from prefect.states import AwaitingRetry, Crashed
 
@@ -16,6 +24,7 @@ from prefect.states import AwaitingRetry, Crashed
 # next attempt while it still watches this one loses track of it. Runners take 28 s to end and look 10 s ahead.
 RETURN_SECONDS = 40
 MOST_STOPS = 5  # at the same point of a run
+RUNS_PER_REQUEST = 200  # Prefect's maximum
 
 
 def crash_task_runs_left_open() -> None:
@@ -43,6 +52,20 @@ def restore_lost_retry(flow: Any, flow_run: FlowRun, state: Any) -> None:
         states = sorted(client.read_flow_run_states(flow_run.id), key=lambda known: known.timestamp)
         if [known.name for known in states[-2:]] == ["AwaitingRetry", "Crashed"]:
             client.set_flow_run_state(flow_run.id, AwaitingRetry(message=states[-2].message))
+
+
+def names_going_on() -> set[str]:
+    """Names of the runs and sweeps of which a flow run has begun and not ended: it is at work, waits for its next
+    attempt, or is suspended."""
+    begun = FlowRunFilter(
+        start_time=FlowRunFilterStartTime(is_null_=False),
+        state=FlowRunFilterState(type=FlowRunFilterStateType(not_any_=[*TERMINAL_STATES])),
+    )
+    found = list[FlowRun]()
+    with get_client(sync_client=True) as client:
+        while more := client.read_flow_runs(flow_run_filter=begun, limit=RUNS_PER_REQUEST, offset=len(found)):
+            found += more
+    return {run.parameters.get("run", run.name) for run in found}  # a stage's flow run names its run
 
 
 def schedule_again(what: str) -> str:

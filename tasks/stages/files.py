@@ -67,8 +67,8 @@ def set_aside(path: Path, key: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder, if it exists."""
-    if path.is_dir():
+    """Delete a file, a link or a folder, if it exists."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

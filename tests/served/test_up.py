@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -246,3 +247,25 @@ def test_ctrl_c_pressed_twice_while_servers_start_leaves_none_and_no_traceback(b
         assert served.process.wait(STOP_SECONDS) == 0
     assert not psutil.wait_procs(started, STOP_SECONDS)[1]
     assert not [log for log in served.logs if "Traceback" in log.read_text()]
+
+
+def test_a_run_that_prefect_goes_on_with_is_kept_however_old(served: Served) -> None:
+    def begin(flow: str, name: str, state: str, **parameters: Any) -> None:
+        of = served.get(f"/deployments/name/{flow}/local")["flow_id"]
+        asked = {"flow_id": of, "name": name, "parameters": parameters}
+        path = f"/flow_runs/{served.api.post('/flow_runs/', json=asked).raise_for_status().json()['id']}/set_state"
+        for reached in ("RUNNING", state):
+            served.api.post(path, json={"state": {"type": reached}, "force": True}).raise_for_status()
+
+    begin("pipeline", "asleep", "PAUSED")
+    begin("pipeline", "over", "CANCELLED")
+    begin("train", "over-train", "SCHEDULED", run="again")
+    folders = [served.storage / "runs" / name for name in ("asleep", "over", "again")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "config.toml").touch()
+    cleaned = run_grpo(served.storage, "clean", "--keep-days", "0", "--dry-run")
+    for folder in folders:
+        shutil.rmtree(folder)
+    for name, fate in (("asleep", "kept"), ("over", "would be removed"), ("again", "kept")):
+        assert f"{fate}  runs/{name}, " in cleaned.stdout, cleaned.stderr

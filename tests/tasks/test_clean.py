@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ import mlflow
 import pytest
 import tomli_w
 
+from grpo_core.errors import GrpoError
+from tasks import clean as cleaning
 from tasks.clean import clean
 from tasks.processes.leftovers import leftovers
 from tasks.registry.champion import PromotionError, promote, rollback
@@ -31,6 +33,7 @@ from tests.evaluations import fixed_samples, promotion_config, register_version
 from tests.tasks.registry.champions import make_champions, samples_of
 
 DAYS = 10
+NOT_ENDED = "its flow run, or that of its sweep, has not ended"
 LONG_AGO = time.time() - 2 * DAYS * 86_400
 
 
@@ -68,14 +71,23 @@ def make_weights(run: Path) -> Path:
     return folder
 
 
+def make_sweep(name: str) -> Path:
+    folder = storage_root() / "sweeps" / name
+    folder.mkdir(parents=True)
+    for file in (".lock", "trials.json"):
+        (folder / file).touch()
+    age(folder)
+    return folder
+
+
 def age(folder: Path) -> None:
     for path in [folder, *folder.rglob("*")]:
         os.utime(path, (LONG_AGO, LONG_AGO))
 
 
-def run_clean(**options: bool) -> dict[str, str]:
+def run_clean(dry_run: bool = False, going_on: Collection[str] = ()) -> dict[str, str]:
     """Why each item is kept, by name; "" if it is removed."""
-    found = {item.name: item.kept for item in clean(DAYS, **options)}
+    found = {item.name: item.kept for item in clean(DAYS, dry_run, going_on)}
     return {name: why for name, why in found.items() if "vLLM" not in name}
 
 
@@ -99,9 +111,8 @@ def test_versions_with_an_alias_a_rollback_or_an_approval_before_them_are_kept_w
     make_run("read.2")
     make_run("arm.1", ("sums", "3"), text=tomli_w.dumps({"registry": {"sweep": "arm"}}))
     make_run("arm.2", text=tomli_w.dumps({"registry": {"sweep": "arm"}}))
-    (storage_root() / "sweeps" / "arm").mkdir(parents=True)
-    (storage_root() / "sweeps" / "gone").mkdir()
-    age(storage_root() / "sweeps")
+    make_sweep("arm")
+    make_sweep("gone")
     assert run_clean() == {
         "runs/arm.1": "sums version 3 has the alias champion",
         "runs/arm.2": "arm.1, of the same sweep, is kept",
@@ -133,7 +144,7 @@ def test_of_a_run_that_goes_the_figures_and_the_evaluation_stay(storage: Path) -
     weights = make_weights(run)
     for of_run in (run_id, client.create_run("0").info.run_id):
         send([Told("rollout", [of_run, n], "1+1=", [], (1, 1), {}, {}, 0, of_run) for n in range(101)], "0")
-    size = next(item.size for item in clean(DAYS, dry_run=True))
+    size = next(item.size for item in clean(DAYS, True, ()))
     assert size >= 4096 + 8192 and run.exists() and weights.exists(), "a dry run removes nothing"
     assert run_clean() == {"runs/night": ""}
     assert not run.exists() and not weights.exists()
@@ -148,13 +159,113 @@ def test_of_a_run_that_goes_the_figures_and_the_evaluation_stay(storage: Path) -
 def test_what_has_changed_or_is_at_work_stays_and_replaced_outputs_go(storage: Path) -> None:
     young, busy = make_run("young"), make_run("busy")
     make_run("again", output="replaced/training-0123456789ab")
+    read = make_run("read", output="replaced/training-0123456789ab")
+    (young / "config.toml").write_text('adapter = "storage/runs/read/replaced/training-0123456789ab/adapter"')
     os.utime(young / "training")
     (storage / "runs" / "again" / "plan.json").touch()
     with locked(busy):
         found = run_clean()
-    assert found == {"runs/busy": "a process works on it", "runs/again/replaced/training-0123456789ab": ""}
-    assert runs() == {"young", "busy", "again"}
-    assert run_clean() == {"runs/busy": ""}
+    assert found == {
+        "runs/again/replaced/training-0123456789ab": "",
+        "runs/busy": "a process works on it",
+        "runs/read": "young names its files",
+    }
+    assert runs() == {"young", "busy", "again", "read"} and [*(read / "replaced").iterdir()]
+    assert run_clean() == {"runs/busy": "", "runs/read": "young names its files"}
+
+
+def test_what_a_run_or_a_sweep_at_work_needs_stays_however_old(storage: Path) -> None:
+    make_run("base")
+    (storage.parent / "link").symlink_to(storage / "runs" / "base" / "training")
+    busy = make_run("busy", text='[model]\nname_or_path = "link/model"')
+    for name in ("arms.1", "arms.2", "gone.1"):
+        make_run(name, text=f'[registry]\nsweep = "{name[:-2]}"')
+    sweep, gone = (make_sweep(name) for name in ("arms", "gone"))
+    with locked(busy), locked(sweep):
+        expected = {
+            "runs/base": "busy names its files",
+            "runs/busy": "a process works on it",
+            "runs/arms.1": NOT_ENDED,
+            "runs/arms.2": NOT_ENDED,
+            "runs/gone.1": "",
+            "sweeps/gone": "",
+        }
+        assert run_clean(dry_run=True) == expected
+        assert run_clean() == expected
+    assert runs() == {"base", "busy", "arms.1", "arms.2"} and sweep.exists() and not gone.exists()
+
+
+def test_what_prefect_goes_on_with_stays_with_all_that_it_needs(storage: Path) -> None:
+    make_run("base")
+    make_run("suspended", text='[model]\nname_or_path = "storage/runs/base/training/model"')
+    make_run("arms.1", text='[registry]\nsweep = "arms"')
+    sweep = make_sweep("arms")
+    expected = {
+        "runs/arms.1": NOT_ENDED,
+        "runs/base": "suspended names its files",
+        "runs/suspended": NOT_ENDED,
+    }
+    assert run_clean(going_on={"suspended", "arms"}) == expected
+    assert runs() == {"base", "suspended", "arms.1"} and sweep.exists()
+
+
+def test_what_is_no_run_stays_and_what_cannot_be_read_or_moved_keeps_no_other_run(storage: Path) -> None:
+    notes = [storage / folder / "notes of a person" for folder in ("runs", "sweeps")]
+    for folder in notes:
+        folder.mkdir(parents=True)
+        (folder / "diary").touch()
+        age(folder)
+    elsewhere = make_run("night").rename(storage.parent / "elsewhere")
+    (storage / "runs" / "linked").symlink_to(elsewhere)
+    make_run("damaged", text="[registry\n")
+    make_run("gone")
+    found = run_clean()
+    assert found.pop("runs/damaged").startswith("its config.toml is damaged")
+    assert found == {"runs/gone": "", "runs/linked": "it is a link to another folder"}
+    assert runs() == {"notes of a person", "linked", "damaged"} and notes[1].exists()
+    assert (elsewhere / "training" / "weights").exists()
+
+
+def test_a_run_that_names_another_s_files_while_it_is_looked_at_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run("base")
+
+    def look(*arguments: Any) -> str:
+        if "new" not in runs():
+            make_run("new", text='[model]\nname_or_path = "storage/runs/base/training/model"')
+            os.utime(storage_root() / "runs" / "new" / "config.toml")
+        return needed(*arguments)
+
+    needed = cleaning._needed_in_mlflow
+    monkeypatch.setattr(cleaning, "_needed_in_mlflow", look)
+    assert run_clean() == {"runs/base": "new names its files"}
+
+
+@pytest.mark.slow
+def test_versions_that_a_person_made_of_a_run_s_weights_keep_it() -> None:
+    client = connect()
+    run = make_run("night")
+    weights = make_weights(run)
+    client.create_registered_model("prod")
+    client.create_model_version("prod", str(weights))
+    client.set_registered_model_alias("prod", "live", "1")
+    assert run_clean() == {"runs/night": "prod version 1 has the alias live"}
+    assert run.exists() and weights.exists()
+
+
+def test_a_dry_run_leaves_what_a_call_that_was_ended_has_left(storage: Path) -> None:
+    left = storage / "trash" / "0" / "night"
+    left.parent.mkdir(parents=True)
+    make_run("night").rename(left)
+    run_clean(dry_run=True)
+    assert left.exists()
+    run_clean()
+    assert not left.exists()
+
+
+def test_a_time_to_come_is_refused() -> None:
+    make_run("night")
+    with pytest.raises(GrpoError, match="keep_days is -1"):
+        next(clean(-1, False, ()))
 
 
 def test_a_run_whose_mlflow_run_is_elsewhere_stays() -> None:
