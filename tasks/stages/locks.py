@@ -41,13 +41,17 @@ def locked(run: Path, say: Callable[[str], None] = print, wait: bool = False) ->
     they end. If the holder has died, or this is a retry of its flow run, those processes are about to end: they are
     waited for, up to ENDING_SECONDS, even without `wait`. Raises AccessError if this user may not write there.
     """
-    check_access(run, *(path for path in run.iterdir() if path.is_dir()), run / LOCK)
-    descriptor = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    with holding(descriptor):
-        _acquire(descriptor, run, say, wait)
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(_this_process()).encode(), 0)
-        yield run
+    while True:
+        check_access(run, *(path for path in run.iterdir() if path.is_dir()), run / LOCK)
+        descriptor = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        with holding(descriptor):
+            _acquire(descriptor, run, say, wait)
+            if _is_at(descriptor, run / LOCK):
+                os.truncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(_this_process()).encode(), 0)
+                yield run
+                return
+        run.mkdir(parents=True, exist_ok=True)  # it was removed meanwhile
 
 
 @contextmanager
@@ -84,6 +88,14 @@ def _acquire(descriptor: int, run: Path, say: Callable[[str], None], wait: bool)
             say(f"run {run.name!r} is in use by {name}: waiting {patience}")
             waiting = True
         time.sleep(POLL_SECONDS)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """True if the open file is still the one at this path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def lock(descriptor: int) -> bool:

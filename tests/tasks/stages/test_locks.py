@@ -120,6 +120,25 @@ def test_a_waiting_process_gets_the_run_when_it_is_free_and_is_told_which_one_ha
     assert f"run 'test' is in use by process {holder.pid} on" in line and line.endswith("waiting until it is free")
 
 
+def test_who_waited_while_the_run_was_removed_waits_for_who_has_made_it_again(run: Path, start: Any) -> None:
+    holders = [start(HOLD, str(run))]
+    assert holders[0].stdout.readline() == "held\n"
+
+    def say(line: str) -> None:
+        if len(holders) == 1:
+            run.rename(run.with_name("removed"))
+            run.mkdir()
+            holders.append(start(HOLD, str(run)))
+            assert holders[1].stdout.readline() == "held\n"
+            holders[0].stdin.close()
+        else:
+            assert f"process {holders[1].pid}" in line
+            holders[1].stdin.close()
+
+    with locked(run, say, wait=True):
+        assert [holder.wait(timeout=20) for holder in holders] == [0, 0]
+
+
 def test_a_run_is_free_once_its_holder_was_killed(run: Path, start: Any) -> None:
     holder = start(HOLD, str(run))
     assert holder.stdout.readline() == "held\n"
