@@ -55,15 +55,6 @@ def hold_slots(count: int, run: str, is_training: bool, priority: int) -> Iterat
 
     If the process is killed, its slots are freed LEASE_SECONDS later. Raises StageError if the limit has fewer slots.
     """
-    limit = _read_limit()
-    if limit is None or not limit.active:
-        yield
-        return
-    if count > limit.limit:
-        raise StageError(
-            f"the stage takes {count} slots, one per GPU, but the concurrency limit {GPU_LIMIT} has {limit.limit}: "
-            f"if there are enough GPUs, raise it: `prefect gcl update {GPU_LIMIT} --limit {count}`"
-        )
     since = _arrival()
     with ExitStack() as stack:
         place = _kept.pop() if _kept else Place(run)
@@ -80,14 +71,21 @@ def hold_slots(count: int, run: str, is_training: bool, priority: int) -> Iterat
 
 
 def _take_slots(slots: ExitStack, place: Place, count: int) -> None:
-    """Take the slots once this stage is first in line and there are enough. `slots` gives them back."""
+    """Take the slots once this stage is first in line and there are enough. `slots` gives them back. Takes none if
+    there is no limit, or it is switched off, also while this waits."""
     held = {"occupy": count, "lease_duration": LEASE_SECONDS, "raise_on_lease_renewal_failure": False}
     said = ""
     while True:
         line = place.look()
         try:
-            if (limit := _read_limit()) is None:  # it was deleted
+            if (limit := _read_limit()) is None or not limit.active:
                 return
+            if count > limit.limit:
+                raise StageError(
+                    f"the stage takes {count} slots, one per GPU, but the concurrency limit {GPU_LIMIT} has "
+                    f"{limit.limit}: if there are enough GPUs, raise it: `prefect gcl update {GPU_LIMIT} --limit "
+                    f"{count}`"
+                )
             if not line.before and limit.active_slots + count <= limit.limit:
                 with suppress(TimeoutError):
                     slots.enter_context(concurrency(GPU_LIMIT, timeout_seconds=TAKE_SECONDS, **held))

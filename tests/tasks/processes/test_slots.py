@@ -218,6 +218,31 @@ def test_a_stage_that_can_never_have_its_slots_is_refused_with_the_command_that_
         pass
 
 
+@pytest.mark.parametrize("change", [{"limit": 1}, {"active": False}])
+def test_a_limit_that_is_lowered_or_switched_off_leaves_no_stage_at_the_head_of_the_line_forever(
+    change: dict[str, Any], served: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    served(limit := Limit(2))
+    ended = list[str]()
+
+    def wait() -> None:
+        try:
+            with slots.hold_slots(2, "waits", is_training=True, priority=0):
+                ended.append("held")
+        except StageError as error:
+            ended.append(str(error))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    with slots.hold_slots(1, "first", is_training=True, priority=0):
+        thread.start()
+        _until(lambda: _waiting(caplog) == 1)
+        vars(limit).update(change)
+        thread.join(10)
+    assert ended == ["held"] if "active" in change else "--limit 2`" in ended[0]
+    assert _in_line(tmp_path) == (2 if "active" in change else 1)  # places of ended trainings
+
+
 @pytest.mark.parametrize("limit", [None, Limit(1, active=False)])
 def test_a_limit_that_is_missing_or_switched_off_holds_up_nothing(limit: Limit | None, served: Serve) -> None:
     served(limit)
