@@ -67,7 +67,7 @@ class Item:
 @dataclass(frozen=True)
 class RunFolder:
     """A run's directory, and what its configuration says: the sweep of which it is an arm ("" if of none, None if the
-    configuration is damaged), and the runs whose files it names."""
+    configuration cannot be read), and the runs whose files it names."""
 
     folder: Path
     sweep: str | None
@@ -134,11 +134,10 @@ def clean(keep_days: float, dry_run: bool, going_on: Collection[str]) -> Iterato
 
 
 def _read(folder: Path) -> RunFolder:
-    text = (folder / run_files.CONFIG).read_text(errors="replace")
-    try:
+    text, sweep = "", None
+    with suppress(OSError, ValueError, AttributeError):
+        text = (folder / run_files.CONFIG).read_text(errors="replace")
         sweep = tomllib.loads(text).get("registry", {}).get("sweep", "")
-    except (ValueError, AttributeError):
-        sweep = None
     quoted = (str(Path(it).resolve()) for it in re.findall(r'"([^"\n]+)"', text))  # which may be links
     return RunFolder(folder, sweep, {name for it in (text, *quoted) for name in re.findall(r"runs/([\w.-]+)", it)})
 
@@ -154,7 +153,7 @@ def _kept(
         elif name in going_on or run.sweep in going_on:
             kept[name] = "its flow run, or that of its sweep, has not ended"
         elif run.sweep is None:
-            kept[name] = f"its {run_files.CONFIG} is damaged"
+            kept[name] = f"its {run_files.CONFIG} cannot be read"
         elif run.folder.is_symlink():
             kept[name] = "it is a link to another folder"
         elif reason := _under_lock(run.folder, lambda run=run: _needed_in_mlflow(client, run.folder)):
@@ -180,7 +179,7 @@ def _under_lock(folder: Path, why_kept: Callable[[], str]) -> str:
             return why_kept()
     except RunInUseError:
         return "a process works on it"
-    except AccessError as error:
+    except (AccessError, OSError) as error:
         return str(error)
 
 
@@ -203,10 +202,7 @@ def _move(client: MlflowClient, path: Path, before: float, now: float, dry_run: 
     if reason or dry_run:
         return reason
     (there := storage_root() / TRASH / uuid.uuid4().hex).mkdir()
-    try:
-        path.rename(there / path.name)
-    except OSError as error:  # such as another file system, or one that is read-only
-        return f"it cannot be moved to {there}: {error.strerror}"
+    path.rename(there / path.name)
     return ""
 
 
@@ -300,13 +296,11 @@ def _changed(path: Path) -> float:
 def _size(client: MlflowClient, path: Path) -> int:
     """Bytes on the disk, with those of its weights in MLflow if they are on this machine; what has two names counts
     once."""
-    models = [
-        model for run_id, experiment_id in _tracked(path).items() for model in _models(client, run_id, experiment_id)
-    ]
-    places = [it.artifact_location for it in models if it.artifact_location.startswith(("file:", "/"))]
-    folders = [path, *(Path(local_file_uri_to_path(it)) for it in places)]
     sizes: dict[int, int] = {}
-    with suppress(FileNotFoundError):  # a process is renaming files
+    with suppress(OSError):  # a process is renaming files, or they are closed to this user
+        models = [model for known in _tracked(path).items() for model in _models(client, *known)]
+        places = [it.artifact_location for it in models if it.artifact_location.startswith(("file:", "/"))]
+        folders = [path, *(Path(local_file_uri_to_path(it)) for it in places)]
         for file in (it for folder in folders if folder.exists() for it in (folder, *folder.rglob("*"))):
             sizes |= {(stat := file.lstat()).st_ino: 512 * stat.st_blocks}
     return sum(sizes.values())

@@ -218,11 +218,20 @@ def test_what_is_no_run_stays_and_what_cannot_be_read_or_moved_keeps_no_other_ru
     elsewhere = make_run("night").rename(storage.parent / "elsewhere")
     (storage / "runs" / "linked").symlink_to(elsewhere)
     make_run("damaged", text="[registry\n")
+    for name, file in (("closed", "config.toml"), ("locked", "training/mlflow.json")):
+        (unreadable := make_run(name) / file).unlink()
+        unreadable.mkdir()  # root may read any file
+        age(unreadable.parent)
     make_run("gone")
     found = run_clean()
-    assert found.pop("runs/damaged").startswith("its config.toml is damaged")
-    assert found == {"runs/gone": "", "runs/linked": "it is a link to another folder"}
-    assert runs() == {"notes of a person", "linked", "damaged"} and notes[1].exists()
+    assert "mlflow.json" in found.pop("runs/locked")
+    assert found == {
+        "runs/closed": "its config.toml cannot be read",
+        "runs/damaged": "its config.toml cannot be read",
+        "runs/gone": "",
+        "runs/linked": "it is a link to another folder",
+    }
+    assert runs() == {"notes of a person", "linked", "damaged", "closed", "locked"} and notes[1].exists()
     assert (elsewhere / "training" / "weights").exists()
 
 
