@@ -65,7 +65,7 @@ def names_going_on() -> set[str]:
     with get_client(sync_client=True) as client:
         while more := client.read_flow_runs(flow_run_filter=begun, limit=RUNS_PER_REQUEST, offset=len(found)):
             found += more
-    return {run.parameters.get("run", run.name) for run in found}  # a stage's flow run names its run
+    return {str(run.parameters.get("run", run.name)) for run in found}  # a stage's flow run names its run
 
 
 def schedule_again(what: str) -> str:
