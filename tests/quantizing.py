@@ -81,7 +81,7 @@ def _evaluate(context: Context) -> dict[str, Any]:
     samples = samples_of(right)
     samples.write_parquet(context.partial / SAMPLES)
     sets = compare_policies(samples, context.config, policies)
-    return {"policies": policies, "deciding_metric": "accuracy", "temperature": 0.0, "sets": sets}
+    return {"policies": policies, "champion": None, "deciding_metric": "accuracy", "temperature": 0.0, "sets": sets}
 
 
 def _register(context: Context) -> dict[str, Any]:

@@ -72,22 +72,24 @@ class Served:
         return self.api.post(f"/deployments/{known['id']}/create_flow_run", json={"parameters": parameters})
 
     def cancel(self, run_id: str) -> None:
-        self._propose(run_id, type="CANCELLING", name="Cancelling")
+        state = self._propose(run_id, type="CANCELLING", name="Cancelling")
+        assert state in ("CANCELLING", "CANCELLED"), state  # at once if it is suspended
 
     def retry(self, run_id: str) -> None:
-        self._propose(run_id, type="SCHEDULED", name="AwaitingRetry")
+        assert self._propose(run_id, type="SCHEDULED", name="AwaitingRetry") == "SCHEDULED"
 
     def suspend(self, run_id: str) -> None:
         details = {"pause_reschedule": True, "pause_timeout": "2100-01-01T00:00:00Z"}
-        self._propose(run_id, type="PAUSED", name="Suspended", state_details=details)
+        assert self._propose(run_id, type="PAUSED", name="Suspended", state_details=details) == "PAUSED"
 
     def resume(self, run_id: str) -> None:
         answer = self.api.post(f"/flow_runs/{run_id}/resume").raise_for_status().json()
         assert answer["status"] == "ACCEPT", answer
 
-    def _propose(self, run_id: str, **state: Any) -> None:
-        answer = self.api.post(f"/flow_runs/{run_id}/set_state", json={"state": state}).raise_for_status().json()
-        assert answer["status"] == "ACCEPT", answer
+    def _propose(self, run_id: str, **state: Any) -> str:
+        """Type of the state that the server makes of it."""
+        answer = self.api.post(f"/flow_runs/{run_id}/set_state", json={"state": state})
+        return answer.raise_for_status().json()["state"]["type"]
 
     def get(self, path: str) -> Any:
         return self.api.get(path).raise_for_status().json()

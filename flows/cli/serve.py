@@ -29,7 +29,7 @@ def worker(
     """Run the flow runs of a work pool of type process here, until Ctrl-C."""
     _set_up()
     most = ["--limit", str(limit)] if limit else []
-    _exec_supervised("prefect", "worker", "start", "--pool", pool, "--type", "process", *most)
+    _exec_supervised("flows.serving.worker", "worker", "start", "--pool", pool, "--type", "process", *most)
 
 
 def _set_up() -> None:

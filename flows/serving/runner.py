@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from flows.serving.output import outlive_output
 from grpo_core.system.processes import importing, run_and_leave
 
 
 def main() -> None:
+    outlive_output()
     with importing():
         from flows.serving.deployments import serve
 

@@ -33,7 +33,7 @@ class Place:
         folder = storage_root() / FOLDER
         folder.mkdir(exist_ok=True)
         self.id = uuid.uuid4().hex
-        self.path = folder / self.id  # which nobody reads
+        self.path = folder / self.id  # which no stage reads
         self.file = self.path.open("x")
         fcntl.flock(self.file, fcntl.LOCK_EX)
         self.file.write(run)

@@ -175,10 +175,11 @@ def test_a_week_of_nightly_runs_loses_nothing_and_trains_nothing_twice(project: 
         assert served.wait(due(served, SUNDAY))["state_type"] == "COMPLETED"
         check(project, MONDAY, TUESDAY, WEDNESDAY, THURSDAY, FRIDAY, SATURDAY, SUNDAY)
     earlier = shutil.copytree(max(STORAGES.glob("[0-9]*")), project.folder / "earlier")
-    for command in (["status", "sums"], ["run", earlier / "runs" / "sums" / "config.toml"]):
-        status, said = project.grpo(*command, storage=earlier)
-        assert status == 0, said
-    assert "nothing to do: every stage of sums is up to date" in said
+    status, said = project.grpo("status", "sums", storage=earlier)
+    assert status == 0, said
+    for stage in ("train", "evaluate"):
+        status, said = project.grpo("stage", stage, "--run", "sums", storage=earlier)
+        assert status == 0 and f"{stage}: up to date" in said, said
 
 
 def crash(project: Project, served: Served, night: str) -> None:

@@ -1,0 +1,11 @@
+"""What `grpo worker` runs once it has set up the server: Prefect's command line."""
+
+from __future__ import annotations
+
+import runpy
+
+from flows.serving.output import outlive_output
+
+if __name__ == "__main__":
+    outlive_output()
+    runpy.run_module("prefect", run_name="__main__", alter_sys=True)
