@@ -285,7 +285,7 @@ def _tracked(path: Path) -> dict[str, str]:
 
 def _changed(path: Path) -> float:
     """Time at which a file, or what is up to two levels below a folder, last changed, in seconds since 1970. The lock
-    does not count, since whoever looks takes it."""
+    does not count, since each look takes it."""
     try:
         times = [it.lstat().st_mtime for it in [*path.glob("*"), *path.glob("*/*")] if it.name != LOCK]
         return max(times, default=path.lstat().st_mtime)
