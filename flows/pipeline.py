@@ -55,8 +55,8 @@ instead. Another `name` makes another run beside the first; with the same name, 
 the link to the MLflow run.
 3. **Cancel** saves the training's state. **Retry**, or the same run started again, continues from there.
 
-Run → Quick run takes {f"the preset `{PRESET}` unchanged" if PRESET else "no preset: choose one"}. The other \
-deployments each run one stage of an earlier run again. More in `docs/how-to/run.md`.
+Run → Quick run takes {f"the preset `{PRESET}` unchanged" if PRESET else "no preset: choose one"}. The \
+deployments with the tag `stage` each run that stage of an earlier run again. More in `docs/how-to/run.md`.
 """
 
 
