@@ -33,9 +33,9 @@ from tasks.stages.condition import conditions
 from tasks.stages.endings import end_in_plain_words
 from tasks.stages.errors import Interrupted, StageError
 from tasks.stages.mlflow_address import refuse_unreachable_server
-from tasks.stages.run import describe_interruption
+from tasks.stages.run import SKIPPED, describe_interruption
 from tasks.stages.run_directory import open_run, run_folder
-from tasks.stages.table import ALL_STAGES, GPU_DEPLOYMENT, REGISTER, STAGES, Receipt, Stage, stages_of
+from tasks.stages.table import ALL_STAGES, GPU_DEPLOYMENT, REGISTER, STAGES, Stage, stages_of
 
 POLL_SECONDS = 2.0
 PRESET = default_preset()
@@ -55,8 +55,8 @@ instead. Another `name` makes another run beside the first; with the same name, 
 the link to the MLflow run.
 3. **Cancel** saves the training's state. **Retry**, or the same run started again, continues from there.
 
-Run → Quick run takes {f"the preset `{PRESET}` unchanged" if PRESET else "no preset: choose one"}. The other \
-deployments each run one stage of an earlier run again. More in `docs/how-to/run.md`.
+Run → Quick run takes {f"the preset `{PRESET}` unchanged" if PRESET else "no preset: choose one"}. The \
+deployments with the tag `stage` each run that stage of an earlier run again. More in `docs/how-to/run.md`.
 """
 
 
@@ -114,29 +114,26 @@ def _run_stages(config: RunConfig) -> State[Path]:
     """Run the stages in order, each here or by its deployment. Returns the run directory, with the verdict and what
     came of the version as the state's message."""
     refuse_unreachable_server()
-    run, gpu, decision = run_folder(config.name), os.environ.get(GPU_DEPLOYMENT), ""
-    before = _receipts(config, run)
+    run, gpu, worked, decision = run_folder(config.name), os.environ.get(GPU_DEPLOYMENT), False, ""
     for is_elsewhere, stages in groupby(stages_of(config), lambda stage: bool(gpu) and stage.gpu):
         if is_elsewhere:  # the run directory is unlocked meanwhile: the flows of these stages lock it
             for stage in stages:
-                _hand_over(stage, run, config, f"{stage.name}/{gpu}")
+                worked |= _hand_over(stage, run, config, f"{stage.name}/{gpu}")
             continue
         # A deployment's run waits for the lock: if it were refused, nothing would start it again.
         with open_run(config, get_run_logger().warning, wait=bool(deployment.id)):
             for stage in stages:
-                TASKS[stage](run, config).result()
+                state = TASKS[stage](run, config)
+                state.result()
+                worked |= state.name != SKIPPED
                 if stage is REGISTER:
                     decision = _promote(config, run)
     verdict = announce_completed(run, config, str(flow_run.id))
-    if decision or _receipts(config, run) != before:
+    if worked or decision:
         return Completed(message=f"{verdict}; {decision or f'{_version(run)} registered'}", data=run)
     message = NOTHING_TO_DO.format(run=run.name, date=DATE)
     get_run_logger().info(message)
     return Completed(message=message, data=run)
-
-
-def _receipts(config: RunConfig, run: Path) -> list[Receipt]:
-    return [stage.read_receipt(run) for stage in stages_of(config)]
 
 
 def _version(run: Path) -> str:
@@ -162,13 +159,14 @@ def _promote(config: RunConfig, run: Path) -> str:
     return f"{_version(run)} {'waits for approval' if outcome.decision == WAITING else outcome.decision}"
 
 
-def _hand_over(stage: Stage, run: Path, config: RunConfig, gpu_deployment: str) -> None:
-    """Run a stage by its deployment, which may be on another work pool, unless it is up to date. A signal that stops
-    this flow cancels the deployment's run and raises Interrupted. Raises StageError if that run does not complete."""
+def _hand_over(stage: Stage, run: Path, config: RunConfig, gpu_deployment: str) -> bool:
+    """Run a stage by its deployment, which may be on another work pool, and return True, unless it is up to date. A
+    signal that stops this flow cancels the deployment's run and raises Interrupted. Raises StageError if that run does
+    not complete."""
     log = get_run_logger()
     if conditions(run, config)[stage.name].is_up_to_date:
         log.info("%s: up to date, skipped", stage.name)
-        return
+        return False
     child = run_elsewhere(
         gpu_deployment,
         {"run": run.name},
@@ -177,6 +175,7 @@ def _hand_over(stage: Stage, run: Path, config: RunConfig, gpu_deployment: str) 
     )
     if not (child.state and child.state.is_completed()):
         raise StageError(f"{stage.name}: flow run {child.id} of {gpu_deployment} is {child.state}")
+    return True
 
 
 def run_elsewhere(

@@ -87,7 +87,7 @@ def _question(outcome: Outcome) -> str:
 def _link(outcome: Outcome) -> str:
     """Link to the version in MLflow, from where its answers are a click away."""
     address = version_address(outcome.model, outcome.version)
-    return f"[{escape(outcome.model)} version {outcome.version} in MLflow]({address})"
+    return f"{escape(outcome.model)} [version {outcome.version} in MLflow]({address})"
 
 
 @task(name="rollback")

@@ -27,7 +27,7 @@ from tasks.stages.condition import saved_updates
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json
 from tasks.stages.mlflow_address import first_cause
-from tasks.stages.run import Context, run_stage
+from tasks.stages.run import SKIPPED, Context, run_stage
 from tasks.stages.table import PLAN, TRAIN
 from tasks.tracking.early_stop import Race
 from tasks.tracking.live import OUTPUT, Live, Output, show_curves
@@ -43,7 +43,7 @@ def train(run: Path, config: RunConfig, force: bool = False) -> State[None]:
     except Exception as error:
         announce_training(run, config, "failed", str(error))
         raise
-    if state.name != "Skipped":
+    if state.name != SKIPPED:
         announce_training(run, config, "completed" if state.is_completed() else "stopped", state.message or "")
     return state
 

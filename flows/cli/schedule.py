@@ -3,6 +3,7 @@ parameters.)"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,7 +71,8 @@ def schedule(
             new = DeploymentScheduleCreate(schedule=when, parameters=parameters, slug=name)
             (earlier,) = client.create_deployment_schedules(known.id, [new])
     say(f"{deployment} runs {name} at {cron!r} ({timezone})")
-    say(f"It ends by: prefect deployment schedule delete {deployment} {earlier.id}")
+    api = os.environ["PREFECT_API_URL"]  # Prefect's own commands do not find the server of a storage
+    say(f"It ends by: PREFECT_API_URL={api} prefect deployment schedule delete {deployment} {earlier.id}")
     if DATE not in name:
         say(f"While nothing changes, only its first run trains. A run per day: --set name={name}-{DATE}")
     elif not resolved.registry.model_name:

@@ -21,6 +21,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 from packaging.version import Version
 
 from grpo_core import run_files
+from grpo_core.system.libraries import quiet_libraries
 from tasks.stages.files import remove
 
 WEIGHTS = ".safetensors"
@@ -82,6 +83,7 @@ def _write(training: Path, folder: Path, card: Model, example: Example) -> None:
     shutil.copytree(training / run_files.MODEL, bare, ignore=shutil.ignore_patterns("*" + WEIGHTS))
     # MLflow warns that a local folder has no model card and no licence on the hub.
     logging.getLogger("mlflow.transformers").setLevel(logging.ERROR)
+    quiet_libraries()  # a deployment's run has its own process
     try:
         mlflow.transformers.save_model(
             str(bare),

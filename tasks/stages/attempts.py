@@ -17,6 +17,7 @@ from prefect.client.schemas.filters import (
     TaskRunFilterState,
 )
 from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, StateType
+from prefect.events import emit_event
 from prefect.runtime import flow_run
 from prefect.states import AwaitingRetry, Crashed
 
@@ -68,6 +69,14 @@ def names_going_on() -> set[str]:
     return {str(run.parameters.get("run", run.name)) for run in found}  # a stage's flow run names its run
 
 
+def repeat_suspension() -> None:
+    """Send the event of this flow run's suspension again. Call this when its process is about to end: after a
+    heartbeat that the process sent while it saved its state, the crash watch would wait for another one, and call the
+    suspended run crashed."""
+    tags = [{"prefect.resource.id": f"prefect.tag.{tag}", "prefect.resource.role": "tag"} for tag in flow_run.tags]
+    emit_event("prefect.flow-run.Suspended", {"prefect.resource.id": f"prefect.flow-run.{flow_run.id}"}, related=tags)
+
+
 def schedule_again(what: str) -> str:
     """Schedule this flow run again after a signal that was not a cancellation, for example because the machine is
     needed for something else; a suspended run stays so until a person resumes it. `what`: what was interrupted, and
@@ -82,6 +91,7 @@ def schedule_again(what: str) -> str:
         if states[-1].is_cancelling() or states[-1].is_final() or stops == [what] * MOST_STOPS:
             return ""
         if states[-1].is_paused():
+            repeat_suspension()
             return "Resume goes on with it"
         # Prefect's own response to SIGTERM in a container may have scheduled it already.
         if not states[-1].is_scheduled():

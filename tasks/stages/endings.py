@@ -26,7 +26,7 @@ from prefect.runtime import deployment
 from prefect.states import Cancelled
 
 from grpo_core.errors import GrpoError
-from tasks.stages.attempts import crash_task_runs_left_open, schedule_again
+from tasks.stages.attempts import crash_task_runs_left_open, repeat_suspension, schedule_again
 from tasks.stages.errors import ArmStopped, Interrupted
 from tasks.stages.stopped_in_prefect import is_stopped, stopping_with_run
 
@@ -60,6 +60,7 @@ def end_in_plain_words(work: Callable[P, R]) -> Callable[P, R]:
                 return work(*args, **kwargs)
         except Pause as pause:  # Prefect raises it where a task ends, instead of what has ended the task
             if pause.state and is_stopped([pause.state], bool(deployment.id)):
+                repeat_suspension()
                 get_run_logger().info("suspended; Resume goes on with it")
             raise
         except Interrupted as error:

@@ -31,6 +31,7 @@ from tasks.stages.mlflow_address import describe, tracking_errors
 from tasks.stages.prefect_address import describe_server_failure
 from tasks.stages.table import Stage
 
+SKIPPED = "Skipped"  # name of the state of a stage that was up to date
 ERRORS = "errors.log"  # in the run directory: the errors that ended its stages, with tracebacks
 
 
@@ -97,7 +98,7 @@ def _run_stage(
     final = stage.path(run)
     if now[stage.name].is_up_to_date and not force:
         log.info("%s: up to date (lineage %s), skipped", stage.name, key[:DIGITS])
-        return Completed(name="Skipped", message=f"{final.name} already has lineage key {key}")
+        return Completed(name=SKIPPED, message=f"{final.name} already has lineage key {key}")
     refuse_outdated_inputs(stage, run, config, force)
     log.info("%s: %s", stage.name, now[stage.name].reason or "up to date, made again as asked")
     partial = stage.partial(run)

@@ -68,6 +68,7 @@ def test_a_promotion_is_suspended_and_goes_on_as_a_person_decides(
     model = f"asked-{ended.lower()}"
     run_id, shown = _waiting(served, model)
     assert "Make asked" in shown and "accuracy" in shown and "trained says 0" in shown
+    assert "[version 1 in MLflow](" in shown  # a link shows the backslashes of escaped text
     assert "<b>" not in shown and "\n# head" not in shown and "[link]" not in shown
     refused = served.api.post(f"/flow_runs/{run_id}/resume", json={"run_input": {"approved": True, "by": ""}})
     assert refused.json()["status"] == "REJECT"

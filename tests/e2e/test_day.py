@@ -216,7 +216,7 @@ def test_the_chosen_arm_is_approved_and_its_version_leads_to_what_it_lost(
     assert served.wait(id_of(run))["state_name"] == "Promoted"
     newest = served.filter("artifacts", flow_runs={"id": {"any_": [id_of(run)]}}, sort="CREATED_DESC")[0]
     page.goto(f"{served.prefect_url}/artifacts/artifact/{newest['id']}")
-    version = page.get_by_role("link", name=re.compile(r"arithmetic version \d in MLflow"))
+    version = page.get_by_role("link", name=re.compile(r"^version \d in MLflow"))
     version.wait_for()
     picture("promotion")
     tags = MlflowClient(served.mlflow_url).get_model_version_by_alias("arithmetic", "champion").tags

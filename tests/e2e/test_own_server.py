@@ -233,16 +233,13 @@ def test_a_server_that_cannot_be_started_again_says_why_in_one_sentence(tmp_path
 
 
 def test_a_slot_that_no_lease_holds_is_free_when_the_server_starts_again(tmp_path: Path) -> None:
-    limits = {"grpo-training": 2}
+    limit = "/v2/concurrency_limits/grpo-training"
     with prefect_server(tmp_path) as server:
-        for name, slots in limits.items():
-            server.api.post("/v2/concurrency_limits/", json={"name": name, "limit": slots}).raise_for_status()
-        for name, how in [
-            ("grpo-training", {"lease_duration": 600}),
-            ("grpo-training", {}),
-        ]:
-            path = "/v2/concurrency_limits/increment" + ("-with-lease" if how else "")
-            server.api.post(path, json={"names": [name], "slots": 1, **how}).raise_for_status()
-        assert [server.get(f"/v2/concurrency_limits/{name}")["active_slots"] for name in limits] == [2, 1]
+        made = {"name": "grpo-training", "limit": 2}
+        server.api.post("/v2/concurrency_limits/", json=made).raise_for_status()
+        for suffix, lease in (("-with-lease", {"lease_duration": 600}), ("", {})):
+            taken = {"names": ["grpo-training"], "slots": 1, **lease}
+            server.api.post(f"/v2/concurrency_limits/increment{suffix}", json=taken).raise_for_status()
+        assert server.get(limit)["active_slots"] == 2
     with prefect_server(tmp_path) as server:
-        assert [server.get(f"/v2/concurrency_limits/{name}")["active_slots"] for name in limits] == [1, 0]
+        assert server.get(limit)["active_slots"] == 1

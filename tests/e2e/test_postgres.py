@@ -47,6 +47,23 @@ from tests.serving import OFFERED, Served, free_ports, prefect_server
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
+READ = """
+import logging
+from prefect.client.orchestration import get_client
+asked = []
+class Said(logging.Handler):
+    def emit(self, record):
+        if "Another attempt" in record.getMessage():
+            asked.append(record)
+            print("asks again", flush=True)
+logger = logging.getLogger("prefect.client")
+logger.setLevel(logging.DEBUG)
+logger.addHandler(Said())
+with get_client(sync_client=True) as client:
+    print("reads", flush=True)
+    while not asked:
+        client.read_flow_runs(limit=1)
+"""
 STAGES = [stage.name for stage in table.STAGES]
 
 
@@ -276,6 +293,26 @@ def test_a_stage_runs_with_both_servers_behind_nginx(servers: Servers, registere
         assert run["state_type"] == "COMPLETED", servers.prefect.messages(run_id)
         assert servers.prefect.tasks(run_id, 1) == [("register", "Completed")]
     assert json.loads((registered / "registration.json").read_text())["version"] == "2"
+
+
+def test_a_client_waits_while_postgresql_takes_no_connections(servers: Servers, tmp_path: Path) -> None:
+    """As while it restarts: Prefect's server answers 500 then."""
+    end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = 'prefect'"
+    allow = "ALTER DATABASE prefect ALLOW_CONNECTIONS {}"
+    command = [sys.executable, "-c", READ]
+    connection = psycopg2.connect(f"postgresql://postgres:{WORD}@{servers.database}/postgres")
+    connection.autocommit = True
+    with connection.cursor() as cursor, process_of(command, log := tmp_path / "log", servers.worker) as process:
+        wait_until(lambda: "reads" in log.read_text(), process, log)
+        cursor.execute(allow.format("false"))
+        cursor.execute(end)
+        try:
+            assert servers.prefect.api.post("/flow_runs/count", json={}).status_code == 500
+            wait_until(lambda: "asks again" in log.read_text(), process, log)
+        finally:
+            cursor.execute(allow.format("true"))
+        assert process.wait(DEADLINE) == 0, log.read_text()
+    connection.close()
 
 
 def _documented(file: str) -> dict[str, str]:

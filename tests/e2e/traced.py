@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
-import polars as pl
 from mlflow.entities import Trace
 
 from grpo_core.config.files import load_config
+from grpo_core.system.tables import read_parquet
 from tasks.rendering.visible import shortened
 
 MOST = 1000
@@ -37,7 +37,7 @@ def assert_traced(run: Path, versions: int = 1) -> None:
     files = sorted((run / "training" / "completions").glob("*.parquet"))
     recorded = {}
     for file in files:
-        for row in pl.read_parquet(file).to_dicts():
+        for row in read_parquet(file).to_dicts():
             recorded[(str(int(file.stem.partition("-")[2])), str(row["row"]), shortened(row["completion"]))] = row
     rollouts = traces_of(tracked, "tags.kind = 'rollout'")
     batches = [trace.info.tags["batch"] for trace in rollouts]
@@ -50,7 +50,7 @@ def assert_traced(run: Path, versions: int = 1) -> None:
         row = recorded[trace.info.tags["batch"], trace.info.tags["row"], said["content"].replace("!\\[", "![")]
         assert trace.info.tags["tokens"] == str(row["completion_tokens"])
         assert [(it.name, it.value) for it in trace.info.assessments] == [(it, row[f"rewards/{it}"]) for it in rewards]
-    samples = pl.read_parquet(run / "evaluation" / "samples.parquet")
+    samples = read_parquet(run / "evaluation" / "samples.parquet")
     answers = [trace for trace in traces_of(tracked) if trace.info.tags["kind"] != "rollout"]
     assert len(answers) == versions * samples.height
     said = [trace.data.spans[0].outputs["messages"][0]["content"].replace("!\\[", "![") for trace in answers]

@@ -161,7 +161,8 @@ def test_a_preset_and_changes_are_scheduled_from_the_command_line_and_replaced_b
         assert f"pipeline/local runs nightly-{{date}} at '0 {hour} * * *' (Europe/Berlin)" in done.stdout
         assert said in done.stdout
     [schedule] = served.get("/deployments/name/pipeline/local")["schedules"]
-    assert f"schedule delete pipeline/local {schedule['id']}" in done.stdout
+    prefect = f"PREFECT_API_URL={served.environment['PREFECT_API_URL']} prefect"  # which finds no server by itself
+    assert f"{prefect} deployment schedule delete pipeline/local {schedule['id']}" in done.stdout
     assert (schedule["active"], schedule["slug"]) == (True, "nightly-{date}")
     assert (schedule["schedule"]["cron"], schedule["schedule"]["timezone"]) == ("0 2 * * *", "Europe/Berlin")
     changes = {"name": "nightly-{date}", "train": {"learning_rate": 2e-5}, "registry": {"model_name": "nightly"}}

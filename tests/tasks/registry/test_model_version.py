@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import yaml
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.saving import save_model
+from grpo_core.system.libraries import NOISY
 from tasks.registry.model_version import Example, log_version
 from tests.conftest import make_tokenizer
 from tests.serving import START_SECONDS, free_ports, vllm_serve
@@ -68,6 +70,11 @@ def version(run: Path, answer: str, embed_mlflow: Callable[[Path], None]) -> Ite
     number, _ = log_version(run_id, run / "training", run / "model.partial", "sums", example, tags, "Better.")
     yield client.get_model_version("sums", number)
     mlflow.set_tracking_uri(None)
+
+
+@pytest.mark.slow
+def test_what_makes_a_version_is_not_warned_of_kernels_that_it_does_not_use(version: Any) -> None:
+    assert not [name for name in NOISY if logging.getLogger(name).isEnabledFor(logging.WARNING)]
 
 
 @pytest.mark.slow

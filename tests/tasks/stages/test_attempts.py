@@ -86,10 +86,13 @@ def test_a_run_that_is_cancelled_or_over_or_gets_nowhere_stays_ended(before: lis
     ("state", "goes_on"), [(Scheduled, "by itself"), (lambda: Suspended(timeout_seconds=60), "Resume")]
 )
 def test_a_run_that_is_scheduled_already_or_suspended_stays_as_it_is(
-    state: Callable[[], State], goes_on: str, comes_back: Asked
+    state: Callable[[], State], goes_on: str, comes_back: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sent: list[str] = []
+    monkeypatch.setattr(attempts, "emit_event", lambda event, resource, related: sent.append(event))
     back, proposed = comes_back(Running(), state())
     assert goes_on in back and not proposed
+    assert sent == ["prefect.flow-run.Suspended"] * (goes_on == "Resume")
 
 
 @pytest.mark.parametrize(
