@@ -44,9 +44,7 @@ def configure() -> None:
     check_access(home, *(root / name for name in FOLDERS), *home.glob("*.db*"), *(root / "mlflow").glob("*.db*"))
     # By default, both are in the user's home, which service users may not have, whatever PREFECT_HOME says.
     os.environ.setdefault("PREFECT_RESULTS_LOCAL_STORAGE_PATH", str(home / "storage"))
-    os.environ.setdefault("PREFECT_SERVER_MEMO_STORE_PATH", str(memo := home / "memo_store.toml"))
-    if not memo.exists():
-        memo.touch()  # Prefect would make it readable to this user alone
+    os.environ.setdefault("PREFECT_SERVER_MEMO_STORE_PATH", str(home / "memo_store.toml"))
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     # By default, leases are kept in memory: if the server dies, they are lost and their slots never freed.
     os.environ.setdefault("PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE", FILE_LEASES)

@@ -94,12 +94,14 @@ def main() -> None:
         timeout_keep_alive=settings.api.keepalive_timeout,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
-    # Bind the port before touching the database.
+    # Bind the port before touching files.
     listening = socket.socket(fileno=int(sys.argv[2])) if inherits else config.bind_socket()
     address = settings.database.connection_url
     scheme, _, database = (address.get_secret_value() if address else "").partition(":///")
-    if scheme.startswith("sqlite") and Path(database).is_absolute():
-        Path(database).touch()  # SQLite itself would let only the owner write, whatever the umask
+    files = [Path(database)] if scheme.startswith("sqlite") and Path(database).is_absolute() else []
+    for file in (*files, settings.memo_store_path):
+        if not file.exists():
+            file.touch()  # SQLite and Prefect would let only the owner write, whatever the umask
     Server(config).run(sockets=[listening])
 
 
