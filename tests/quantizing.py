@@ -128,7 +128,12 @@ def main(file: str) -> None:
     answer["deployments"] = [it.full_name for it in deployments()]
     answer["lineage"] = [*lineage_keys(parsed[0])]
     handed_over: list[str] = []
-    pipeline._hand_over = lambda stage, *_: handed_over.append(stage.name)  # type: ignore[assignment]
+
+    def hand_over(stage: Stage, *_: Any) -> bool:
+        handed_over.append(stage.name)
+        return True
+
+    pipeline._hand_over = hand_over
     os.environ[table.GPU_DEPLOYMENT] = "gpu"
     pipeline.make_pipeline(parsed[0])("test", {})
     answer["handed over"] = handed_over
