@@ -56,8 +56,9 @@ def bytes_of(storage: Path) -> dict[str, int]:
     return parts
 
 
-def measure(folder: Path, nights: int) -> dict[str, object]:
-    """Make the storage, clean it twice, and return bytes, seconds and numbers of runs."""
+def measure(folder: Path, nights: int, days: float) -> dict[str, object]:
+    """Make the storage of nights that are some days apart, clean it twice, and return bytes, seconds and the nights
+    whose runs are left."""
     storage = folder / "storage"
     os.environ |= {"GRPO_STORAGE": str(storage), "PYTHONPATH": python_path(ROOT)}
     grpo = [sys.executable, "-m", "flows.cli.main"]
@@ -77,7 +78,7 @@ def measure(folder: Path, nights: int) -> dict[str, object]:
     for night in range(1, nights):
         make_night(first, f"night-{night}")
     for night in range(nights):
-        then = time.time() - (nights - 1 - night) * SECONDS_PER_DAY
+        then = time.time() - (nights - 1 - night) * days * SECONDS_PER_DAY
         run = storage / "runs" / f"night-{night}"
         for path in (run, *run.rglob("*")):
             os.utime(path, (then, then))
@@ -96,7 +97,7 @@ def main() -> None:
     parser.add_argument("--nights", type=int, default=200)
     options = parse(parser, writes=True)
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder), 33 if options.tiny else options.nights)
+        found = measure(Path(folder), *((3, 20) if options.tiny else (options.nights, 1)))
     text = json.dumps(found, indent=1)
     (options.output / "retention.json").write_text(text + "\n")
     print(text)

@@ -54,6 +54,7 @@ RUNS: list[tuple[str, str]] = [
 ]
 PIPELINES = [
     ("large_data --rows 16 --output out/large.json", "out/large.json"),
+    ("retention --tiny --output out", "out/retention.json"),
     ("reward_models --tiny && recipe_curves --record", "docs/images/*.png"),
 ]
 ELSEWHERE = {"gpu_check"}  # test_gpu_check.py
