@@ -7,6 +7,7 @@ import os
 import pwd
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ def check_access(*paths: Path, write: bool = True) -> None:
     """Raises AccessError if this user may not read, or not `write`, one of the paths that exist. Name a folder before
     what is in it."""
     for path in paths:
-        asked = os.R_OK | (os.W_OK if write else 0)
-        if os.path.lexists(path) and not os.access(path, asked | (os.X_OK if path.is_dir() else 0)):
+        asked = os.R_OK | (os.W_OK if write else 0) | (os.X_OK if path.is_dir() else 0)
+        if os.access(path, asked):
+            continue
+        with suppress(FileNotFoundError):  # such as a database's journal, which comes and goes
             status = path.stat()
             raise AccessError(
                 f"{path} cannot be {'written to' if write else 'read'} by user "

@@ -132,3 +132,11 @@ def test_what_prefect_keeps_is_in_its_home(tmp_path: Path, monkeypatch: pytest.M
     assert settings.home == home
     assert settings.results.local_storage_path == home / "storage"
     assert settings.server.memo_store_path == home / "memo_store.toml"
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_file_that_is_gone_when_it_is_looked_at_is_no_error(tmp_path: Path) -> None:
+    """As a database's journal may be, while a server works with it."""
+    (tmp_path / "prefect").mkdir()
+    (tmp_path / "prefect" / "prefect.db-journal").symlink_to("gone")
+    configure()
