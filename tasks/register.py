@@ -156,8 +156,8 @@ def _made_before(client: MlflowClient, name: str, record: str, run_id: str, run:
     registered = int(known["version"]) if known.get("model_name") == name else 0
     for version in client.search_model_versions(f"run_id = '{run_id}'"):
         is_newer = version.name == name and int(version.version) > registered
-        if is_newer and version.model_id and version.tags.get(RECORD) == record:
-            return str(version.version), version.model_id
+        if is_newer and version.tags.get(RECORD) == record:
+            return str(version.version), str(version.source).removeprefix("models:/")
     return None
 
 
