@@ -121,7 +121,8 @@ def _work(context: Context) -> dict[str, Any]:
     }
     scratch = context.partial.with_name("model.partial")
     description = f"{verdict}\n\n{origin(config.name, commit, dataset_digests(run))}"[:DESCRIPTION]
-    number, model_id = log_version(run_id, training, scratch, name, _example(config, run), tags, description)
+    made = _made_before(client, name, tags[RECORD], run_id, run)
+    number, model_id = made or log_version(run_id, training, scratch, name, _example(config, run), tags, description)
     _log_evaluation(client, context, tracked, report, model_id)
     if traced := _trace_evaluation(context, tracked, report, model_id, number):
         client.update_model_version(name, number, f"{description}\n\n{traced}")
@@ -146,6 +147,18 @@ def _work(context: Context) -> dict[str, Any]:
         "mlflow_experiment_id": tracked["experiment_id"],
         "tracking_uri": tracking_uri(),
     }
+
+
+def _made_before(client: MlflowClient, name: str, record: str, run_id: str, run: Path) -> tuple[str, str] | None:
+    """Number and logged model of the version that an interrupted attempt has made of the same outputs: one with the
+    same record that is newer than the run's receipt."""
+    known = REGISTER.read_receipt(run)
+    registered = int(known["version"]) if known.get("model_name") == name else 0
+    for version in client.search_model_versions(f"run_id = '{run_id}'"):
+        is_newer = version.name == name and int(version.version) > registered
+        if is_newer and version.tags.get(RECORD) == record:
+            return str(version.version), str(version.source).removeprefix("models:/")
+    return None
 
 
 def _log_evaluation(

@@ -438,3 +438,32 @@ def test_the_versions_model_has_the_evaluation_by_data_set_and_what_its_gpus_cos
         if it.name == "checkpoint-000004"
     ]
     assert {it.key for it in checkpoint.metrics} >= {"eval_reward"}
+
+
+def test_a_version_that_an_interrupted_register_has_made_is_that_of_the_next_attempt(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows.stages import FLOWS
+    from tasks.tracking.runs import connect
+
+    def versions() -> list[int]:
+        return sorted(int(it.version) for it in connect().search_model_versions("name = 'arithmetic'"))
+
+    def registered() -> int:
+        return int(json.loads((finished / "registration.json").read_text())["version"])
+
+    def power_cut(*_: Any) -> None:
+        raise RuntimeError("power cut")
+
+    before, known = versions(), registered()
+    with monkeypatch.context() as patch, pytest.raises(Exception, match="power cut"):
+        patch.setattr("mlflow.MlflowClient.set_registered_model_alias", power_cut)  # after the version is made
+        FLOWS["register"]("small", force=True)
+    made = before[-1] + 1
+    assert (versions(), registered()) == ([*before, made], known)
+    FLOWS["register"]("small", force=True)
+    assert (versions(), registered()) == ([*before, made], made)
+    alias = json.loads((finished / "registration.json").read_text())["alias"]
+    assert int(connect().get_model_version_by_alias("arithmetic", alias).version) == made
+    FLOWS["register"]("small", force=True)
+    assert (versions(), registered()) == ([*before, made, made + 1], made + 1)
