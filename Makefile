@@ -89,6 +89,11 @@ pictures: setup ## write docs/images/*.png: pages from the browser tests, curves
 reference: setup ## write docs/reference/configuration.md from the keys' descriptions
 	$(BIN)/python -m flows.cli.keys_page docs/reference/configuration.md
 
+smollm: setup ## train a real model, SmolLM2-135M-Instruct, on sums, and show its answers before and after
+	$(BIN)/python -m examples.smollm.make
+	$(BIN)/grpo run configs/smollm.toml
+	$(BIN)/python -m examples.smollm.show
+
 gamed: setup ## train the dialogue recipe with a good and a weak reward model, and record and draw its curves
 	$(BIN)/python -m examples.dialogue.make
 	$(BIN)/python -m benchmarks.reward_models
