@@ -37,11 +37,16 @@ def users(*groups: str) -> Iterator[list[str]]:
 
 
 def run_as(user: str, umask: str, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`grpo` as this user runs it, with a home that does not exist. What leads to this Python is opened to the user in
-    a mount namespace of this process alone."""
-    command = [sys.executable, "-m", "flows.cli.main", *map(str, arguments)]
+    """`grpo` as this user runs it."""
+    return run_python_as(user, umask, "-m", "flows.cli.main", *map(str, arguments), **environment)
+
+
+def run_python_as(user: str, umask: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """This Python as this user runs it, with a home that does not exist. What leads to it is opened to the user in a
+    mount namespace of this process alone."""
     switch = ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups", "--inh-caps=-all"]
-    script = f"set -e\n{_opened(Path(sys.executable).resolve())}\numask {umask}\nexec {shlex.join([*switch, *command])}"
+    command = shlex.join([*switch, sys.executable, *arguments])
+    script = f"set -e\n{_opened(Path(sys.executable).resolve())}\numask {umask}\nexec {command}"
     return subprocess.run(
         ["unshare", "--mount", "bash", "-c", script],
         env={**_inherited(), "HOME": "/nonexistent", "PYTHONPATH": python_path(ROOT), **environment},

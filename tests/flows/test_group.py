@@ -13,7 +13,15 @@ import pytest
 import tomli_w
 
 from tests.conftest import config_values, make_model, write_sums
-from tests.users import run_as, users
+from tests.users import run_as, run_python_as, users
+
+
+PAGES = """
+from flows.serving.environment import configure
+configure()
+from prefect.server.api.server import create_ui_app
+create_ui_app(ephemeral=False)
+"""
 
 
 @pytest.fixture
@@ -66,6 +74,17 @@ def test_who_may_not_write_to_a_storage_is_told_so_in_one_sentence_before_any_wo
             done = run_as(second, "002", *command, GRPO_STORAGE=str(storage))
             assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
             assert f" cannot be written to by user {second}: {owned}" in done.stderr
+
+
+@pytest.mark.slow
+def test_prefects_server_has_its_pages_where_its_package_is_another_users() -> None:
+    with tempfile.TemporaryDirectory() as name, users("team") as (user,):
+        Path(name).chmod(0o755)
+        storage = share(Path(name), user, _group(user))
+        done = run_python_as(user, "002", "-c", PAGES, GRPO_STORAGE=str(storage))
+        assert done.returncode == 0, done.stderr
+        pages = [page.relative_to(storage / "prefect") for page in storage.rglob("index.html")]
+        assert sorted(map(str, pages)) == ["ui/v1/index.html", "ui/v2/index.html"]
 
 
 @pytest.mark.e2e
