@@ -17,6 +17,8 @@ import pytest
 
 from benchmarks.command import ROOT, python_path
 
+GRPO = ("-m", "flows.cli.main")
+
 
 @contextmanager
 def users(*groups: str) -> Iterator[list[str]]:
@@ -38,22 +40,22 @@ def users(*groups: str) -> Iterator[list[str]]:
 
 def run_as(user: str, umask: str, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """`grpo` as this user runs it."""
-    return run_python_as(user, umask, "-m", "flows.cli.main", *map(str, arguments), **environment)
+    command = python_as(user, umask, *GRPO, *map(str, arguments))
+    return subprocess.run(command, env=seen(environment), capture_output=True, text=True, timeout=1200)
 
 
-def run_python_as(user: str, umask: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """This Python as this user runs it, with a home that does not exist. What leads to it is opened to the user in a
-    mount namespace of this process alone."""
+def python_as(user: str, umask: str, *arguments: str) -> list[str]:
+    """Command that runs this Python as this user. What leads to it is opened to the user in a mount namespace of the
+    command alone."""
     switch = ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups", "--inh-caps=-all"]
     command = shlex.join([*switch, sys.executable, *arguments])
     script = f"set -e\n{_opened(Path(sys.executable).resolve())}\numask {umask}\nexec {command}"
-    return subprocess.run(
-        ["unshare", "--mount", "bash", "-c", script],
-        env={**_inherited(), "HOME": "/nonexistent", "PYTHONPATH": python_path(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
+    return ["unshare", "--mount", "bash", "-c", script]
+
+
+def seen(environment: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a user with these variables, whose home does not exist."""
+    return {**_inherited(), "HOME": "/nonexistent", "PYTHONPATH": python_path(ROOT), **environment}
 
 
 def _opened(program: Path) -> str:

@@ -4,6 +4,7 @@ off telemetry."""
 from __future__ import annotations
 
 import os
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -60,6 +61,14 @@ def configure() -> None:
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")  # seven processes for features not used here
+
+
+def keep_temporary_files_at_home() -> None:
+    """For this process alone. Prefect's runner makes a folder of the same name for all users in the temporary folder:
+    the second user of a machine could not serve."""
+    folder = Path(os.environ["PREFECT_HOME"], "tmp")
+    folder.mkdir(exist_ok=True)
+    tempfile.tempdir = str(folder)
 
 
 def _package(name: str) -> Path:
