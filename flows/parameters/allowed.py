@@ -23,7 +23,7 @@ from grpo_core.environments.registry import BUILTIN as ENVIRONMENTS
 from grpo_core.environments.worker import UnusableError
 from grpo_core.environments.worker import found as imported
 from grpo_core.errors import ConfigError, RewardError
-from grpo_core.rewards.contract import find
+from grpo_core.rewards.contract import find_named
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.system.own_code import code_of
 
@@ -72,7 +72,7 @@ def _rewards(config: RunConfig, own: Mapping[str, Any]) -> Iterator[str]:
 def _reward_refusal(reward: RewardConfig, listed: set[str]) -> str:
     """Return why a deployment's parameters may not name this reward; "" if they may. Imports only listed modules."""
     if ":" in reward.function:
-        return _code_refusal(own_name(reward.function), "rewards", listed, lambda _: find(reward.function, reward.args))
+        return _code_refusal(own_name(reward.function), "rewards", listed, lambda _: find_named(reward.function))
     record = BUILTIN.get(reward.function)
     if record is None:
         return ""  # there is no such reward, which is refused elsewhere

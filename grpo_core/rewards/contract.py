@@ -260,17 +260,24 @@ def find(function: str, args: Collection[str] = ()) -> RewardFunction:
     names of the arguments that the configuration gives."""
     if is_builtin(function):
         return BUILTIN[function].function
-    what, framework = f"reward {function!r}", framework_of(function)
-    if framework == "swift":
-        swift.provide_bases()
-    found = own_code.load(own_name(function), what, RewardError)
-    if framework:
+    found, what = find_named(function), f"reward {function!r}"
+    if framework := framework_of(function):
         return ADAPTERS[framework](found, args, what)
     if inspect.isclass(found):
         raise RewardError(
             f"{what} is a class: write 'swift:{function}' if it is a reward of ms-swift; else make an object of it in "
             f"its module, as in reward = {found.__name__}(…), and name that"
         )
+    return found
+
+
+def find_named(function: str) -> Any:
+    """Find what a module has under this name: a function, a class, or an object to be called. Raises RewardError as
+    `find` does."""
+    what = f"reward {function!r}"
+    if framework_of(function) == "swift":
+        swift.provide_bases()
+    found = own_code.load(own_name(function), what, RewardError)
     if not callable(found):
         raise RewardError(f"{what} is a {type(found).__name__}, not a function or an object to be called")
     return found

@@ -95,7 +95,17 @@ OPTIONS = {  # of `grpo plan`, that replace a recipe's value
     *("per_device_eval_batch_size", "num_generations_eval", "num_eval_prompts"),
 }
 KNOWN = {*OPTIONS, *MEGATRON_WHOLE_NUMBERS, "warmup_ratio", "lr_warmup_fraction", "split_dataset_ratio"}
-SAYS_RECIPE = {*KNOWN, "model", "model_name_or_path", "dataset", "datasets", "dataset_name", "output_dir", "train"}
+SAYS_RECIPE = {
+    *KNOWN,
+    "rlhf_type",
+    "model",
+    "model_name_or_path",
+    "dataset",
+    "datasets",
+    "dataset_name",
+    "output_dir",
+    "train",
+}
 PROCESSES = ("global_world_size", "num_processes", "NPROC_PER_NODE", "NNODES", "train.gpus")
 NO = ("no", False)  # YAML reads a bare `no` as false
 

@@ -52,7 +52,7 @@ def adapted(found: Any, args: Collection[str], what: str) -> RewardFunction:
     """The class's object, or an object or function of a module, as a reward that takes conversations too."""
     reward = _made(found, what) if inspect.isclass(found) else found
     if not callable(reward):
-        raise RewardError(f"{what} is a {type(reward).__name__}; name a class of rewards, or an object of one")
+        raise RewardError(f"{what} makes a {type(reward).__name__} that cannot be called: it has no __call__")
     parameters = [*inspect.signature(reward).parameters.values()]
     takes_any = any(it.kind is it.VAR_KEYWORD for it in parameters)
     names = {it.name for it in parameters}

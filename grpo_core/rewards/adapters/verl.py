@@ -21,8 +21,8 @@ COLUMNS = ("data_source", "ground_truth", "extra_info")
 
 def adapted(found: Any, args: Collection[str], what: str) -> RewardFunction:
     """The function as a reward of a whole batch."""
-    if inspect.isclass(found) or not callable(found):
-        raise RewardError(f"{what} is a {type(found).__name__}; verl's rewards are functions: name compute_score")
+    if inspect.isclass(found):
+        raise RewardError(f"{what} is a class; verl's rewards are functions: name the one that scores")
     parameters = inspect.signature(found).parameters
     takes_any = any(it.kind is it.VAR_KEYWORD for it in parameters.values())
     if TEXT not in parameters and not takes_any:
