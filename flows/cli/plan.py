@@ -29,11 +29,11 @@ from grpo_core.planning.forecast import forecast, forecast_rows, useful_groups
 from grpo_core.planning.frameworks.launches import RecipeError
 from grpo_core.planning.frameworks.megatron import megatron_notes, megatron_plan
 from grpo_core.planning.frameworks.recipes import (
-    CODE,
     NEWEST,
     RECIPES,
     Recipe,
     System,
+    check_no_code,
     megatron_inputs,
     read_recipe,
     recipe_inputs,
@@ -147,7 +147,9 @@ def own_plan(
         raise ConfigError(
             f"{', '.join(sorted(ignored))}: this project evaluates prompt by prompt, without such a setting"
         )
-    if file is not None and file.suffix in (*RECIPES, *CODE):
+    if file is not None:
+        check_no_code(file, NEWEST["trl"])
+    if file is not None and file.suffix in RECIPES:
         raise ConfigError(
             f"{file}: a configuration of this project is TOML; if this is another system's recipe, add --recipe trl "
             "(TRL, Open-R1) or --recipe swift (ms-swift)"

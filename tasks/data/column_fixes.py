@@ -58,7 +58,7 @@ def missing_column(
     read_now = columns_read(columns.get(column, column))
     wanted = [part for part in read_now if taken(part, frame.schema) is None] or [column]
     likely = _likely(column, wanted[0], able)
-    if column not in columns and likely in (None, *chat_exports.COLUMNS):
+    if column not in columns and likely not in {*USUAL.get(column, ())} - {*chat_exports.COLUMNS}:
         likely = _of_chat_export(column, frame) or likely
     key = f"{section}.columns.{column}"
     hint = (

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_core.planning.frameworks.launches import (
+    VERL_PAGE,
     Launch,
     RecipeError,
     beside,
@@ -141,17 +142,13 @@ class Recipe:
 def read_recipe(path: Path, rules: Rules) -> Recipe:
     """Read a YAML or JSON file of arguments, or a shell script that launches a training. Raises RecipeError for any
     other file."""
-    if path.suffix in CODE:
-        raise RecipeError(
-            f"{path}: the code of a {CODE[path.suffix]} is not read; give its settings as options instead of the file: "
-            f"grpo plan --rules {rules} --num-prompts N --per-device-train-batch-size b --num-generations G, and so on"
-        )
+    check_no_code(path, rules)
     if path.suffix in SCRIPTS:
         return _launched(path, _text(path), rules)
     arguments = _mapping(path)
     environment = arguments.get("ENV")  # of ms-swift
     if not (SAYS_RECIPE | {*PROCESSES}) & arguments.keys():
-        verl = ", but of verl, whose files are not read" if "actor_rollout_ref" in arguments else ""
+        verl = f", but of verl, whose files are not read ({VERL_PAGE})" if "actor_rollout_ref" in arguments else ""
         raise RecipeError(
             f"{path}: is no recipe of TRL, Open-R1 or ms-swift{verl}: of the keys that a plan follows from, such as "
             f"num_generations or max_steps, it has none{_misspelt(arguments)}; it has {_listed(arguments)}"
@@ -160,6 +157,15 @@ def read_recipe(path: Path, rules: Rules) -> Recipe:
     if rules == "swift-4.6" and arguments.get("rlhf_type", "grpo") != "grpo":
         raise RecipeError(f"{path}: rlhf_type is {arguments['rlhf_type']}: this does not train by GRPO")
     return _recipe(rules, launch, arguments, path.parent)
+
+
+def check_no_code(path: Path, rules: Rules) -> None:
+    """Raises RecipeError for a notebook and a Python file."""
+    if path.suffix in CODE:
+        raise RecipeError(
+            f"{path}: the code of a {CODE[path.suffix]} is not read; give its settings as options instead of the file: "
+            f"grpo plan --rules {rules} --num-prompts N --per-device-train-batch-size b --num-generations G, and so on"
+        )
 
 
 def _launched(path: Path, text: str, rules: Rules) -> Recipe:
