@@ -35,5 +35,5 @@ def conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     if "from" not in turn:
-        return {"role": turn.get("role"), "content": turn.get("content")} | turn
+        return {"role": None, "content": None, **turn}
     return {"role": ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}

@@ -87,8 +87,7 @@ def adapted(found: Any, args: Collection[str], what: str) -> RewardFunction:
     taken = {FROM_PROMPTS, FROM_IDS, *(it.name for it in ours)}
     own = [it for it in parameters[1:] if it.name not in taken and it.kind is not it.VAR_POSITIONAL]
     own = [it if it.kind is it.VAR_KEYWORD else it.replace(kind=it.KEYWORD_ONLY) for it in own]
-    score.__signature__ = inspect.Signature([*ours, *own])
-    score.__wrapped__ = reward
+    vars(score).update(__signature__=inspect.Signature([*ours, *own]), __wrapped__=reward)
     return score
 
 

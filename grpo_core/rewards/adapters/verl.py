@@ -1,7 +1,8 @@
 """verl's reward functions: `compute_score(data_source, solution_str, ground_truth, extra_info)`, called for one
 completion at a time, gives a number, or a dictionary with the number as `score`.
 
-`data_source`, `ground_truth` and `extra_info` are columns of the data; `args` is what verl calls `reward_kwargs`.
+`data_source`, `ground_truth` and `extra_info` are columns of the data, or the same for all rows in `args`, which also
+has what verl calls `reward_kwargs`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def adapted(found: Any, args: Collection[str], what: str) -> RewardFunction:
         )
 
     def calls(completions: Sequence[Any], given: dict[str, Any]) -> list[Any]:
-        columns = {name: given.pop(name) for name in COLUMNS if name in given}
+        columns = {name: given.pop(name) for name in COLUMNS if name in given and name not in args}
         rows = ({name: values[i] for name, values in columns.items()} for i in range(len(completions)))
         return [found(**{TEXT: text_of(it)}, **row, **given) for it, row in zip(completions, rows, strict=True)]
 
@@ -51,13 +52,12 @@ def adapted(found: Any, args: Collection[str], what: str) -> RewardFunction:
 
     own = [
         parameters.get(name) or inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
-        for name in (*COLUMNS, *args)
+        for name in dict.fromkeys((*COLUMNS, *args))
         if name in parameters or takes_any
     ]
     first = inspect.Parameter("completions", inspect.Parameter.KEYWORD_ONLY)
     keyword = [it.replace(kind=it.KEYWORD_ONLY, annotation=it.empty) for it in own]
-    score.__signature__ = inspect.Signature([first, *keyword])
-    score.__wrapped__ = found
+    vars(score).update(__signature__=inspect.Signature([first, *keyword]), __wrapped__=found)
     return score
 
 

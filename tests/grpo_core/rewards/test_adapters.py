@@ -88,6 +88,7 @@ def _values(reward: Reward, in_conversations: bool) -> list[float]:
     ("function", "args", "columns", "values"),
     [
         ("verl:of_verl:compute_score", {}, {"data_source", "ground_truth"}, [1, 1, 0.5]),
+        ("verl:of_verl:compute_score", {"data_source": "none"}, {"ground_truth"}, [0.5, 0.5, 0.5]),
         ("verl:of_verl:exact", {"score": 2.0}, {"ground_truth"}, [0, 2, 0]),
         ("verl:of_verl:exact", {}, {"ground_truth"}, [0, 1, 0]),  # the column `score` is not its argument
         ("verl:of_verl:any_of", {"bonus": 10}, set(), [16, 12, 13]),
