@@ -159,6 +159,7 @@ def test_a_run_keeps_its_rewards_and_its_stages_find_them(tmp_path: Path, monkey
         "kept_reward.py": run / "rewards" / "kept_reward.py",
         "house/tone.py": run / "rewards" / "house" / "tone.py",
         "house/kind.py": run / "rewards" / "house" / "kind.py",  # in which the function is defined
+        "house/score.py": run / "rewards" / "house" / "score.py",
     }
     (folder / "kept_reward.py").unlink()
     code = (
