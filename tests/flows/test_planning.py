@@ -248,6 +248,12 @@ def test_an_invalid_run_says_why_and_what_works() -> None:
         (["--num-prompts", 9, "--rules", "trl-1.16", "--num-processes", -1], "num_processes=-1 is not positive"),
         (["--recipe", "trl", "--rules", "grpo", "--num-prompts", 9], "--rules grpo does not go with --recipe trl"),
         (["--num-prompts", 9, "--per-device-eval-batch-size", 3], "per_device_eval_batch_size: this project evaluates"),
+        (
+            ["recipe.yaml"],
+            "recipe.yaml: a configuration of this project is TOML; if this is another system's recipe, add",
+        ),
+        (["run.sh", "--num-prompts", 9], "add --recipe trl (TRL, Open-R1) or --recipe swift (ms-swift)"),
+        (["n.ipynb"], "n.ipynb: the code of a notebook is not read; give its settings as options instead of the file"),
         ([Path(__file__).parent], "cannot be read: Is a directory"),
     ],
 )
