@@ -269,7 +269,7 @@ def _anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives the headings of a page."""
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     anchors: Counter[str] = Counter()
-    found = set()
+    found = set(re.findall(r'<a id="(.*?)"></a>', text))
     for heading in re.findall(r"^#+ +(.*?)(?: #*)?$", text, re.MULTILINE):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
         anchor = re.sub(r"[^\w\- ]", "", words).strip().replace(" ", "-")

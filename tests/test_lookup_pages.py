@@ -4,15 +4,21 @@ stages, messages, GPUs."""
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
+import json
 import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
 import pytest
+import yaml
 
 from flows.cli.commands_page import commands_as_markdown
+from grpo_core.environments.registry import ADAPTERS
 from grpo_core.planning.hardware import MEMORY_MIB
+from grpo_core.rewards.builtin.code_tests import FUNCTIONS, read_test
 from tasks.stages.table import ALL_STAGES
 from tests.command_line import fenced, grpo_commands
 
@@ -92,3 +98,41 @@ def test_a_page_with_commands_says_how_the_shell_finds_them(page: Path) -> None:
     if grpo_commands(text) and page.stem != "install":
         told = "export PATH=" in text or "install.md#your-shell" in text
         assert told, "link how-to/install.md#your-shell near the first command"
+
+
+@pytest.mark.slow
+def test_every_argument_of_a_built_in_environment_is_on_the_page() -> None:
+    page = (HOW_TO / "environments.md").read_text().partition("## Environments that others have made")[2]
+    for name, source in ADAPTERS.items():
+        module, _, cls = source.partition(":")
+        section = page.partition(f"**`{name}`**")[2].partition("\n**`")[0]
+        for argument in list(inspect.signature(getattr(importlib.import_module(module), cls)).parameters):
+            assert re.search(rf"\b{argument}\b", section), f"{name}: {argument}"
+
+
+def test_every_form_of_a_unit_test_on_the_page_is_one_that_the_reward_reads() -> None:
+    section = (REFERENCE / "rewards.md").read_text().partition("takes for a test\n")[2].partition("\n## ")[0]
+    items = re.findall(r"^\| `([\"{].*?)` \|", section, re.MULTILINE)
+    assert len(items) == 3
+    for item in items:
+        read_test(json.loads(item))
+    of_types = {kind.__name__ for kind in (bool, dict, float, int, list, set, str, tuple)}
+    assert set(FUNCTIONS) - of_types <= set(re.findall(r"`(\w+)`", section))
+
+
+def test_the_page_of_kubernetes_shows_the_whole_definitions_of_its_file_with_what_is_to_be_added() -> None:
+    page = (HOW_TO / "kubernetes.md").read_text()
+    [shown] = map(yaml.safe_load, fenced(page, "yaml"))
+    file = yaml.safe_load((HOW_TO / "work-pools" / "kubernetes.yaml").read_text())["definitions"]
+    added = {"namespace": "training"}
+    for variables in (file["variables"], file["cpu"]["job_variables"], file["gpu"]["job_variables"]):
+        variables |= added
+        variables["env"]["GRPO_CONFIGS"] = "/storage/configs"
+    file["gpu"]["job_variables"]["service_account_name"] = "grpo-train"
+    assert shown == file
+    template = json.loads((HOW_TO / "work-pools" / "kubernetes-job.json").read_text())["variables"]["properties"]
+    assert shown["gpu"]["job_variables"].keys() <= template.keys()
+    volume = yaml.safe_load((HOW_TO / "kubernetes" / "storage.yaml").read_text())
+    role = [*yaml.safe_load_all((HOW_TO / "kubernetes" / "role.yaml").read_text())][0]
+    assert volume["metadata"] == {"name": file["variables"]["storage_claim"], **added}
+    assert role["metadata"] == {"name": "grpo-train", **added}

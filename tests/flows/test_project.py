@@ -24,7 +24,8 @@ COMMAND = re.compile(r"^(?:python -m (examples\.\w+\.\w+)|grpo run (configs/\w+\
 
 
 def test_every_recipe_has_a_configuration_a_script_and_a_page() -> None:
-    of_other_pages = {"arithmetic", "quickstart", "mixed"}  # of the quickstart, and of docs/how-to/mixed-data.md
+    # Of the quickstart, of docs/how-to/mixed-data.md and of docs/how-to/first-gpu-run.md.
+    of_other_pages = {"arithmetic", "quickstart", "mixed", "gsm8k", "gsm8k-2-gpus"}
     made = {path.parent.name for path in ROOT.glob("examples/*/make.py")} - of_other_pages
     configured = {path.stem for path in ROOT.glob("configs/*.toml")} - of_other_pages
     assert set(RECIPES) == made == configured
