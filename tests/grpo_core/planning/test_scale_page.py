@@ -80,7 +80,8 @@ AS_ADAPTER = ["model.use_peft=true", "train.gradient_checkpointing=true", "train
 def _first_run_cell(size: str, gpu: Gpu) -> str:
     """GiB of configs/gsm8k.toml with this model, else as an adapter's training, else "no"."""
     for overrides, said in (([], ""), (AS_ADAPTER, " as adapter")):
-        config = load_config(PAGE.parents[2] / "configs" / "gsm8k.toml", overrides)
+        bf16 = "train.mixed_precision=bf16"  # what "auto" is on each of these
+        config = load_config(PAGE.parents[2] / "configs" / "gsm8k.toml", [*overrides, bf16])
         lengths, shape, plan = PromptLengths(150, 150, "given"), qwen(size), make_plan(plan_inputs(config, 7473))
         try:
             check_engine_memory(config, shape, lengths, gpu)
