@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import re
+import runpy
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -89,7 +90,7 @@ def test_a_message_on_the_page_is_one_that_the_code_gives(message: str) -> None:
 
 
 def test_the_page_of_the_plan_names_the_gpus_whose_memory_is_known() -> None:
-    said = re.search(r"Known by name: (.*?)\.\n", (REFERENCE / "plan.md").read_text(), re.DOTALL)
+    said = re.search(r"Known by name: (.*?)\. Of another", " ".join((REFERENCE / "plan.md").read_text().split()))
     assert said and set(re.findall(r"`(.*?)`", said[1])) == MEMORY_MIB.keys()
 
 
@@ -137,3 +138,13 @@ def test_the_page_of_kubernetes_shows_the_whole_definitions_of_its_file_with_wha
     role = [*yaml.safe_load_all((HOW_TO / "kubernetes" / "role.yaml").read_text())][0]
     assert volume["metadata"] == {"name": file["variables"]["storage_claim"], **added}
     assert role["metadata"] == {"name": "grpo-train", **added}
+
+
+@pytest.mark.slow
+def test_the_flow_of_the_page_on_events_is_the_deployment_that_the_page_starts(tmp_path: Path) -> None:
+    page = (REFERENCE / "events.md").read_text()
+    [code] = fenced(page, "python")
+    (tmp_path / "serve_model.py").write_text(code)
+    flow = runpy.run_path(str(tmp_path / "serve_model.py"))["serve_model"]
+    assert f"start_deployment.py {flow.name}/production" in page
+    assert [*flow.parameters.properties] == ["model", "version"]

@@ -41,7 +41,7 @@ def test_a_project_holds_what_its_page_names_and_the_configuration_of_the_recipe
     assert (f"examples.{recipe}.make", "") in named and ("", f"configs/{recipe}.toml") in named
     for module, config in named:
         assert (project / (config or module.replace(".", "/") + ".py")).is_file()
-    assert "](" not in page
+    assert "](" not in page and "Next:" not in page
     assert [command for command in grpo_commands(page) if recipe in command] == [], "the run is called mine"
     ours = load_config(ROOT / "configs" / f"{recipe}.toml")
     theirs = project / "configs" / f"{recipe}.toml"
