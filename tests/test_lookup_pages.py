@@ -69,9 +69,7 @@ def test_the_stages_of_how_it_works_are_those_of_the_table() -> None:
     asked = {stage.name: f" Only with `{stage.asked_by}`." for stage in ALL_STAGES if stage.asked_by}
     assert rows == [(it.name, it.meaning + asked.get(it.name, ""), it.output) for it in ALL_STAGES]
     [picture] = fenced(page, "mermaid")
-    for stage in ALL_STAGES:
-        for read in stage.reads:
-            assert re.search(rf"\b{read.name}\b", picture) and re.search(rf"\b{stage.name}\b", picture)
+    assert {stage.name for stage in ALL_STAGES} <= set(re.findall(r"\b[a-z]+\b", picture))
 
 
 MESSAGES = re.findall(r"^\| `(.+?)` \|", TROUBLE.replace(r"\`", "\0"), re.MULTILINE)

@@ -22,8 +22,9 @@ from tests.tasks.data.test_own_schema import _write
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.stem != "commands")]
-# Finished runs that pages name, and the configurations that they say to have.
+# Finished runs that pages name, and configurations of the reader's own.
 RUNS = ("quickstart", "slower", "seed-1", "pairs", "smallest", "one-group", "mine", "faster", "gsm8k")
+READERS_OWN = ("mine.toml", "config.toml", "configs/mine.toml")
 STALE = 1  # exit status of `grpo status NAME`: made-up runs have no lineage
 
 # Commands, by page and first words, that are not run here, and why.
@@ -106,9 +107,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path
         write_sampled(run / "training", batches, 1)
     # What the pages on data name: rows of GSM8K, and a model that fits into a test under the name of theirs.
     tokenizer = tiny.make_tokenizer([])
-    for name in ("Qwen2.5-0.5B-Instruct",):
-        tokenizer.save_pretrained(folder / "Qwen" / name)
-        tiny.make_model(tokenizer, context=1024).save_pretrained(folder / "Qwen" / name)
+    model = folder / "Qwen" / "Qwen2.5-0.5B-Instruct"
+    tokenizer.save_pretrained(model)
+    tiny.make_model(tokenizer, context=1024).save_pretrained(model)
     for name, part in (("train", GSM8K[:8]), ("test", GSM8K[8:]), ("more", GSM8K[:8])):
         _write(folder / f"{name}.jsonl", part)
     return folder
@@ -129,11 +130,9 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_the_quick_commands_of_a_page_do_what_it_says_in_its_order(page: Path, here: Path) -> None:
     for name, text in _files(page):
         (here / name).write_text(text)
-    if (config := here / "configs" / "mine.toml") and not config.exists():
-        config.write_text((here / "configs" / "quickstart.toml").read_text())
-    (here / "config.toml").write_text(config.read_text())
-    if not (here / "mine.toml").exists():
-        shutil.copy(config, here / "mine.toml")
+    for name in READERS_OWN:
+        if not (here / name).exists():
+            shutil.copy(here / "configs" / "quickstart.toml", here / name)
     for words, target in _commands(page):
         if _elsewhere(page, words):
             continue
