@@ -92,7 +92,10 @@ def test_the_page_of_the_plan_names_the_gpus_whose_memory_is_known() -> None:
     assert said and set(re.findall(r"`(.*?)`", said[1])) == MEMORY_MIB.keys()
 
 
-@pytest.mark.parametrize("page", sorted({*HOW_TO.glob("*.md"), *(DOCS / "tutorials").rglob("*.md")}), ids=lambda it: it.stem)
+GUIDES = sorted({*HOW_TO.glob("*.md"), *(DOCS / "tutorials").rglob("*.md")})
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_a_page_with_commands_says_how_the_shell_finds_them(page: Path) -> None:
     text = page.read_text()
     if grpo_commands(text) and page.stem != "install":

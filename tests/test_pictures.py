@@ -47,7 +47,8 @@ def test_the_first_pages_tell_the_figures_of_the_pictured_report() -> None:
 def test_a_page_tells_the_gain_and_the_interval_of_the_verdict_that_it_shows(picture: str) -> None:
     """In words or in a block, beside the picture."""
     verdict = json.loads(RECORDED.read_text())[VERDICTS[picture]]
-    [(gain, low, high)] = re.findall(r"\+([\d.]+) points(?: over the base, 95% interval)? \[([\d.]+), ([\d.]+)\]", verdict)
+    told = r"\+([\d.]+) points(?: over the base, 95% interval)? \[([\d.]+), ([\d.]+)\]"
+    [(gain, low, high)] = re.findall(told, verdict)
     pages = [page for page in (ROOT / "docs").rglob("*.md") if f"images/{picture}.png)" in page.read_text()]
     assert pages
     for page in pages:

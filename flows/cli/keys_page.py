@@ -50,7 +50,8 @@ def keys_as_markdown() -> str:
     for section, rows in groupby(describe_keys(), key=lambda row: row[0].rpartition(".")[0]):
         sections.setdefault(section, []).extend(_row(*row) for row in rows)
     first = ", ".join(f"[`{key}`](#{key})" for key in FIRST)
-    return f"{HEAD}\nMost runs set only these: {first}.\n" + "".join(_section(name, rows) for name, rows in sections.items()) + END
+    shown = "".join(_section(name, rows) for name, rows in sections.items())
+    return f"{HEAD}\nMost runs set only these: {first}.\n{shown}{END}"
 
 
 def _section(name: str, rows: list[str]) -> str:
