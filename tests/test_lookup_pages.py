@@ -136,7 +136,7 @@ def test_the_page_of_kubernetes_shows_the_whole_definitions_of_its_file_with_wha
     template = json.loads((HOW_TO / "work-pools" / "kubernetes-job.json").read_text())["variables"]["properties"]
     assert shown["gpu"]["job_variables"].keys() <= template.keys()
     volume = yaml.safe_load((HOW_TO / "kubernetes" / "storage.yaml").read_text())
-    role = [*yaml.safe_load_all((HOW_TO / "kubernetes" / "role.yaml").read_text())][0]
+    role = next(yaml.safe_load_all((HOW_TO / "kubernetes" / "role.yaml").read_text()))
     assert volume["metadata"] == {"name": file["variables"]["storage_claim"], **added}
     assert role["metadata"] == {"name": "grpo-train", **added}
 

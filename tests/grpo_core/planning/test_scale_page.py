@@ -66,10 +66,7 @@ def test_the_tables_of_what_fits_are_the_forecast_s(keys: dict[str, Any], number
     table = [
         "| Qwen2.5 | " + " | ".join(f"{number} GPU{'s' * (number > 1)}" for number in numbers) + " |",
         "|---" * (len(numbers) + 1) + "|",
-        *(
-            f"| {size} | " + " | ".join(_cell(size, number, keys) for number in numbers) + " |"
-            for size in MODELS
-        ),
+        *(f"| {size} | " + " | ".join(_cell(size, number, keys) for number in numbers) + " |" for size in MODELS),
     ]
     assert "\n".join(table) in PAGE.read_text(), "put this table into the page:\n" + "\n".join(table)
 
