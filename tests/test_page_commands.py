@@ -39,6 +39,7 @@ ELSEWHERE = {
     "*: schedule": OF_SERVERS,
     "*: promote": "tests/tasks/registry, tests/e2e/test_readme.py: it needs a registered version",
     "*: rollback": "tests/tasks/registry: it needs a champion",
+    "*: clean": "tests/tasks/test_clean.py: it asks Prefect for the runs at work",
     "*: env try": "tests/test_readme.py",
     "*: compare arithmetic@champion": "tests/flows/test_compare.py: it needs a registered version",
     "your-first-run: rewards try": "tests/test_readme.py, on the rows that the page makes",
