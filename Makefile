@@ -86,8 +86,9 @@ pictures: setup ## write docs/images/*.png: pages from the browser tests, curves
 	$(BIN)/python -m benchmarks.recipe_curves
 	GRPO_PICTURES=docs/images $(BIN)/python -m pytest -m e2e tests/e2e/test_browser.py tests/e2e/test_day.py
 
-reference: setup ## write docs/reference/configuration.md from the keys' descriptions
+reference: setup ## write docs/reference/configuration.md and commands.md from the code
 	$(BIN)/python -m flows.cli.keys_page docs/reference/configuration.md
+	$(BIN)/python -m flows.cli.commands_page docs/reference/commands.md
 
 smollm: setup ## train a real model, SmolLM2-135M-Instruct, on sums, and show its answers before and after
 	$(BIN)/python -m examples.smollm.make

@@ -33,7 +33,7 @@ from tasks.tracking.live import live_table
 from tests.made_up import made_up_run, metrics_of, outcomes_of, sampled, samples_of, values_of, write_sampled
 
 RECORDED = Path(__file__).parents[1] / "docs" / "images" / "words.json"
-VERDICT = "verdict of the report"  # in RECORDED, as it is pictured
+VERDICTS = {name: f"verdict of {name}" for name in ("report", "compare", "sweep-page")}  # in RECORDED, with its figures
 FIELDS = 6  # of the form, in one picture
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import recipe_curves
-from tests.pictures import RECORDED, VERDICT, words_of_pictures
+from tests.pictures import RECORDED, VERDICTS, words_of_pictures
 from tests.readme import ROOT, TUTORIALS
 
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -19,7 +19,7 @@ TAKEN = re.compile(r'\bpicture\("([\w-]+)"')
 @pytest.mark.slow
 def test_each_pictured_page_still_has_the_words_of_its_picture(tmp_path: Path) -> None:
     recorded = json.loads(RECORDED.read_text())
-    pictured = {name: words for name, words in recorded.items() if name != VERDICT}
+    pictured = {name: words for name, words in recorded.items() if name not in VERDICTS.values()}
     assert words_of_pictures(tmp_path) == pictured, "pages read otherwise than in docs/images: run `make pictures`"
 
 
@@ -31,7 +31,7 @@ def test_make_pictures_renews_every_picture() -> None:
 
 
 def test_the_first_pages_tell_the_figures_of_the_pictured_report() -> None:
-    verdict = json.loads(RECORDED.read_text())[VERDICT]
+    verdict = json.loads(RECORDED.read_text())[VERDICTS["report"]]
     [(before, after, gain)] = re.findall(r"^(\S+)% \(base\) → (\S+)% \(trained\) .*?\+(\S+) points", verdict)
     readme, quickstart = (ROOT / "README.md").read_text(), (TUTORIALS / "quickstart.md").read_text()
     said = (
@@ -41,3 +41,17 @@ def test_the_first_pages_tell_the_figures_of_the_pictured_report() -> None:
     )
     assert all(it in " ".join(readme.split()) for it in said)
     assert f"base {before}%, trained {after}%" in quickstart and f"by {gain} points" in quickstart
+
+
+@pytest.mark.parametrize("picture", VERDICTS)
+def test_a_page_tells_the_gain_and_the_interval_of_the_verdict_that_it_shows(picture: str) -> None:
+    """In words or in a block, beside the picture."""
+    verdict = json.loads(RECORDED.read_text())[VERDICTS[picture]]
+    told = r"\+([\d.]+) points(?: over the base, 95% interval)? \[([\d.]+), ([\d.]+)\]"
+    [(gain, low, high)] = re.findall(told, verdict)
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if f"images/{picture}.png)" in page.read_text()]
+    assert pages
+    for page in pages:
+        text = page.read_text()
+        missing = {figure for figure in (f"+{gain} points", f"[{low}, {high}]") if figure not in text}
+        assert not missing, f"{page.name} shows the picture and does not tell its figures"

@@ -17,6 +17,8 @@ import pytest
 
 from benchmarks.command import ROOT, python_path
 
+GRPO = ("-m", "flows.cli.main")
+
 
 @contextmanager
 def users(*groups: str) -> Iterator[list[str]]:
@@ -37,18 +39,23 @@ def users(*groups: str) -> Iterator[list[str]]:
 
 
 def run_as(user: str, umask: str, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`grpo` as this user runs it, with a home that does not exist. What leads to this Python is opened to the user in
-    a mount namespace of this process alone."""
-    command = [sys.executable, "-m", "flows.cli.main", *map(str, arguments)]
+    """`grpo` as this user runs it."""
+    command = python_as(user, umask, *GRPO, *map(str, arguments))
+    return subprocess.run(command, env=seen(environment), capture_output=True, text=True, timeout=1200)
+
+
+def python_as(user: str, umask: str, *arguments: str) -> list[str]:
+    """Command that runs this Python as this user. What leads to it is opened to the user in a mount namespace of the
+    command alone."""
     switch = ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups", "--inh-caps=-all"]
-    script = f"set -e\n{_opened(Path(sys.executable).resolve())}\numask {umask}\nexec {shlex.join([*switch, *command])}"
-    return subprocess.run(
-        ["unshare", "--mount", "bash", "-c", script],
-        env={**_inherited(), "HOME": "/nonexistent", "PYTHONPATH": python_path(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
+    command = shlex.join([*switch, sys.executable, *arguments])
+    script = f"set -e\n{_opened(Path(sys.executable).resolve())}\numask {umask}\nexec {command}"
+    return ["unshare", "--mount", "bash", "-c", script]
+
+
+def seen(environment: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a user with these variables, whose home does not exist."""
+    return {**_inherited(), "HOME": "/nonexistent", "PYTHONPATH": python_path(ROOT), **environment}
 
 
 def _opened(program: Path) -> str:

@@ -20,6 +20,7 @@ FILES = Path(__file__).parent / "recipes"
 RECIPES = sorted(page.stem for page in (FILES / "docs").glob("*.md") if page.stem != "README")
 FIRST_STEPS = {"writing": "start the judge, as README.md says, and leave it running"}
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+NEXT = re.compile(r"\nNext: .*", re.DOTALL)
 
 
 def init(
@@ -59,7 +60,8 @@ def write_project(name: str, recipe: str, parent: Path) -> Path:
         renamed = config.read_text().replace(f'name = "{recipe}"', f'name = "{name}"', 1)
         pointed = renamed.replace(f"docs/tutorials/recipes/{recipe}.md", "README.md")
         (new / "configs" / f"{recipe}.toml").write_text(pointed)
-        page = LINK.sub(r"\1", (FILES / "docs" / f"{recipe}.md").read_text())  # those pages are not copied
+        page = NEXT.sub("", (FILES / "docs" / f"{recipe}.md").read_text())
+        page = LINK.sub(r"\1", page)  # the pages that links lead to are not copied
         (new / "README.md").write_text(re.sub(rf"^(grpo \w+ ){recipe}\b", rf"\g<1>{name}", page, flags=re.MULTILINE))
         new.rename(folder)
     return folder

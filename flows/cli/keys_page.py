@@ -6,6 +6,7 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
+from flows.parameters.form import FIRST
 from grpo_core.config.files import describe_keys
 
 PAGES = {  # by section, links to the pages that explain it, relative to the generated page
@@ -35,7 +36,8 @@ means. `grpo keys` prints the same. `make reference` writes this page from the c
 
 A configuration is a TOML file. A section is a table, `[train]`. One in double brackets may come
 several times, `[[rewards]]`. `--set section.key=value` overrides one key and may be repeated. List
-items count from 0: `--set rewards.0.weight=0.5`.
+items count from 0: `--set rewards.0.weight=0.5`. Whole files: [of the recipes](../../configs), [for one
+GPU](../../configs/gsm8k.toml).
 """
 END = """
 Next: [rewards](rewards.md), [data](data.md), [what a run's files contain](files.md).
@@ -47,7 +49,9 @@ def keys_as_markdown() -> str:
     sections: dict[str, list[str]] = {}
     for section, rows in groupby(describe_keys(), key=lambda row: row[0].rpartition(".")[0]):
         sections.setdefault(section, []).extend(_row(*row) for row in rows)
-    return HEAD + "".join(_section(name, rows) for name, rows in sections.items()) + END
+    first = ", ".join(f"[`{key}`](#{key})" for key in FIRST)
+    shown = "".join(_section(name, rows) for name, rows in sections.items())
+    return f"{HEAD}\nMost runs set only these: {first}.\n{shown}{END}"
 
 
 def _section(name: str, rows: list[str]) -> str:
@@ -59,7 +63,7 @@ def _section(name: str, rows: list[str]) -> str:
 
 def _row(key: str, default: str, accepts: str, meaning: str) -> str:
     shown = default if default == "required" else f"`{default}`" if default else "none"
-    cells = (f"`{key.rpartition('.')[2]}`", shown, accepts, meaning)
+    cells = (f'<a id="{key}"></a>`{key.rpartition(".")[2]}`', shown, accepts, meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

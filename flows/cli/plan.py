@@ -28,7 +28,16 @@ from grpo_core.planning.ahead_forecast import EarlierSampling
 from grpo_core.planning.forecast import forecast, forecast_rows, useful_groups
 from grpo_core.planning.frameworks.launches import RecipeError
 from grpo_core.planning.frameworks.megatron import megatron_notes, megatron_plan
-from grpo_core.planning.frameworks.recipes import NEWEST, Recipe, System, megatron_inputs, read_recipe, recipe_inputs
+from grpo_core.planning.frameworks.recipes import (
+    NEWEST,
+    RECIPES,
+    Recipe,
+    System,
+    check_no_code,
+    megatron_inputs,
+    read_recipe,
+    recipe_inputs,
+)
 from grpo_core.planning.hardware import capability, find_gpu, name_hardware, named_gpu
 from grpo_core.planning.nvidia import problem_of_driver
 from grpo_core.planning.pace import NOT_VALIDATED, Pace, Throughput
@@ -137,6 +146,13 @@ def own_plan(
     if ignored := given.keys() & {"per_device_eval_batch_size", "num_generations_eval", "num_eval_prompts"}:
         raise ConfigError(
             f"{', '.join(sorted(ignored))}: this project evaluates prompt by prompt, without such a setting"
+        )
+    if file is not None:
+        check_no_code(file, NEWEST["trl"])
+    if file is not None and file.suffix in RECIPES:
+        raise ConfigError(
+            f"{file}: a configuration of this project is TOML; if this is another system's recipe, add --recipe trl "
+            "(TRL, Open-R1) or --recipe swift (ms-swift)"
         )
     config, known = _configuration(file, given, overrides), given.get("num_prompts")
     if file is None and known is None:

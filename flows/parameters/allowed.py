@@ -14,6 +14,7 @@ from typing import Any
 from flows.parameters.form import configs, in_sections, presets, resolve
 from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.config.files import named_modules, read_values, search_beside
+from grpo_core.config.functions import own_name
 from grpo_core.config.inputs import DataConfig, RewardConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data import own_code
@@ -22,7 +23,7 @@ from grpo_core.environments.registry import BUILTIN as ENVIRONMENTS
 from grpo_core.environments.worker import UnusableError
 from grpo_core.environments.worker import found as imported
 from grpo_core.errors import ConfigError, RewardError
-from grpo_core.rewards.contract import find
+from grpo_core.rewards.contract import find_named
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.system.own_code import code_of
 
@@ -71,7 +72,7 @@ def _rewards(config: RunConfig, own: Mapping[str, Any]) -> Iterator[str]:
 def _reward_refusal(reward: RewardConfig, listed: set[str]) -> str:
     """Return why a deployment's parameters may not name this reward; "" if they may. Imports only listed modules."""
     if ":" in reward.function:
-        return _code_refusal(reward.function, "rewards", listed, find)
+        return _code_refusal(own_name(reward.function), "rewards", listed, lambda _: find_named(reward.function))
     record = BUILTIN.get(reward.function)
     if record is None:
         return ""  # there is no such reward, which is refused elsewhere

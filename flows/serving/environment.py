@@ -4,6 +4,8 @@ off telemetry."""
 from __future__ import annotations
 
 import os
+import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
@@ -45,6 +47,9 @@ def configure() -> None:
     # By default, both are in the user's home, which service users may not have, whatever PREFECT_HOME says.
     os.environ.setdefault("PREFECT_RESULTS_LOCAL_STORAGE_PATH", str(home / "storage"))
     os.environ.setdefault("PREFECT_SERVER_MEMO_STORE_PATH", str(home / "memo_store.toml"))
+    # By default, its pages are written into its package, which may be another user's: then the server has no pages.
+    if not os.access(_package("prefect") / "server", os.W_OK):
+        os.environ.setdefault("PREFECT_SERVER_UI_STATIC_DIRECTORY", str(home / "ui"))
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     # By default, leases are kept in memory: if the server dies, they are lost and their slots never freed.
     os.environ.setdefault("PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE", FILE_LEASES)
@@ -56,6 +61,21 @@ def configure() -> None:
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")  # seven processes for features not used here
+
+
+def keep_temporary_files_at_home() -> None:
+    """For this process alone. Prefect's runner makes a folder of the same name for all users in the temporary folder:
+    the second user of a machine could not serve."""
+    folder = Path(os.environ["PREFECT_HOME"], "tmp")
+    folder.mkdir(exist_ok=True)
+    tempfile.tempdir = str(folder)
+
+
+def _package(name: str) -> Path:
+    """Folder of an installed package, which is not imported."""
+    spec = find_spec(name)
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
 
 
 def _make_folder(variable: str, folder: Path) -> None:

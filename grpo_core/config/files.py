@@ -18,6 +18,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from grpo_core.config.columns import is_function
+from grpo_core.config.functions import own_name
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.system import beside
@@ -174,7 +175,7 @@ KEPT = "rewards"  # folder beside a run's configuration, with copies of the modu
 
 def named_modules(config: RunConfig) -> set[str]:
     """The modules that a configuration names, for rewards, environments, tools, columns and a schema."""
-    named = [reward.function for reward in config.rewards]
+    named = [own_name(reward.function) for reward in config.rewards]
     named += [*config.environment.factories.values(), *config.environment.tools, config.data.schema or ""]
     named += [how for origin in config.data.origins.values() for how in origin.columns.values() if is_function(how)]
     return {name.partition(":")[0] for name in named if ":" in name}

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from grpo_core.config.base import LONGEST_SECONDS, MOST_GIB, Section
 from grpo_core.config.columns import columns_read, is_function, is_template
+from grpo_core.config.functions import framework_of, own_name
 
 LONGEST_ARGUMENT = 200  # characters: MLflow takes names of parameters up to 250, with rewards.0.args. in front
 WIDEST_RANGE = 1e12  # of a reward
@@ -269,7 +270,8 @@ class DataConfig(PromptSource):
 class RewardConfig(Section):
     function: str
     """A built-in reward's name, or `package.module:function`: a function with TRL's signature, in an installed module,
-    or in a file in the working folder or beside the configuration."""
+    or in a file in the working folder or beside the configuration. `verl:module:function` is a function of verl,
+    `swift:module:Class` a reward of ms-swift."""
     name: str = Field(
         default_factory=lambda given: given["function"].rsplit(":", 1)[-1],
         pattern=r"^[.-]*\w[\w.-]*$",
@@ -305,12 +307,13 @@ class RewardConfig(Section):
     @field_validator("function")
     @classmethod
     def _is_no_path(cls, function: str) -> str:
-        module, _, name = function.partition(":")
+        framework = f"{framework_of(function)}:" if framework_of(function) else ""
+        module, _, name = own_name(function).partition(":")
         if "/" in module or module.endswith(".py"):
             path = PurePath(module).with_suffix("")
             raise ValueError(
-                f"{function!r} names a file; write '{path.name}:{name or 'FUNCTION'}', with {path.name}.py in the "
-                "working folder or beside the configuration"
+                f"{function!r} names a file; write '{framework}{path.name}:{name or 'FUNCTION'}', with {path.name}.py "
+                "in the working folder or beside the configuration"
             )
         return function
 

@@ -141,7 +141,7 @@ class TrainConfig(Section):
     """Compute activations again in the backward pass instead of keeping them: less memory, updates a third longer."""
     torch_compile: bool = False
     """Compile the decoder layers by torch.compile in the first update, for training and scoring; sampling runs
-    uncompiled. Needs a C compiler. Hardly faster on a CPU; not measured on a GPU."""
+    uncompiled. Needs a C compiler. Hardly faster on a CPU; on one H200, an earlier form of it changed nothing."""
     deterministic: bool = False
     """Repeat a training bit for bit on a GPU, stopped and continued too, by PyTorch's deterministic kernels; needs
     `rollout.engine = "transformers"` or `"recorded"`. Costs time: about an eighth of a small training on one H200. A

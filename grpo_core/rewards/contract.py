@@ -1,7 +1,8 @@
 """The reward contract: resolve a function by name and know which columns it reads.
 
 A reward has TRL's signature `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, `async def` or
-not; None means "does not apply to this row". It may take fewer of these arguments, and those of `trl_arguments`; every
+not; None means "does not apply to this row". A name such as `verl:module:function` stands for a function with another
+framework's signature (`adapters`). A reward may take fewer of these arguments, and those of `trl_arguments`; every
 other parameter without a default is a column of the data or one of the config's `args`. What it gets is its own: if it
 changes its arguments, nothing else changes. The annotation of a column's parameter says what it may
 hold: `Sequence[str]` takes text, `list[float]` numbers, `Sequence[str | None]` text with gaps.
@@ -19,13 +20,15 @@ import importlib.util
 import inspect
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_core.config.functions import framework_of, own_name
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.errors import RewardError, install
+from grpo_core.rewards.adapters import swift, verl
 from grpo_core.rewards.builtin.record import Range, RewardFunction
 from grpo_core.rewards.isolated import RewardProcess, kind_of
 from grpo_core.rewards.registry import BUILTIN
@@ -35,6 +38,7 @@ from grpo_core.system.own_code import code_of
 if TYPE_CHECKING:  # a third of what the process of an isolated reward would import
     from grpo_core.config.run import RunConfig
 
+ADAPTERS = {"verl": verl.adapted, "swift": swift.adapted}
 ROLLOUT_ARGUMENTS = (
     *("prompts", "completions", "completion_ids", "environments"),
     *("trainer_state", "log_extra", "log_metric"),
@@ -130,7 +134,7 @@ def resolve(config: RewardConfig) -> Reward:
 
 def resolve_here(config: RewardConfig) -> Reward:
     """`resolve` by importing the function into this process."""
-    function = find(config.function)
+    function = find(config.function, config.args)
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -140,6 +144,11 @@ def resolve_here(config: RewardConfig) -> Reward:
         raise RewardError(f"reward {config.name!r} takes no argument {sorted(unknown)}; it takes {sorted(accepts)}")
     given = {*ROLLOUT_ARGUMENTS, *config.args}
     columns = {p.name: _value_type(p, function) for p in named if p.default is p.empty and p.name not in given}
+    if verl.TEXT in columns and not framework_of(config.function):
+        raise RewardError(
+            f"reward {config.name!r} takes a parameter {verl.TEXT!r}: write 'verl:{config.function}' if it is a reward "
+            "of verl; otherwise completions come as 'completions'"
+        )
     if "prompt" in columns:
         raise RewardError(f"reward {config.name!r} takes a parameter 'prompt'; the prompts come as 'prompts'")
     return Reward(
@@ -185,7 +194,7 @@ def files_of(config: RewardConfig) -> list[str]:
 def files_here(config: RewardConfig) -> list[str]:
     """`files_of` by importing the function into this process; none for a built-in reward."""
     function = find(config.function)
-    return [] if is_builtin(config.function) else own_code.files_of(config.function, function)
+    return [] if is_builtin(config.function) else own_code.files_of(own_name(config.function), function)
 
 
 def check(config: RewardConfig) -> None:
@@ -194,7 +203,7 @@ def check(config: RewardConfig) -> None:
     if is_builtin(config.function):
         _check_extra(config)
     else:
-        own_code.check_source(config.function, f"reward {config.function!r}", RewardError)
+        own_code.check_source(own_name(config.function), f"reward {config.function!r}", RewardError)
     _check_args(config)
 
 
@@ -246,11 +255,29 @@ def _value_type(parameter: inspect.Parameter, function: RewardFunction) -> Any:
     return values[0] if len(values) == 1 else Any
 
 
-def find(function: str) -> RewardFunction:
-    """Find the function of this name. Raises RewardError if there is none, or it cannot be imported or called."""
+def find(function: str, args: Collection[str] = ()) -> RewardFunction:
+    """Find the function of this name. Raises RewardError if there is none, or it cannot be imported or called. `args`:
+    names of the arguments that the configuration gives."""
     if is_builtin(function):
         return BUILTIN[function].function
-    found = own_code.load(function, f"reward {function!r}", RewardError)
-    if inspect.isclass(found) or not callable(found):
-        raise RewardError(f"reward {function!r} is a {type(found).__name__}, not a function or an object to be called")
+    found, what = find_named(function), f"reward {function!r}"
+    if framework := framework_of(function):
+        return ADAPTERS[framework](found, args, what)
+    if inspect.isclass(found):
+        raise RewardError(
+            f"{what} is a class: write 'swift:{function}' if it is a reward of ms-swift; else make an object of it in "
+            f"its module, as in reward = {found.__name__}(…), and name that"
+        )
+    return found
+
+
+def find_named(function: str) -> Any:
+    """Find what a module has under this name: a function, a class, or an object to be called. Raises RewardError as
+    `find` does."""
+    what = f"reward {function!r}"
+    if framework_of(function) == "swift":
+        swift.provide_bases()
+    found = own_code.load(own_name(function), what, RewardError)
+    if not callable(found):
+        raise RewardError(f"{what} is a {type(found).__name__}, not a function or an object to be called")
     return found

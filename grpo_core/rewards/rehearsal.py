@@ -20,7 +20,7 @@ from grpo_core.config.columns import ANSWER
 from grpo_core.config.files import load_config
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
-from grpo_core.data.chat import completion_of
+from grpo_core.data.chat import completion_of, is_conversation, text_of
 from grpo_core.errors import GrpoError, RewardError
 from grpo_core.planning.plan import plan_inputs
 from grpo_core.rewards.batch import Batch, short
@@ -122,6 +122,9 @@ def rehearse(
         except RewardError as error:
             errors.append(str(error))
             continue
+        if reward.name not in acting and (problem := _reads_as_text(reward, batch, values, _limits(declared)[1])):
+            errors.append(problem)
+            continue
         by_kind: dict[str, list[float]] = {kind: [] for kind in kinds}
         for kind, row, value in zip(kinds, batch.rows, values, strict=True):
             if reward.scores(row):
@@ -176,10 +179,31 @@ def _timed_values(reward: Reward, batch: Batch, limits: tuple[float, float]) -> 
     return values, (time.perf_counter() - start) / len(batch.rows)
 
 
+def _reads_as_text(reward: Reward, batch: Batch, values: Sequence[float], seconds: float) -> str | None:
+    """The error if the reward gives the same to all messages, but not to their texts: `72 in completion` is never true
+    of a list of messages, and raises nothing."""
+    scored = {value for value in values if not math.isnan(value)}
+    if len(scored) != 1 or not any(map(is_conversation, batch.completions)):
+        return None
+    texts = [text_of(completion) for completion in batch.completions]
+    try:
+        (of_texts,) = score([replace(reward, timeout=seconds)], replace(batch, completions=texts))
+    except RewardError:
+        return None
+    if len({value for value in of_texts if not math.isnan(value)}) == 1:
+        return None
+    return (
+        f"reward {reward.name!r} gives {scored.pop():g} to everything, because it reads completions as text: here they "
+        "are lists of messages, since the prompts are (or data.system_prompt makes them so); let it read "
+        'completion[-1]["content"], which it tells apart'
+    )
+
+
 def longest_seconds(config: RunConfig) -> float:
     """Seconds after which the rehearsal must have ended if the rewards keep to their time limits: each call may take
     its limit, and as long again in the search for the completion that causes a failure."""
-    calls = sum(2 * (seconds + GRACE) for reward in config.rewards for seconds in _limits(reward))
+    limits = [(*_limits(reward), _limits(reward)[1]) for reward in config.rewards]  # the last: with text
+    calls = sum(2 * (seconds + GRACE) for each in limits for seconds in each)
     starts = sum(3 * START_SECONDS for reward in config.rewards if reward.isolated)
     return LOADING_SECONDS + calls + starts
 

@@ -25,6 +25,14 @@ from grpo_core.system.beside import FINDER
 
 Fault = Callable[[str], Exception]
 
+# Packages whose scripts people bring along and that are not installed with this one, and what works without each.
+ELSEWHERE = {
+    "trl": "trl is not installed here: take the built-in reward for it (docs/explanation/trl.md#rewards), ",
+    "open_r1": "open-r1 is not installed here: take the built-in reward for it (docs/explanation/trl.md#rewards), ",
+    "swift": "ms-swift is not installed here: name its reward 'swift:module:Class', which works without, ",
+    "verl": "verl is not installed here: ",
+}
+
 
 def _searched() -> str:
     """The searched folders other than those of Python and its packages, as part of a sentence."""
@@ -54,6 +62,11 @@ def load(name: str, what: str, fault: Fault) -> Any:
     except ModuleNotFoundError as error:
         if error.name and f"{module}.".startswith(f"{error.name}."):
             raise _missing(module, what, fault) from error
+        if advice := ELSEWHERE.get((error.name or "").partition(".")[0]):
+            raise fault(
+                f"{what} cannot be imported: it imports {error.name!r}; {advice}copy what it needs into a file without "
+                "that import, or install the package"
+            ) from error
         raise fault(
             f"{what} cannot be imported: it imports {error.name!r}, which is not there (searched: the installed "
             f"packages, {_searched()})"
@@ -110,6 +123,10 @@ def code_of(function: Any) -> Any:
 
 def _missing(module: str, what: str, fault: Fault) -> Exception:
     """The error for a module that is in none of the folders."""
+    if advice := ELSEWHERE.get(module.partition(".")[0]):
+        return fault(
+            f"{what} cannot be imported: {advice}copy the function into a file of your own, or install the package"
+        )
     file = f"{module.replace('.', '/')}.py"
     return fault(
         f"{what} cannot be imported: there is no module {module!r}; put {file} into the working folder or beside the "

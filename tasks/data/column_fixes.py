@@ -13,6 +13,7 @@ from typing import Any
 import polars as pl
 
 from grpo_core.config.columns import columns_read
+from grpo_core.data import chat_exports
 from tasks.data.columns import taken
 from tasks.data.repeats import is_conversation
 
@@ -41,7 +42,7 @@ def missing_column(
     own: Sequence[str] = (),
 ) -> str:
     """Part of a sentence: the column is missing (`reading`: its reader), and this key in `section` would make it.
-    `own`: columns of the data set itself, if they are not those of `frame`."""
+    `own`: columns of the data set itself, if they are not those of `frame`, whose first row is looked at."""
     kinds = read.get(column, {}).values()
     others: dict[str, Any] = {it: kind for it, kind in frame.schema.items() if it not in read and it != "prompt"}
     if column == "prompt":
@@ -57,6 +58,8 @@ def missing_column(
     read_now = columns_read(columns.get(column, column))
     wanted = [part for part in read_now if taken(part, frame.schema) is None] or [column]
     likely = _likely(column, wanted[0], able)
+    if column not in columns and likely not in {*USUAL.get(column, ())} - {*chat_exports.COLUMNS}:
+        likely = _of_chat_export(column, frame) or likely
     key = f"{section}.columns.{column}"
     hint = (
         f"leave {key} out, or set it to what the column should be made from"
@@ -90,6 +93,17 @@ def _likely(column: str, wanted: str, able: list[str]) -> str | None:
     usual += [name for each in (*known, column) for name in able if name.endswith(f".{each}")]
     only = able if column == "prompt" or len(able) == 1 else []
     return next(iter([*like, *usual, *only]), None)
+
+
+def _of_chat_export(column: str, frame: pl.DataFrame) -> str | None:
+    """The function that makes this column of conversations which end with the answer; None if the first row has no such
+    conversation."""
+    makes = {"prompt": chat_exports.asked, "answer": chat_exports.answered, "reference": chat_exports.answered}.get(
+        column
+    )
+    if makes is None or frame.is_empty() or chat_exports.asked(frame.row(0, named=True)) is None:
+        return None
+    return f"{makes.__module__}:{makes.__name__}"
 
 
 def accepts(kind: Any, found: pl.DataType) -> bool:

@@ -198,8 +198,9 @@ def _shape(name: str, part: Part) -> Iterator[str]:
     if not part.rows.height:
         yield f"{name} has no rows; it needs at least one"
         return
+    first = next(part.rows.slices()).head(1)
     if "prompt" not in frame.columns:
-        yield f"{name} {column_fixes.missing_column('prompt', '', frame, part.columns, read, part.section, part.own)}"
+        yield f"{name} {column_fixes.missing_column('prompt', '', first, part.columns, read, part.section, part.own)}"
     elif not (frame.schema["prompt"] == pl.String or is_conversation(frame)):
         yield (
             f"{name}, column 'prompt': its type is {_type_name(frame.schema['prompt'])}; a prompt is text, or a list "
@@ -211,7 +212,7 @@ def _shape(name: str, part: Part) -> Iterator[str]:
         if column not in frame.columns:
             reading = f", which {', '.join(readers)} reads"
             own = (part.columns, read, part.section, part.own)
-            yield f"{name} {column_fixes.missing_column(column, reading, frame, *own)}"
+            yield f"{name} {column_fixes.missing_column(column, reading, first, *own)}"
             continue
         if is_unstorable(frame.schema[column]):
             yield f"{name}, column {column!r}, which {', '.join(readers)} reads, {UNSTORABLE}"

@@ -1,14 +1,17 @@
-"""The address of MLflow, and the error message if it does not answer."""
+"""The address of MLflow, and the error message if it does not answer, or fails."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
 from grpo_core.system.addresses import holds_secret
 from tasks.stages.files import cannot_grow, is_full
 from tasks.stages.run_directory import storage_root
+
+REPEATED = re.compile(r"too many \d+ error responses")  # urllib3, after the last try
 
 
 class TrackingError(GrpoError):
@@ -48,7 +51,7 @@ def tracking_errors() -> tuple[type[Exception], ...]:
 
 def describe(error: Exception) -> str:
     """Describe what is wrong with MLflow or its database (`tracking_errors`), and what to do."""
-    from mlflow.exceptions import MlflowException
+    from mlflow.exceptions import MlflowException, RestException
 
     if is_full(error):
         return first_cause(error)
@@ -56,6 +59,12 @@ def describe(error: Exception) -> str:
         deleted = "must be in the 'active' state" in str(error)
         remedy = ". Restore it in MLflow, or train again with --force, which makes another run" if deleted else ""
         return f"MLflow at {tracking_uri()} refuses the request: {error}{remedy}"
+    if is_served() and (isinstance(error, RestException) or REPEATED.search(str(error))):
+        said = str(error).partition("\n")[0]
+        return (
+            f"MLflow at {tracking_uri()} answers with an error ({said}): see what it wrote, and whether it reaches its "
+            "database and the storage of its artifacts, then run the same again"
+        )
     cause = first_cause(error)
     if is_served():
         return _does_not_answer(cause)

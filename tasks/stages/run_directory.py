@@ -23,6 +23,7 @@ from pathlib import Path
 
 from grpo_core import run_files
 from grpo_core.config.files import KEPT, dump_config, load_config
+from grpo_core.config.functions import own_name
 from grpo_core.config.run import RunConfig
 from grpo_core.data import own_code
 from grpo_core.environments.registry import file_of, named
@@ -66,7 +67,7 @@ def open_run(config: RunConfig, say: Callable[[str], None] = print, wait: bool =
     own rewards, tools, environments and columns. Raises RewardError, EnvironmentsError or ConfigError if one cannot be
     imported."""
     own = [reward for reward in config.rewards if ":" in reward.function]
-    paths = {place_of(Path(file), reward.function): Path(file) for reward in own for file in files_of(reward)}
+    paths = {place_of(Path(file), own_name(reward.function)): Path(file) for reward in own for file in files_of(reward)}
     paths |= {place_of(Path(file), name): Path(file) for file, name in own_code.files(config.data).items()}
     paths |= {place_of(file_of(name), name): file_of(name) for name in named(config.environment) if ":" in name}
     files = {place: path.read_bytes() for place, path in paths.items()}

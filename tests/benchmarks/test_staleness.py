@@ -79,7 +79,7 @@ def test_arms_are_compared_with_training_in_turn_of_the_same_seed() -> None:
 
 def test_the_page_on_servers_has_the_figures_of_the_simulation() -> None:
     rows = json.loads((RESULTS / "staleness-simulated.json").read_text())["simulated"]
-    page = (RESULTS.parents[1] / "docs" / "how-to" / "vllm-server.md").read_text()
+    page = (RESULTS.parents[1] / "docs" / "how-to" / "sampling-ahead.md").read_text()
     lines = [line for line in page.splitlines() if line.startswith(("| short", "| long tail", "| conversations"))]
     shown = [[int(cell) for cell in line.split("|")[2:-1]] for line in lines]
     paces = {(row["lengths"], row["max_staleness"]): row["updates_per_hour"] for row in rows if row["servers"] == 1}
@@ -93,7 +93,7 @@ def test_the_pages_say_how_much_too_fast_the_plan_is() -> None:
         for one in found
         for each in one["trainings"]
     )
-    for page in (RESULTS.parents[1] / "docs" / "how-to" / "vllm-server.md", RESULTS.parent / "README.md"):
+    for page in (RESULTS.parents[1] / "docs" / "how-to" / "sampling-ahead.md", RESULTS.parent / "README.md"):
         assert f"up to {excess:.0%} too fast".replace("%", " %") in " ".join(page.read_text().split())
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 from playwright.sync_api import Page, ViewportSize, expect, sync_playwright
 
 from tests.e2e.browsing import MILLISECONDS
-from tests.pictures import RECORDED, VERDICT, words_of_pictures
+from tests.pictures import RECORDED, VERDICTS, words_of_pictures
 
 PATIENCE = 120 * MILLISECONDS  # for a page, on a busy machine
 SETTLE = 2500  # milliseconds before a picture is taken
@@ -71,8 +71,8 @@ def photographer(page: Page, own: Path) -> Picture:
             page.wait_for_function("words => words.every(word => document.body.innerText.includes(word))", arg=shown)
         if asked:
             page.wait_for_timeout(settle)
-        if name == "report":
-            recorded[VERDICT] = page.locator(".verdict p").inner_text()
+        if name in VERDICTS:
+            recorded[VERDICTS[name]] = page.locator(".verdict p").inner_text()
         record.write_text(json.dumps(recorded, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
         shot = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
         shot.quantize(128, dither=Image.Dither.NONE).save(folder / f"{name}.png", optimize=True)

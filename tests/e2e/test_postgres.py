@@ -89,8 +89,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         database = stack.enter_context(postgres())
         stack.enter_context(bucket_server(bucket, folder / "bucket.log"))
         prefect_environment = {
-            **_documented("docs/how-to/servers/prefect.env"),
-            "PREFECT_HOME": str(folder / "prefect"),
+            **_in(folder / "prefect", _documented("docs/how-to/servers/prefect.env")),
             "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"postgresql+asyncpg://prefect:{WORD}@{database}/prefect",
             "PREFECT_SERVER_API_AUTH_STRING": f"grpo:{WORD}",
         }
@@ -99,7 +98,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         prefect.api.auth = ("grpo", WORD)
         mlflow_database = f"postgresql+psycopg2://mlflow:{WORD}@{database}/mlflow"
         users = (ROOT / "mlflow/served/mlflow-auth.ini").read_text()
-        documented = "postgresql+psycopg2://mlflow:SECRET@127.0.0.1:5432/mlflow"
+        documented = "postgresql+psycopg2://mlflow:YOUR-SECRET@127.0.0.1:5432/mlflow"
         (folder / "mlflow-auth.ini").write_text(_replaced(users, {documented: mlflow_database}))
         mlflow_environment = {
             **_documented("mlflow/served/mlflow.env"),
@@ -319,6 +318,11 @@ def _documented(file: str) -> dict[str, str]:
     """The variables of an environment file."""
     lines = [line for line in (ROOT / file).read_text().splitlines() if line and not line.startswith("#")]
     return dict(line.split("=", 1) for line in lines)
+
+
+def _in(home: Path, documented: Mapping[str, str]) -> dict[str, str]:
+    """The variables with another folder for the documented home of the Prefect server."""
+    return {name: value.replace(documented["PREFECT_HOME"], str(home)) for name, value in documented.items()}
 
 
 def _replaced(text: str, changes: Mapping[str, str]) -> str:

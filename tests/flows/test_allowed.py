@@ -101,6 +101,13 @@ def test_a_listed_module_s_own_rewards_and_nothing_that_it_imports(
         resolve_allowed("team", _rewards("house:system"))
     with pytest.raises(ConfigError, match=r"house:shell': it is defined in the module 'posix'"):
         resolve_allowed("team", _rewards("house:shell"))
+    framed = resolve_allowed("team", _rewards("verl:house:graded")).rewards  # the module counts, not the framework
+    assert [reward.function for reward in framed] == ["verl:house:graded"]
+    for framework in ("verl", "swift"):
+        with pytest.raises(ConfigError, match=rf"{framework}:house:system': it is defined in the module 'posix'"):
+            resolve_allowed("team", _rewards(f"{framework}:house:system"))
+        with pytest.raises(ConfigError, match=rf"{framework}:os:system': a deployment's parameters may name built-in"):
+            resolve_allowed("team", _rewards(f"{framework}:os:system"))
     with pytest.raises(ConfigError, match=r"house\.sub:graded': a deployment's parameters"):
         resolve_allowed("team", _rewards("house.sub:graded"))
 

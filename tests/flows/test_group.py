@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import stat
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 import tomli_w
 
 from tests.conftest import config_values, make_model, write_sums
-from tests.users import run_as, users
+from tests.serving import free_ports
+from tests.users import GRPO, python_as, run_as, seen, users
 
 
 @pytest.fixture
@@ -66,6 +70,35 @@ def test_who_may_not_write_to_a_storage_is_told_so_in_one_sentence_before_any_wo
             done = run_as(second, "002", *command, GRPO_STORAGE=str(storage))
             assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
             assert f" cannot be written to by user {second}: {owned}" in done.stderr
+
+
+@pytest.mark.e2e
+def test_who_neither_owns_the_packages_nor_serves_first_serves_with_pages() -> None:
+    """Prefect writes its pages into its package, and a runner's folder beside those of all users."""
+    with tempfile.TemporaryDirectory() as name, users("team") as (user,):
+        Path(name).chmod(0o755)
+        storage = share(Path(name), user, _group(user))
+        (temporary := Path(name, "tmp")).mkdir()
+        temporary.chmod(0o1777)
+        (temporary / "runner_storage").mkdir()  # root's, as Prefect makes it
+        prefect, mlflow = free_ports(2)
+        command = [*GRPO, "up", "--prefect-port", str(prefect), "--mlflow-port", str(mlflow)]
+        environment = seen({"GRPO_STORAGE": str(storage), "TMPDIR": str(temporary)})
+        up = subprocess.Popen(
+            python_as(user, "002", *command),
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            assert up.stdout is not None
+            said = list(itertools.takewhile(lambda line: not line.startswith("Ready"), up.stdout))
+            assert up.poll() is None, "".join(said)
+            assert "<html" in httpx2.get(f"http://127.0.0.1:{prefect}/", follow_redirects=True).raise_for_status().text
+        finally:
+            up.terminate()
+            up.communicate()
 
 
 @pytest.mark.e2e

@@ -21,6 +21,7 @@ from tests.qwen import QWEN
 from tests.serving import free_ports
 from tests.tasks.data.test_earlier_sampling import trained_run
 
+ROOT = Path(__file__).parents[2]
 FIGURES = [
     "num_prompts",
     "num_generations",
@@ -142,6 +143,20 @@ def test_the_tokens_of_a_pass_are_chosen_for_a_gpu_and_shown(config: Path, tmp_p
     assert "train.max_tokens_per_pass = 700: a sequence may have 768 tokens" in refused["errors"][0]
 
 
+@pytest.mark.parametrize(("name", "size"), [("gsm8k", "0.5B"), ("gsm8k-2-gpus", "1.5B")])
+def test_the_configurations_for_gpus_are_planned_to_fit_one_without_a_network(
+    name: str, size: str, tmp_path: Path
+) -> None:
+    path = ROOT / "configs" / f"{name}.toml"
+    assert f"Qwen2.5-{size}-" in tomllib.loads(path.read_text())["model"]["name_or_path"]
+    (tmp_path / "config.json").write_text(json.dumps(QWEN[size]))
+    options = ["--gpu", "H100", "--num-prompts", 7473, "--prompt-tokens", 150]
+    answer = _json(path, *options, "--set", f"model.name_or_path={tmp_path}", GRPO_STORAGE=str(tmp_path))
+    assert (answer["max_steps"], answer["effective_batch_size"]) == (100, 256)
+    memory = answer["forecasts"]["memory"]
+    assert memory["peak_memory_gib"] < 80 and "warning" not in memory
+
+
 def test_how_far_to_sample_ahead_is_simulated_from_the_last_training_of_a_run(config: Path, tmp_path: Path) -> None:
     name = tomllib.loads(config.read_text())["name"]
     keys = ["--set", "rollout.engine=vllm-server"]
@@ -248,6 +263,12 @@ def test_an_invalid_run_says_why_and_what_works() -> None:
         (["--num-prompts", 9, "--rules", "trl-1.16", "--num-processes", -1], "num_processes=-1 is not positive"),
         (["--recipe", "trl", "--rules", "grpo", "--num-prompts", 9], "--rules grpo does not go with --recipe trl"),
         (["--num-prompts", 9, "--per-device-eval-batch-size", 3], "per_device_eval_batch_size: this project evaluates"),
+        (
+            ["recipe.yaml"],
+            "recipe.yaml: a configuration of this project is TOML; if this is another system's recipe, add",
+        ),
+        (["run.sh", "--num-prompts", 9], "add --recipe trl (TRL, Open-R1) or --recipe swift (ms-swift)"),
+        (["n.ipynb"], "n.ipynb: the code of a notebook is not read; give its settings as options instead of the file"),
         ([Path(__file__).parent], "cannot be read: Is a directory"),
     ],
 )

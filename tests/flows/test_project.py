@@ -24,7 +24,8 @@ COMMAND = re.compile(r"^(?:python -m (examples\.\w+\.\w+)|grpo run (configs/\w+\
 
 
 def test_every_recipe_has_a_configuration_a_script_and_a_page() -> None:
-    of_other_pages = {"arithmetic", "quickstart", "mixed"}  # of the quickstart, and of docs/how-to/mixed-data.md
+    # Of the quickstart, of docs/how-to/mixed-data.md and of docs/how-to/first-gpu-run.md.
+    of_other_pages = {"arithmetic", "quickstart", "mixed", "gsm8k", "gsm8k-2-gpus"}
     made = {path.parent.name for path in ROOT.glob("examples/*/make.py")} - of_other_pages
     configured = {path.stem for path in ROOT.glob("configs/*.toml")} - of_other_pages
     assert set(RECIPES) == made == configured
@@ -40,7 +41,7 @@ def test_a_project_holds_what_its_page_names_and_the_configuration_of_the_recipe
     assert (f"examples.{recipe}.make", "") in named and ("", f"configs/{recipe}.toml") in named
     for module, config in named:
         assert (project / (config or module.replace(".", "/") + ".py")).is_file()
-    assert "](" not in page
+    assert "](" not in page and "Next:" not in page
     assert [command for command in grpo_commands(page) if recipe in command] == [], "the run is called mine"
     ours = load_config(ROOT / "configs" / f"{recipe}.toml")
     theirs = project / "configs" / f"{recipe}.toml"

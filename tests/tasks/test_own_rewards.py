@@ -149,14 +149,17 @@ def test_a_run_keeps_its_rewards_and_its_stages_find_them(tmp_path: Path, monkey
     (folder / "house").mkdir(parents=True)
     (folder / "house" / "tone.py").write_text("from house.kind import polite\n")
     (folder / "house" / "kind.py").write_text("def polite(completions): return [1.0 for _ in completions]\n")
+    (folder / "house" / "score.py").write_text("def compute_score(solution_str): return {'score': 2.0}\n")
     path = _project(folder, "kept_reward", SHORTER)
-    both = 'rewards=[{function="kept_reward:shorter"}, {function="house.tone:polite"}]'
+    both = 'rewards=[{function="kept_reward:shorter"}, {function="house.tone:polite"}, '
+    both += '{function="verl:house.score:compute_score"}]'
     with open_run(load_config(path, [both])) as run:
         keys = lineage_keys(load_config(run / "config.toml"))
     assert kept_rewards(run) == {
         "kept_reward.py": run / "rewards" / "kept_reward.py",
         "house/tone.py": run / "rewards" / "house" / "tone.py",
         "house/kind.py": run / "rewards" / "house" / "kind.py",  # in which the function is defined
+        "house/score.py": run / "rewards" / "house" / "score.py",
     }
     (folder / "kept_reward.py").unlink()
     code = (
@@ -167,7 +170,7 @@ def test_a_run_keeps_its_rewards_and_its_stages_find_them(tmp_path: Path, monkey
     )
     command = [sys.executable, "-c", code, str(run / "config.toml")]
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=True)
-    assert json.loads(done.stdout) == [[[-3.0], [1.0]], keys]
+    assert json.loads(done.stdout) == [[[-3.0], [1.0], [2.0]], keys]
 
 
 def test_a_run_keeps_what_its_rewards_are_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ MODULES = {  # files and modules that are those tools' commands
 }
 STARTERS = ("torchrun", "accelerate", "deepspeed", "python", "python3", *TOOLS)
 UNKNOWN = re.compile(r"\$\{?\w+(\[[@*]\])?\}?")
+VERL_PAGE = "docs/how-to/from-verl.md says where its settings go"
 VERL = re.compile(r"verl\b.*|recipe[./].*")
 GRPO_NAME = re.compile(r"grpo|gspo|rloo", re.I)
 ONLY_GRPO = {"num_generations", "steps_per_generation", "generation_batch_size"}
@@ -172,7 +173,7 @@ def why_not_grpo(launch: Launch, arguments: Arguments, system: str, folder: Path
     if UNKNOWN.fullmatch(program):
         return f"what is started stands in {program}, whose value depends on what happens before; write it out"
     if VERL.fullmatch(program):
-        return f"{program} is verl's, whose scripts are not supported: only those of TRL, Open-R1 and ms-swift are"
+        return f"{program} is verl's, whose scripts are not read ({VERL_PAGE})"
     if system == "swift" or not program.endswith(".py"):
         return f"{program} is not known"
     return _why_not_own_program(program, arguments, folder)

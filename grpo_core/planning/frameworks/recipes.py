@@ -6,6 +6,7 @@ Values that a plan does not depend on are ignored.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_core.planning.frameworks.launches import (
+    VERL_PAGE,
     Launch,
     RecipeError,
     beside,
@@ -31,6 +33,8 @@ from grpo_core.planning.rules import PlanInputs, Rules
 System = Literal["trl", "swift"]
 Algorithm = Literal["grpo", "rloo", "megatron"]
 SCRIPTS = (".sh", ".bash", ".slurm")
+RECIPES = (*SCRIPTS, ".yaml", ".yml", ".json")
+CODE = {".ipynb": "notebook", ".py": "Python file"}
 NEWEST: dict[System, Rules] = {"trl": "trl-1.16", "swift": "swift-4.6"}
 COMMON = {
     "num_generations": 8,
@@ -91,6 +95,18 @@ OPTIONS = {  # of `grpo plan`, that replace a recipe's value
     *("num_train_epochs", "max_steps", "warmup_steps"),
     *("per_device_eval_batch_size", "num_generations_eval", "num_eval_prompts"),
 }
+KNOWN = {*OPTIONS, *MEGATRON_WHOLE_NUMBERS, "warmup_ratio", "lr_warmup_fraction", "split_dataset_ratio"}
+SAYS_RECIPE = {
+    *KNOWN,
+    "rlhf_type",
+    "model",
+    "model_name_or_path",
+    "dataset",
+    "datasets",
+    "dataset_name",
+    "output_dir",
+    "train",
+}
 PROCESSES = ("global_world_size", "num_processes", "NPROC_PER_NODE", "NNODES", "train.gpus")
 NO = ("no", False)  # YAML reads a bare `no` as false
 
@@ -124,15 +140,32 @@ class Recipe:
 
 
 def read_recipe(path: Path, rules: Rules) -> Recipe:
-    """Read a YAML or JSON file of arguments, or a shell script that launches a training."""
+    """Read a YAML or JSON file of arguments, or a shell script that launches a training. Raises RecipeError for any
+    other file."""
+    check_no_code(path, rules)
     if path.suffix in SCRIPTS:
         return _launched(path, _text(path), rules)
     arguments = _mapping(path)
     environment = arguments.get("ENV")  # of ms-swift
+    if not (SAYS_RECIPE | {*PROCESSES}) & arguments.keys():
+        verl = f", but of verl, whose files are not read ({VERL_PAGE})" if "actor_rollout_ref" in arguments else ""
+        raise RecipeError(
+            f"{path}: is no recipe of TRL, Open-R1 or ms-swift{verl}: of the keys that a plan follows from, such as "
+            f"num_generations or max_steps, it has none{_misspelt(arguments)}; it has {_listed(arguments)}"
+        )
     launch = Launch("", {}, {}, environment if isinstance(environment, dict) else {}, is_whole=True)
     if rules == "swift-4.6" and arguments.get("rlhf_type", "grpo") != "grpo":
         raise RecipeError(f"{path}: rlhf_type is {arguments['rlhf_type']}: this does not train by GRPO")
     return _recipe(rules, launch, arguments, path.parent)
+
+
+def check_no_code(path: Path, rules: Rules) -> None:
+    """Raises RecipeError for a notebook and a Python file."""
+    if path.suffix in CODE:
+        raise RecipeError(
+            f"{path}: the code of a {CODE[path.suffix]} is not read; give its settings as options instead of the file: "
+            f"grpo plan --rules {rules} --num-prompts N --per-device-train-batch-size b --num-generations G, and so on"
+        )
 
 
 def _launched(path: Path, text: str, rules: Rules) -> Recipe:
@@ -166,6 +199,8 @@ def _owner(launch: Launch) -> str:
 def _recipe(rules: Rules, launch: Launch, arguments: dict[str, Any], folder: Path) -> Recipe:
     """The recipe of a launch; Ray's file of roles holds what trains, and on how many GPUs, under `train`."""
     notes: tuple[str, ...] = ()
+    if misspelt := _misspelt(arguments):
+        raise RecipeError(f"the recipe has keys that are almost those that a plan follows from{misspelt}")
     if launch.program.endswith(".py"):
         notes = (f"only the arguments of {launch.program} are read; values that its code sets are not known",)
     if isinstance(role := arguments.get("train"), dict):
@@ -179,6 +214,19 @@ def _recipe(rules: Rules, launch: Launch, arguments: dict[str, Any], folder: Pat
     elif trains_by_rloo(launch, folder):
         algorithm = "rloo"
     return Recipe(rules, arguments, processes(launch, arguments, folder), algorithm, notes)
+
+
+def _misspelt(arguments: Mapping[str, Any]) -> str:
+    """End of a sentence: keys that are almost known ones, with these; "" if there are none."""
+    unknown = (key for key in arguments if key not in KNOWN)
+    near = {key: difflib.get_close_matches(key, KNOWN, n=1, cutoff=0.9) for key in unknown}
+    meant = [f"for {key!r} write {names[0]!r}" for key, names in near.items() if names]
+    return f" ({', '.join(meant)})" if meant else ""
+
+
+def _listed(arguments: Mapping[str, Any]) -> str:
+    names = [*arguments]
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "no key at all"
 
 
 def _text(path: Path) -> str:

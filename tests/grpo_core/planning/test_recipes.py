@@ -165,6 +165,14 @@ def test_values_given_by_hand_come_before_the_recipe(tmp_path: Path) -> None:
         ("r.yaml", "ENV: many\n3: 4\nnum_generations: few", "num_generations = 'few' is not a number"),
         ("r.json", '{"global_world_size": "many"}', "global_world_size = 'many' is not a number"),
         ("r.yaml", "dataset_name: hub/name", "hub/name is not here; give it by --num-prompts"),
+        ("r.json", '{"name": "site", "version": "1.0.0"}', "is no recipe of TRL.* it has name, version"),
+        ("r.yaml", "{}", "is no recipe of TRL.* it has no key at all"),
+        ("r.yaml", "actor_rollout_ref: {}", "but of verl, whose files are not read"),
+        ("r.yaml", "num_generationz: 4", "is no recipe.*for 'num_generationz' write 'num_generations'"),
+        ("r.yaml", "max_steps: 4\nnum_generationz: 4", "almost.*for 'num_generationz' write 'num_generations'"),
+        ("r.sh", "trl grpo --max_step 4", "almost.*for 'max_step' write 'max_steps'"),
+        ("r.ipynb", '{"cells": [], "metadata": {}}', "the code of a notebook is not read; give its settings as opt"),
+        ("r.py", "GRPOConfig()", "the code of a Python file is not read; give its settings as options"),
     ],
 )
 def test_a_recipe_that_says_too_little_or_nothing_is_refused(

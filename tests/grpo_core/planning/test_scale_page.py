@@ -1,4 +1,4 @@
-"""The tables of docs/how-to/scale.md and gpus.md are what the forecast says today."""
+"""The tables of docs/how-to/scale.md, gpus.md and first-gpu-run.md are what the forecast says today."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from grpo_core.config.files import parse_config
+from grpo_core.config.files import load_config, parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.communication import communication
-from grpo_core.planning.hardware import named_gpu
+from grpo_core.planning.hardware import Gpu, named_gpu
 from grpo_core.planning.memory import GIB, check_engine_memory, moments, peak_memory, usable_gib
 from grpo_core.planning.passes import passes_per_update
 from grpo_core.planning.plan import make_plan, plan_inputs
@@ -64,14 +64,48 @@ def _cell(size: str, processes: int, keys: dict[str, Any]) -> str:
 )
 def test_the_tables_of_what_fits_are_the_forecast_s(keys: dict[str, Any], numbers: tuple[int, ...]) -> None:
     table = [
-        "| Qwen2.5 | " + " | ".join(f"{number} GPU{'s' * (number > 1)}" for number in numbers) + " | how it is known |",
-        "|---" * (len(numbers) + 2) + "|",
-        *(
-            f"| {size} | " + " | ".join(_cell(size, number, keys) for number in numbers) + " | estimated |"
-            for size in MODELS
-        ),
+        "| Qwen2.5 | " + " | ".join(f"{number} GPU{'s' * (number > 1)}" for number in numbers) + " |",
+        "|---" * (len(numbers) + 1) + "|",
+        *(f"| {size} | " + " | ".join(_cell(size, number, keys) for number in numbers) + " |" for size in MODELS),
     ]
     assert "\n".join(table) in PAGE.read_text(), "put this table into the page:\n" + "\n".join(table)
+
+
+AS_ADAPTER = ["model.use_peft=true", "train.gradient_checkpointing=true", "train.learning_rate=1e-5"]
+
+
+def _first_run_cell(size: str, gpu: Gpu) -> str:
+    """GiB of configs/gsm8k.toml with this model, else as an adapter's training, else "no"."""
+    for overrides, said in (([], ""), (AS_ADAPTER, " as adapter")):
+        bf16 = "train.mixed_precision=bf16"  # what "auto" is on each of these
+        config = load_config(PAGE.parents[2] / "configs" / "gsm8k.toml", [*overrides, bf16])
+        lengths, shape, plan = PromptLengths(150, 150, "given"), qwen(size), make_plan(plan_inputs(config, 7473))
+        try:
+            check_engine_memory(config, shape, lengths, gpu)
+        except ConfigError:
+            continue
+        tokens = choose_tokens(config, plan, shape, lengths, gpu)
+        found = peak_memory(config, replace(plan, max_tokens_per_pass=tokens), shape, lengths, gpu)
+        if "warning" not in found:
+            return f"{found['peak_memory_gib']:.0f}{said}"
+    return "no"
+
+
+def test_the_table_of_the_first_run_on_a_gpu_is_the_forecast_s() -> None:
+    kinds = {
+        "H100, or A100 of 80 GB": "H100",
+        "L40S": "L40S",
+        "A100 40GB": "A100 40GB",
+        "RTX 4090": "RTX 4090",
+        "L4 or A10G": "L4",
+    }
+    rows = [
+        f"| {said} | " + " | ".join(_first_run_cell(size, named_gpu(name)) for size in ("0.5B", "1.5B", "3B")) + " |"
+        for said, name in kinds.items()
+    ]
+    page = (PAGE.parent / "first-gpu-run.md").read_text()
+    assert "\n".join(rows) in page, "put these rows into the page:\n" + "\n".join(rows)
+    assert all(f"--set {override}" in " ".join(page.split()) for override in AS_ADAPTER)
 
 
 def _tokens_cell(size: str, keys: dict[str, Any]) -> str:

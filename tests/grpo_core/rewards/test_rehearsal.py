@@ -27,12 +27,14 @@ def hangs(completions):
 def ends(completions):
     import os; os._exit(3)
 def compares(completions, answer): return [float(c == str(a)) for c, a in zip(completions, answer)]
+def contains(completions, answer): return [float(str(a) in c) for c, a in zip(completions, answer)]
 def tagged(completions, answer): return [float(c == f"<a>{a}</a>") for c, a in zip(completions, answer)]
 def slow(completions):
     time.sleep(0.05)
     return [float(len(c)) for c in completions]
 def counted(completion_ids):
     return [float(len(ids)) for ids in completion_ids]
+def polite(completions): return [float("please" in c[-1]["content"]) for c in completions]
 def talks(completions, prompts):
     return [float(len(c[-1]["content"] + p[-1]["content"])) for c, p in zip(completions, prompts)]
 """
@@ -88,6 +90,15 @@ def test_a_reward_that_reads_token_ids_gets_them_and_others_cost_no_tokenizer(re
 def test_without_answers_only_the_others_are_scored(rehearsed: Any) -> None:
     report = rehearsed({"function": "length", "args": {"target": 3}}, rows=[{"prompt": "1+1="}] * 3)
     assert set(report["rewards"]["length"]) == {"empty", "garbage", "seconds_per_completion"}
+
+
+def test_a_reward_that_looks_for_text_in_messages_is_refused_with_the_cause(rehearsed: Any) -> None:
+    asked = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
+    reward = {"function": "rehearsed_rewards:contains"}
+    assert rehearsed(reward)["rewards"]["contains"]["right"] == 1
+    with pytest.raises(RewardError, match="gives 0 to everything, because it reads completions as text: here they are"):
+        rehearsed(reward, rows=asked)
+    assert "gave 0 to the right" in rehearsed({"function": "rehearsed_rewards:polite"}, rows=asked)["warnings"][0]
 
 
 def test_conversations_are_answered_by_a_message(rehearsed: Any) -> None:
@@ -200,7 +211,7 @@ def test_the_longest_rehearsal_allows_each_reward_its_time_limits(tmp_path: Path
         {"function": "length", "args": {"target": 3}, "isolated": True},
     ]
     config = parse_config({**config_values(tmp_path, tmp_path), "rewards": rewards})
-    calls = 2 * (5 + 1 + 5 + 1) + 2 * (500 + 1 + 500 + 1) + 2 * (60 + 1 + 20 + 1)
+    calls = 2 * (3 * (5 + 1)) + 2 * (3 * (500 + 1)) + 2 * (60 + 1 + 2 * (20 + 1))
     assert longest_seconds(config) == 600 + calls + 3 * 300
 
 

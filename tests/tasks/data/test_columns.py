@@ -27,7 +27,7 @@ from tasks.data.sources import SourceError
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.run_directory import open_run
 from tests.conftest import config_values, write_sums
-from tests.formats import GSM8K, MBPP, TLDR
+from tests.formats import CONVERSATIONS, GSM8K, MBPP, MESSAGES, TLDR
 from tests.rows import screen, whole
 from tests.tasks.test_own_rewards import _project as project
 
@@ -235,6 +235,10 @@ def test_a_run_keeps_the_module_of_its_columns(tmp_path: Path, monkeypatch: pyte
         assert kept.read_text() == "def asked(row): return row['prompt']\n"
 
 
+OF_CHAT_EXPORT = {
+    'set data.columns.prompt = "grpo_core.data.chat_exports:asked"',
+    'set data.columns.reference = "grpo_core.data.chat_exports:answered"',
+}
 CHAT = [
     {
         "id": f"c{n}",
@@ -322,13 +326,14 @@ def test_published_formats_are_read_as_they_are(
             "math_answer",
             {'set data.columns.answer = "reward_model.ground_truth"'},
         ),
+        *((rows, "rouge", OF_CHAT_EXPORT) for rows in (MESSAGES, CONVERSATIONS)),
         (
             [{"prompt": f"{n}+1=", "reference": n + 1} for n in range(12)],
             "rouge",
             {'data.columns.reference = "{reference}" writes it as text'},
         ),
     ],
-    ids=["GSM8K", "MATH", "MBPP", "TL;DR", "chat", "verl", "number"],
+    ids=["GSM8K", "MATH", "MBPP", "TL;DR", "chat", "verl", "export", "ShareGPT", "number"],
 )
 def test_a_refusal_names_the_key_that_mends_it(
     tmp_path: Path, words_model: Path, rows: list[dict[str, Any]], reward: str, sentences: set[str]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import getpass
 import json
+import re
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import mlflow
 import pytest
+from mlflow.utils.rest_utils import MlflowHostCreds, http_request
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
@@ -18,7 +22,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.planning.hardware import Gpu, name_hardware
 from tasks.stages.errors import StageError
 from tasks.stages.lineage import lineage_keys
-from tasks.stages.mlflow_address import TrackingError, tracking_uri
+from tasks.stages.mlflow_address import TrackingError, describe, tracking_uri
 from tasks.tracking import runs as tracking
 from tasks.tracking.runs import connect, earlier_throughput, open_tracking_run, read_tracking_run, run_address
 from tests.conftest import config_values, write_sums
@@ -29,6 +33,40 @@ def test_a_tracking_uri_with_a_password_is_refused_without_saying_it(monkeypatch
     with pytest.raises(GrpoError, match=r"_URI contains a user, password.*set MLFLOW_TRACKING_USERNAME") as error:
         tracking_uri()
     assert "hidden" not in str(error.value)
+
+
+class _Failing(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"] or 0))
+        self.send_error(500)
+
+    do_GET = do_PUT = do_POST
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ask",
+    [lambda client, _: client.search_experiments(), lambda _, credentials: http_request(credentials, "/file", "PUT")],
+    ids=["a request", "an artifact"],
+)
+def test_a_server_that_answers_with_errors_is_not_called_dead(
+    ask: Callable[[mlflow.MlflowClient, MlflowHostCreds], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that does not reach its bucket."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Failing) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+        try:
+            with pytest.raises(mlflow.MlflowException) as error:
+                ask(mlflow.MlflowClient(url), MlflowHostCreds(url))
+        finally:
+            server.shutdown()
+    assert re.match(rf"MLflow at {url} answers with an error \(.*500.*\): see what it wrote", describe(error.value))
 
 
 @pytest.mark.slow
