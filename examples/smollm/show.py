@@ -1,21 +1,20 @@
-"""Five held-out prompts of a finished run, and what the base and the trained policy answered."""
+"""Five held-out prompts of the run that was evaluated last, and what the base and the trained policy answered."""
 
 from __future__ import annotations
 
-import argparse
+import os
 from pathlib import Path
 
+RUNS = Path(os.environ.get("GRPO_STORAGE", "storage"), "runs")
 PROMPTS = 5
 
 
 def main() -> None:
     import polars as pl
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path, nargs="?", default=Path("storage", "runs", "smollm"), help="the run's folder")
-    samples = parser.parse_args().run / "evaluation" / "samples.parquet"
-    if not samples.is_file():
-        raise SystemExit(f"{samples} is not there: the run has not been evaluated yet")
+    samples = max(RUNS.glob("*/evaluation/samples.parquet"), key=lambda file: file.stat().st_mtime, default=None)
+    if samples is None:
+        raise SystemExit(f"no run in {RUNS} has been evaluated yet: grpo run configs/smollm.toml")
     for row in pl.read_parquet(samples.read_bytes()).filter(set="held-out", sample=0).head(PROMPTS).to_dicts():
         print(f"\n{row['prompt'][-1]['content']}  (right: {row['answer']})")
         for policy in ("base", "trained"):
