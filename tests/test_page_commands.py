@@ -52,6 +52,9 @@ ELSEWHERE = {
     "scale: plan": "tests/grpo_core/planning/test_scale_page.py: it needs the model's config.json",
     "gpus: plan configs/maths": "tests/grpo_core/planning/test_scale_page.py: likewise",
     "plan: plan --recipe": "tests/flows/test_planning.py, with recipes of both",
+    "from-swift: plan --recipe": "likewise",
+    "from-swift: rewards try": "tests/tasks/data/test_pages_from_elsewhere.py, on rows of the page's form",
+    "from-verl: rewards try": "likewise",
     "model-rewards: rewards try": "tests/e2e/test_recipes.py: it needs the recipe's reward model",
     "dialogue: rewards try": "likewise",
 }
