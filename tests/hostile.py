@@ -36,7 +36,7 @@ EVIL = [
     LONGEST,
 ]
 # Format characters (category Cf) that are part of writing: joiners, and marks that are seen.
-WRITTEN = "\u200c\u200d\u0600\u0601\u0602\u0603\u0604\u0605\u06dd\u070f\u0890\u0891\u08e2"
+WRITTEN = "\u200c\u200d\u0600\u0601\u0602\u0603\u0604\u0605\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd"
 RENDERER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
 
 

@@ -1,5 +1,5 @@
-"""Data sets in the formats in which they are published, from a file to a registered model: the configurations and the
-module of the page, word for word."""
+"""Data sets in the formats in which they are published, from a file to a registered model: the configurations of the
+page, word for word."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ CONFIGURATIONS = dict(
         strict=True,
     )
 )
-MODULE = "\n\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
 ROWS: dict[str, list[dict[str, Any]]] = {
     "mbpp": MBPP,
     "mbpp-sanitized": MBPP_SANITIZED,
@@ -41,7 +40,6 @@ pytestmark = pytest.mark.e2e
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_published_format_goes_from_its_file_to_a_registered_model(name: str, tmp_path: Path) -> None:
-    (tmp_path / "my_data.py").write_text(MODULE)
     (config := tmp_path / f"{name}.toml").write_text(CONFIGURATIONS[name])
     files = re.findall(r'^(?:train|eval) = "(.*)"', CONFIGURATIONS[name], re.MULTILINE)
     for file, rows in zip(files, (ROWS[name][:8], ROWS[name][8:]), strict=True):

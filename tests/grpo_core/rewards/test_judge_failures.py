@@ -124,10 +124,10 @@ def test_gradings_under_way_when_another_fails_are_kept(
     met = threading.Barrier(3)
 
     def says(question: str, _: int) -> Any:
-        met.wait(timeout=60)
+        met.wait(timeout=600)
         if material(question)[-1] == "bad":
             return 401, {"error": {"message": "who are you?"}}
-        assert failure.event.wait(timeout=60)
+        assert failure.event.wait(timeout=600)
         return "Score: 10"
 
     arguments = {"model": "m", "cache": str(tmp_path / "cache"), "max_retries": 0, "concurrency": 3}

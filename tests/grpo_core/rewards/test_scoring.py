@@ -103,7 +103,7 @@ def test_a_broken_contract_is_reported_with_the_functions_name(
         ("no_such_package.module:f", {}, "cannot be imported"),
         ("math:no_such_function", {}, "cannot be imported"),
         ("math:pi", {}, "is a float, not a function"),
-        ("decimal:Decimal", {}, "is a type, not a function"),
+        ("decimal:Decimal", {}, "is a class: write 'swift:decimal:Decimal' if it is a reward of ms-swift"),
         (":f", {}, "cannot be imported"),
         ("length", {"goal": 3}, "takes no argument \\['goal'\\]"),
     ],

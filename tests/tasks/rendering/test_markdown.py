@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import polars as pl
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from tasks.data.repeats import FINDING
 from tasks.rendering.markdown import escape, table
+from tasks.rendering.visible import visible
 from tasks.reports.data_report import markdown
-from tests.hostile import HOSTILE, read, render
+from tests.hostile import HOSTILE, is_seen, read, render
 
 MARKS = st.text("<>[]()!`*_~|\\&#;:/.@-+=>$^{}\"'?,% \n\r\t1ahtpw\xa0\u202a\u202e\u2066\u2069", max_size=40)
 TEXTS = st.sampled_from(HOSTILE) | MARKS | st.text(max_size=40)
@@ -37,6 +39,12 @@ def test_escaped_text_is_shown_as_it_is_and_makes_no_element(around: str, elemen
 @example(text="  ")
 def test_escaped_text_may_begin_and_be_the_whole_of_a_block(around: str, elements: list[str], text: str) -> None:
     assert render(around.format(escape(text))) == (elements, read(text))
+
+
+@pytest.mark.slow
+def test_every_character_that_is_obeyed_or_not_seen_is_shown_by_its_code() -> None:
+    characters = {chr(code) for code in range(sys.maxunicode + 1)} - {"\n", "\t"}
+    assert sorted(it for it in characters if not is_seen(it) and visible(it) == it) == []
 
 
 @given(row=st.tuples(TEXTS, TEXTS))
