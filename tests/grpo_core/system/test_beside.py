@@ -37,7 +37,7 @@ class Spawning:
             return pool.apply(double, (number,))
 """
 LIBRARY = "try:\n    import optional\nexcept ImportError:\n    optional = None\n"
-NAMES = ("mine", "helping", "later", "latest", "optional", "some_library", "house", "spawning")
+NAMES = ("mine", "helping", "later", "latest", "optional", "some_library", "barn", "spawning")
 
 
 @pytest.fixture
@@ -47,15 +47,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "installed" / "some_library.py").write_text(LIBRARY)
     monkeypatch.syspath_prepend(str(tmp_path / "installed"))
     here = tmp_path / "configs"
-    (here / "house").mkdir(parents=True)
+    (here / "barn").mkdir(parents=True)
     for name, text in {
         "mine": MINE,
         "helping": "import some_library\ndef double(number): return 2 * number\n",
         "later": "value = 3\n",
         "latest": "value = 4\n",
         "optional": "raise SystemExit('it was run')\n",
-        "house/tone": "from house.kind import polite\nimport helping\n",
-        "house/kind": "polite = 1.0\n",
+        "barn/tone": "from barn.kind import polite\nimport helping\n",
+        "barn/kind": "polite = 1.0\n",
         "spawning": SPAWNING,
     }.items():
         (here / f"{name}.py").write_text(text)
@@ -65,9 +65,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_named_module_and_what_it_imports_from_there_are_found(folder: Path) -> None:
-    beside.search([str(folder)], ["mine", "house.tone"])
+    beside.search([str(folder)], ["mine", "barn.tone"])
     assert importlib.import_module("mine").double(2) == 4 and importlib.import_module("mine").lazily() == 7
-    assert importlib.import_module("house.tone").polite == 1.0
+    assert importlib.import_module("barn.tone").polite == 1.0
 
 
 def test_libraries_find_nothing_there_not_even_those_that_a_named_module_imports(folder: Path) -> None:
@@ -83,7 +83,7 @@ def test_what_was_inherited_is_forgotten_for_another_configuration(folder: Path)
     beside.FINDER.forget()
     beside.inherit()
     assert beside.FINDER.folders == [str(folder)] and importlib.import_module("mine")
-    beside.search(["/elsewhere"], ["house"])
+    beside.search(["/elsewhere"], ["barn"])
     assert beside.FINDER.folders == ["/elsewhere"]
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("spawning")
