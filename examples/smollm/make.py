@@ -57,7 +57,8 @@ def convert(gguf: Path, base: Path) -> None:
     model.load_state_dict(read.state_dict())
     model.generation_config = read.generation_config
     model.save_pretrained(base)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(base)
+    tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.save_pretrained(base)
 
 
 def make(folder: Path) -> None:
