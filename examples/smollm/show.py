@@ -10,12 +10,12 @@ PROMPTS = 5
 
 
 def main() -> None:
-    import polars as pl
+    from grpo_core.system.tables import read_parquet
 
     samples = max(RUNS.glob("*/evaluation/samples.parquet"), key=lambda file: file.stat().st_mtime, default=None)
     if samples is None:
         raise SystemExit(f"no run in {RUNS} has been evaluated yet: grpo run configs/smollm.toml")
-    for row in pl.read_parquet(samples.read_bytes()).filter(set="held-out", sample=0).head(PROMPTS).to_dicts():
+    for row in read_parquet(samples).filter(set="held-out", sample=0).head(PROMPTS).to_dicts():
         print(f"\n{row['prompt'][-1]['content']}  (right: {row['answer']})")
         for policy in ("base", "trained"):
             print(f"  {policy:8}{row[f'{policy}/completion']!r}")
