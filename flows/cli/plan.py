@@ -149,11 +149,11 @@ def own_plan(
         )
     if file is not None:
         check_no_code(file, NEWEST["trl"])
-    if file is not None and file.suffix in RECIPES:
-        raise ConfigError(
-            f"{file}: a configuration of this project is TOML; if this is another system's recipe, add --recipe trl "
-            "(TRL, Open-R1) or --recipe swift (ms-swift)"
-        )
+        if file.suffix in RECIPES:
+            raise ConfigError(
+                f"{file}: a configuration of this project is TOML; if this is another system's recipe, add --recipe "
+                "trl (TRL, Open-R1) or --recipe swift (ms-swift)"
+            )
     config, known = _configuration(file, given, overrides), given.get("num_prompts")
     if file is None and known is None:
         raise ConfigError("the number of prompts is not known; give it by --num-prompts, or give a configuration")

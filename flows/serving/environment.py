@@ -48,7 +48,7 @@ def configure() -> None:
     os.environ.setdefault("PREFECT_RESULTS_LOCAL_STORAGE_PATH", str(home / "storage"))
     os.environ.setdefault("PREFECT_SERVER_MEMO_STORE_PATH", str(home / "memo_store.toml"))
     # By default, its pages are written into its package, which may be another user's: then the server has no pages.
-    if not os.access(_package("prefect") / "server", os.W_OK):
+    if not os.access(_package_of_prefect() / "server", os.W_OK):
         os.environ.setdefault("PREFECT_SERVER_UI_STATIC_DIRECTORY", str(home / "ui"))
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     # By default, leases are kept in memory: if the server dies, they are lost and their slots never freed.
@@ -71,9 +71,9 @@ def keep_temporary_files_at_home() -> None:
     tempfile.tempdir = str(folder)
 
 
-def _package(name: str) -> Path:
-    """Folder of an installed package, which is not imported."""
-    spec = find_spec(name)
+def _package_of_prefect() -> Path:
+    """Its folder. It is not imported: it would read the environment."""
+    spec = find_spec("prefect")
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parent
 

@@ -31,7 +31,7 @@ PAGES = [
         "how-to/use.md",
     )
 ]
-# Left out: servers and what asks them, answers to a question that nobody has asked, versions that may be the same one.
+# Left out: servers and what asks them, answers to a question that is not open, versions that may be the same one.
 LEFT_OUT = {"up", "schedule", "--approve", "--reject", "arithmetic@champion"}
 MAY_REFUSE = {"promote", "rollback"}  # whether a version is better is not known beforehand
 LEAST = 20
