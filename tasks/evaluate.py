@@ -20,9 +20,9 @@ from grpo_core.config.metrics import DECIDING
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import turns
 from grpo_core.system.tables import read_parquet
-from tasks.processes.gpu import check_gpu_machine
 from tasks.processes.launch import launch_with_restarts
 from tasks.processes.resources import gpus_and_servers
+from tasks.processes.training_machine import check_training_machine
 from tasks.registry.champion import present_champion
 from tasks.registry.judging import identity
 from tasks.rendering import figures as as_text
@@ -60,7 +60,7 @@ def evaluate(run: Path, config: RunConfig, force: bool = False) -> State[None]:
 
 def _work(context: Context) -> dict[str, Any]:
     config, log, start = context.config, get_run_logger(), time.monotonic()
-    check_gpu_machine()
+    check_training_machine(context.config)
     place = replace(context, config=config.where_evaluated)
     client = connect()
     command = ["-m", "grpo_core.evaluate", str(context.run), "--output", str(context.partial)]

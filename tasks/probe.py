@@ -11,9 +11,9 @@ from prefect import get_run_logger, task
 from prefect.client.schemas.objects import State
 
 from grpo_core.config.run import RunConfig
-from tasks.processes.gpu import check_gpu_machine
 from tasks.processes.launch import launch_with_restarts
 from tasks.processes.resources import gpus_and_servers
+from tasks.processes.training_machine import check_training_machine
 from tasks.rendering.markdown import table
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import PROBE
@@ -28,7 +28,7 @@ def probe(run: Path, config: RunConfig, force: bool = False) -> State[None]:
 
 
 def _work(context: Context) -> dict[str, Any]:
-    check_gpu_machine()
+    check_training_machine(context.config)
     config, log = context.config, get_run_logger()
     command = ["-m", "grpo_core.probe", str(context.run), "--output", str(context.partial)]
     with gpus_and_servers(context, log) as addresses:

@@ -17,10 +17,10 @@ from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.training.limit_file import read_limit
-from tasks.processes.gpu import check_gpu_machine
 from tasks.processes.launch import RETURN_SECONDS, launch
 from tasks.processes.resources import gpus_and_servers
 from tasks.processes.run import ProcessError, TakenError
+from tasks.processes.training_machine import check_training_machine
 from tasks.reports.cost import training_cost
 from tasks.reports.events import announce_training
 from tasks.stages.condition import saved_updates
@@ -49,7 +49,7 @@ def train(run: Path, config: RunConfig, force: bool = False) -> State[None]:
 
 
 def _work(context: Context) -> dict[str, Any]:
-    check_gpu_machine()
+    check_training_machine(context.config)
     plan, folder = load_plan(PLAN.path(context.run)), context.partial
     tracked = open_tracking_run(context.config, context.run, folder)
     get_run_logger().info("MLflow run: %s", run_address(folder))

@@ -16,8 +16,8 @@ from grpo_core.rewards.composition import check_curriculum
 from grpo_core.rewards.contract import check_environments, rewards_of
 from tasks.data.path_or_hub import check_places
 from tasks.data.sources import count_prompts, needs_loading, training_sources
-from tasks.processes.gpu import check_gpu_machine
 from tasks.processes.launchers.kubernetes_job import check_template
+from tasks.processes.training_machine import check_training_machine
 from tasks.stages.run_directory import run_folder, storage_root
 from tasks.stages.table import GPU_DEPLOYMENT
 
@@ -31,10 +31,10 @@ def refuse_early(config: RunConfig) -> Plan:
     launch.kubernetes is wrong, if a function that `[data]` names cannot be loaded, or if a curriculum has no pass
     rates; RewardError or EnvironmentsError if a reward, environment or tool cannot be loaded; SourceError if the
     training file cannot be read; PlanError if sizes do not fit together, whichever prompts validate keeps; MachineError
-    if this machine should train on a GPU but cannot.
+    if this machine should train on a GPU but cannot, or vLLM is not installed.
     """
     if not os.environ.get(GPU_DEPLOYMENT):
-        check_gpu_machine()
+        check_training_machine(config)
     check_places(config)
     _check_vllm_finds_weights(config)
     check_template(config)

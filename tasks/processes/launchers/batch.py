@@ -28,7 +28,6 @@ import json
 import os
 import secrets
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,6 +37,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_core.config.run import RunConfig
+from tasks.processes.interpreter import training_python
 from tasks.processes.launchers.machines import Launcher, Machine, refuse_unfit
 from tasks.processes.run import TAIL_LINES, ProcessError, TakenError
 from tasks.processes.signs_of_life import BEAT_SECONDS, ENDING_SECONDS, POLL_SECONDS, SILENCE_SECONDS, Signs
@@ -128,7 +128,7 @@ def _machines(
 def command(shared: Path) -> list[str]:
     """Command that each machine runs, by this Python."""
     path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
-    return ["env", *path, "PYTHONSAFEPATH=1", sys.executable, "-m", "tasks.processes.scheduled", str(shared)]
+    return ["env", *path, "PYTHONSAFEPATH=1", training_python(), "-m", "tasks.processes.scheduled", str(shared)]
 
 
 def _submit(scheduler: Scheduler, config: RunConfig, folder: Path, patience: float) -> tuple[Path, str]:

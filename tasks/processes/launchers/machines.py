@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.config.run import RunConfig
-from tasks.processes.machine import code_version
 from tasks.processes.run import GRACE_SECONDS
+from tasks.processes.training_machine import training_version
 from tasks.stages.errors import StageError
 
 
@@ -45,7 +45,7 @@ def refuse_unfit(host: str, answer: dict[str, Any], folder: Path) -> None:
             f"{host} does not see {folder.absolute()} as this machine does: put the storage root (GRPO_STORAGE) on a "
             "disk that all machines share, under the same path"
         )
-    if answer["version"] != (own := code_version()):
+    if answer["version"] != (own := training_version()):
         raise StageError(f"{host} has {answer['version']}, but this machine {own}: install the same on both")
     if answer["problem"]:
         raise StageError(f"{host}: {answer['problem']}")

@@ -7,7 +7,6 @@ import os
 import secrets
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,6 +17,7 @@ from typing import Any
 from grpo_core.config.launch import host_name
 from grpo_core.config.run import RunConfig
 from grpo_core.system.files import umask
+from tasks.processes.interpreter import training_python
 from tasks.processes.launchers.machines import Machine, refuse_unfit
 from tasks.processes.relay import ENDING_SECONDS
 from tasks.stages.errors import StageError
@@ -95,7 +95,7 @@ def remote_command(host: str, action: str) -> list[str]:
     this umask."""
     options = [word for name, value in OPTIONS.items() for word in ("-o", f"{name}={value}")]
     path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
-    start = ["env", *path, "PYTHONSAFEPATH=1", sys.executable, "-m", "tasks.processes.machine", action]
+    start = ["env", *path, "PYTHONSAFEPATH=1", training_python(), "-m", "tasks.processes.machine", action]
     there = f"umask {umask():o} && cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(start)}"
     return ["ssh", *options, "--", host, there]
 
