@@ -61,7 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], bool, bool]] = {
     "experts": ("Qwen3Moe", {**EXPERTS, "head_dim": 32}, False, True),
 }
 ZAMBA2 = {"n_mamba_heads": 4, "mamba_headdim": 32, "mamba_d_state": 8, "mamba_ngroups": 1, "chunk_size": 8}
-ZAMBA2 |= {"hybrid_layer_ids": [1], "layer_types": ["mamba", "hybrid"], "num_mem_blocks": 1, "adapter_rank": 4}
+ZAMBA2 |= {"hybrid_layer_ids": [1], "layer_types": ["linear_attention", "hybrid"], "num_mem_blocks": 1, "adapter_rank": 4}
 # Those that the transformers engine refuses, and those that transformers would recompute wrongly or not at all.
 TRAINED: dict[str, tuple[str, dict[str, Any], bool, bool]] = {
     "layers in layers": ("Zamba2", ZAMBA2 | {"num_attention_heads": 4, "num_key_value_heads": 4}, False, False),
@@ -263,7 +263,7 @@ IN_BLOCKS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "moe_intermediate_size": 16,
             "shared_expert_intermediate_size": 16,
             "hc_lowrank": 16,
-            "layer_types": ["indexed_attention"] * 4,
+            "layer_types": ["full_attention"] * 4,
             "indexer_n_heads": 2,
             "indexer_kv_heads": 1,
             "indexer_head_dim": 32,
