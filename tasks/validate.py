@@ -44,6 +44,7 @@ from tasks.processes.gpu_locks import one_free_gpu
 from tasks.processes.run import TimeLimitError, run_process
 from tasks.registry.feasible import impossible_rules, rules_beyond_size
 from tasks.registry.gate import LEAST_UNITS
+from tasks.registry.model_version import rehearse_version
 from tasks.reports.data_report import FINDINGS, count_findings, count_shared, length_figures, markdown, write_report
 from tasks.stages.errors import StageError
 from tasks.stages.files import remove
@@ -100,6 +101,7 @@ def _work(context: Context) -> dict[str, Any]:
         done = {"warn": "kept", "drop": "dropped"}[found["severity"]]
         rule = f"{found['check']} ({found['column']} {found['rule']})"
         log.warning("%s: %d rows break %s; they are %s", found["dataset"], found["rows"], rule, done)
+    rehearse_version(context.config.model, context.partial / "version")
     rehearsal = report["rehearsal"] = _rehearse(context)
     counts = report["num_prompts"] | {name: part["num_prompts"] for name, part in report["parts"].items()}
     metric = deciding_metric_of(context.config, rehearsal["zero_or_one"])

@@ -55,14 +55,18 @@ def _ask() -> dict[str, Any]:
     if python == sys.executable:
         return check(request)
     command = [python, "-m", "tasks.processes.machine", "check"]
-    line = json.dumps(request) + "\n"
+    line, variables = json.dumps(request) + "\n", os.environ | {"PYTHONSAFEPATH": "1"}
     try:
-        done = subprocess.run(command, input=line, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=True)
+        done = subprocess.run(
+            command, input=line, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=True, env=variables
+        )
         return dict(json.loads(done.stdout.splitlines()[-1]))
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or [f"status {error.returncode}"])[-1]
-    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
+    except (ValueError, IndexError):
+        reason = f"asked what it has, it answers {done.stdout!r}"
     raise MachineError(
         f"{PYTHON}={python} is not the Python of an environment with this project: {reason}. Install it there (in the "
         f"clone: `uv pip install --python {python} --no-deps -e .`), or unset {PYTHON}: then {sys.executable} trains"

@@ -20,8 +20,12 @@ from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 from packaging.version import Version
 
 from grpo_core import run_files
+from grpo_core.config.inputs import ModelConfig
+from grpo_core.data.prompts import load_tokenizer
+from grpo_core.model.pretrained import from_pretrained
 from grpo_core.system.libraries import quiet_libraries
 from tasks.processes.training_machine import training_packages
+from tasks.stages.errors import StageError
 from tasks.stages.files import remove
 
 WEIGHTS = ".safetensors"
@@ -73,6 +77,31 @@ def log_version(
     linked = {MLFLOW_MODEL_VERSIONS: json.dumps([{"name": name, "version": str(made.version)}])}
     client.set_logged_model_tags(model.model_id, linked)  # else its page would say that it is not registered
     return str(made.version), model.model_id
+
+
+def rehearse_version(model: ModelConfig, scratch: Path) -> None:
+    """Try what makes a version, on the base model's configuration and tokenizer. Raises StageError if it fails.
+
+    `scratch`: a folder that does not exist yet. It fails where MLflow does not know what a newer transformers does, or
+    cannot read the tokenizer.
+    """
+    import transformers
+
+    saved = scratch / run_files.MODEL
+    try:
+        config = from_pretrained(transformers.AutoConfig, model.name_or_path, model.revision).get_text_config()
+        config.architectures = ["CausalLM"]  # the trained model's, which a part of a config may lack
+        config.save_pretrained(saved)
+        load_tokenizer(model).save_pretrained(saved)
+        _write(scratch, scratch / "version", Model(str(scratch)), Example("1", "1"))
+    except Exception as error:
+        raise StageError(
+            f"with {model.name_or_path} as base model, the stage register would fail: mlflow {mlflow.__version__} and "
+            f"transformers {transformers.__version__} raise {type(error).__name__}: {error}. Install releases of "
+            "both that work together, such as those in requirements/, or take another base model"
+        ) from error
+    finally:
+        remove(scratch)
 
 
 def _write(training: Path, folder: Path, card: Model, example: Example) -> None:

@@ -61,7 +61,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], bool, bool]] = {
     "experts": ("Qwen3Moe", {**EXPERTS, "head_dim": 32}, False, True),
 }
 ZAMBA2 = {"n_mamba_heads": 4, "mamba_headdim": 32, "mamba_d_state": 8, "mamba_ngroups": 1, "chunk_size": 8}
-ZAMBA2 |= {"hybrid_layer_ids": [1], "layer_types": ["linear_attention", "hybrid"], "num_mem_blocks": 1, "adapter_rank": 4}
+ZAMBA2 |= {
+    "hybrid_layer_ids": [1],
+    "layer_types": ["linear_attention", "hybrid"],
+    "num_mem_blocks": 1,
+    "adapter_rank": 4,
+}
 # Those that the transformers engine refuses, and those that transformers would recompute wrongly or not at all.
 TRAINED: dict[str, tuple[str, dict[str, Any], bool, bool]] = {
     "layers in layers": ("Zamba2", ZAMBA2 | {"num_attention_heads": 4, "num_key_value_heads": 4}, False, False),

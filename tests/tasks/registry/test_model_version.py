@@ -17,7 +17,8 @@ from grpo_core.config.inputs import ModelConfig
 from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.saving import save_model
 from grpo_core.system.libraries import NOISY
-from tasks.registry.model_version import Example, log_version
+from tasks.registry.model_version import Example, log_version, rehearse_version
+from tasks.stages.errors import StageError
 from tests.conftest import make_tokenizer
 from tests.serving import START_SECONDS, free_ports, vllm_serve
 
@@ -70,6 +71,20 @@ def version(run: Path, answer: str, embed_mlflow: Callable[[Path], None]) -> Ite
     number, _ = log_version(run_id, run / "training", run / "model.partial", "sums", example, tags, "Better.")
     yield client.get_model_version("sums", number)
     mlflow.set_tracking_uri(None)
+
+
+def test_what_would_fail_at_the_end_is_refused_before_the_training(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with transformers 5.23 and MLflow 3.18, of which one names the class that the other asks for its name."""
+    from transformers import pipelines
+
+    model, scratch = ModelConfig(name_or_path=str(model_folder)), tmp_path / "scratch"
+    rehearse_version(model, scratch)
+    monkeypatch.setattr(pipelines, "check_task", lambda task: (task, {"impl": "transformers.TextGeneration"}, None))
+    with pytest.raises(StageError, match=r"mlflow 3\.\S+ and transformers 5\.\S+ raise AttributeError"):
+        rehearse_version(model, scratch)
+    assert not scratch.exists()
 
 
 @pytest.mark.slow
