@@ -94,11 +94,16 @@ def test_every_check_runs_and_the_tests_with_them_and_any_that_fails_fails_all(
 def test_the_peer_whose_chat_templates_the_tests_read_is_installed_once(folder: Path, target: str) -> None:
     _executable(folder / "bin" / "uv", '#!/bin/bash\necho "$*" >> calls\n')
     _executable(folder / ".venv" / "bin" / "python", "#!/bin/bash\n")
-    (folder / ".venv" / ".installed-cpu").touch()
+    for file in (".venv/.installed-cpu", "requirements/flows.txt"):
+        (folder / file).touch()
+    (folder / ".venv-flows").mkdir()
     for _ in range(2):
         assert _make(folder, target, PATH=f"{folder}/bin").returncode == 0
-    [call] = (folder / "calls").read_text().splitlines()
-    assert call.startswith("pip install") and call.endswith("--no-deps -r requirements/bench.txt")
+    calls = (folder / "calls").read_text().splitlines()
+    [call] = [call for call in calls if call.endswith("--no-deps -r requirements/bench.txt")]
+    assert call.startswith("pip install")
+    apart = [call for call in calls if call.endswith("--no-deps -r requirements/flows.txt")]
+    assert len(apart) == (target == "e2e") and all(".venv-flows/bin/python" in call for call in apart)
 
 
 def test_the_gpu_check_runs_with_the_python_that_is_there_and_installs_nothing(folder: Path) -> None:
