@@ -49,9 +49,9 @@ def draw(points: Points) -> bytes:
         plot(axes, {"in training": points}, [BLUE], legend=False)
         for value, colour in [(ANY_NUMBERS, GREY), (BEST, GREEN)]:
             axes.plot(ends, (value, value), color=colour, linestyle="--")
-        beside = {"textcoords": "offset points", "va": "top"}
-        axes.annotate(f"any numbers: {ANY_NUMBERS:.2f}", (ends[1], ANY_NUMBERS), (0, -3), ha="right", **beside)
-        axes.annotate(f"binary search, the best: {BEST:.2f}", (ends[0], BEST), (0, -3), ha="left", **beside)
+        beside = {"textcoords": "offset points"}
+        axes.annotate(f"random guesses: {ANY_NUMBERS:.2f}", (ends[1], ANY_NUMBERS), (0, -11), ha="right", **beside)
+        axes.annotate(f"binary search, the best: {BEST:.2f}", (ends[0], BEST), (0, 3), ha="left", **beside)
         axes.set(title="guesses per game")
 
     return png((6, 2.8), panel)
