@@ -21,8 +21,6 @@ from packaging.version import Version
 
 from grpo_core import run_files
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.data.prompts import load_tokenizer
-from grpo_core.model.pretrained import from_pretrained
 from grpo_core.system.libraries import quiet_libraries
 from tasks.processes.training_machine import training_packages
 from tasks.stages.errors import StageError
@@ -85,7 +83,10 @@ def rehearse_version(model: ModelConfig, scratch: Path) -> None:
     `scratch`: a folder that does not exist yet. It fails where MLflow does not know what a newer transformers does, or
     cannot read the tokenizer.
     """
-    import transformers
+    import transformers  # seconds, as the two that follow: the stage validate needs them anyway
+
+    from grpo_core.data.prompts import load_tokenizer
+    from grpo_core.model.pretrained import from_pretrained
 
     saved = scratch / run_files.MODEL
     try:
