@@ -27,7 +27,6 @@ from mlflow.utils.mlflow_tags import (
     MLFLOW_SOURCE_TYPE,
     MLFLOW_USER,
 )
-from prefect.runtime import flow_run
 
 from grpo_core import run_files
 from grpo_core.config.base import flatten
@@ -45,7 +44,6 @@ from tasks.stages.errors import StageError
 from tasks.stages.files import read_json, write_text
 from tasks.stages.lineage import DIGITS, lineage_keys
 from tasks.stages.mlflow_address import TrackingError, database_file, describe, is_served, tracking_errors, tracking_uri
-from tasks.stages.prefect_address import flow_run_page
 from tasks.stages.run_directory import kept_rewards, storage_root
 from tasks.stages.table import PLAN, VALIDATE
 from tasks.tracking.database import make_database
@@ -167,11 +165,17 @@ def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
 
 def flow_run_tag() -> dict[str, str]:
     """Tag of an MLflow run with the id of this flow run; empty outside of one."""
+    from prefect.runtime import flow_run  # reads which server is meant: a command may have to say so first
+
     return {FLOW_RUN: flow_run.id} if flow_run.id else {}
 
 
 def flow_run_link() -> str:
     """Markdown sentence that links this flow run's page; "" outside of one, or if the page is unknown."""
+    from prefect.runtime import flow_run
+
+    from tasks.stages.prefect_address import flow_run_page
+
     page = flow_run_page(flow_run.id) if flow_run.id else ""
     return f"[Flow run in Prefect]({page}), while its server runs." if page else ""
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from flows.cli.main import app
 from tests.conftest import config_values, make_run
 
+ROOT = Path(__file__).parents[2]
 HEAVY = {
     "torch",
     "transformers",
@@ -50,6 +51,27 @@ def test_starting_a_pipeline_imports_neither_torch_nor_transformers() -> None:
     code = "import sys, flows.pipeline; assert not {'torch', 'transformers'} & sys.modules.keys()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["promote", "sums"], ["rollback", "sums"], ["run", "configs/quickstart.toml"]])
+def test_a_command_finds_its_server_before_prefect_reads_which_one_is_meant(words: list[str]) -> None:
+    """Prefect reads its settings when it is imported: a server that is named later is not used."""
+    code = (
+        "import sys\n"
+        "from flows.cli.main import app\n"
+        "from flows.serving import find_server\n"
+        "from tasks.registry import champion\n"
+        "import flows.parameters.early_refusals as early\n"
+        "champion.check = early.refuse_early = lambda *arguments: None\n"
+        "def find():\n"
+        "    print('prefect' in sys.modules)\n"
+        "    raise SystemExit(9)\n"
+        "find_server._named_api = find\n"
+        f"app({words!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (9, "False\n"), done.stderr
 
 
 def test_the_version_is_known() -> None:
