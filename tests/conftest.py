@@ -20,6 +20,8 @@ import typer.testing
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
+from tests.needs import needs
+
 # Before any library is imported: tests reach no network and report nothing.
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -71,6 +73,11 @@ SHARING = {
     "vllm": ("rollout/test_vllm.py", "rollout/test_vllm_weights.py", "training/test_weight_sync.py"),
     "servers": ("tests/served/",),
 }
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs"):
+        needs(*mark.args)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,7 +29,6 @@ from examples.python import gsm8k as gsm8k_by_programs
 from examples.python import make as programs
 from examples.smallest import make as smallest
 from grpo_core.environments.builtin.calculator import calculator as calculator_tool
-from grpo_core.environments.builtin.python import python as python_tool
 from grpo_core.environments.calls import ToolCall, read_turn
 from grpo_core.environments.turns import TurnFormat
 
@@ -182,10 +181,13 @@ def test_held_out_games_have_prompts_of_their_own_and_all_secrets() -> None:
         assert {secrets.count(secret) for secret in range(1, guess.HIGHEST + 1)} == {len(games) // guess.HIGHEST}
 
 
+@pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("slips", [False, True])
 def test_demonstrated_programs_print_the_answer_but_for_their_slips(
     slips: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from grpo_core.environments.builtin.python import python as python_tool
+
     monkeypatch.setattr(programs, "SLIPS", float(slips))
     monkeypatch.setattr(programs, "PROGRAMS", 1.0)
     rng = random.Random(0)
