@@ -55,7 +55,7 @@ $(STAMP): pyproject.toml requirements/$(HARDWARE).txt
 			exit 1; \
 		}; \
 	}
-	@lacking="$(LACKING)"; test -z "$$lacking" || { test $$UID = 0 && command -v apt-get >/dev/null && \
+	@lacking="$(LACKING)"; test -z "$$lacking" || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
 		echo "apt-get install $$lacking" && apt-get -qq update && DEBIAN_FRONTEND=noninteractive \
 		apt-get -qq install --yes --no-install-recommends $$lacking >/dev/null; } || \
 		echo "Not installed: $$lacking. What needs it will not run, and its tests are skipped; as root:" \
