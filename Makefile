@@ -43,10 +43,17 @@ LACKING = $(strip $(call unless,command -v bwrap,bubblewrap) $(call unless,comma
 	$(call unless,$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")',libnuma1) \
 	$(call unless,$(PYTHON) -c 'import ensurepip; from sysconfig import *; open(get_path("include") + "/Python.h")', \
 		python3-dev python3-venv))
+APT = apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends
+SYSTEM = lacking="$(LACKING)"; test -z "$$lacking" || \
+	{ test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "apt-get install $$lacking" && \
+		$(APT) $$lacking >/dev/null; } || \
+	echo "Not installed: $$lacking. What needs it will not run, and its tests are skipped; as root:" \
+		"apt-get install $$lacking"
 
 setup: $(STAMP) ## make .venv and install everything into it
 
 $(STAMP): pyproject.toml requirements/$(HARDWARE).txt
+	@test -w . || { echo "$(CURDIR) cannot be written, and .venv lies there: clone it elsewhere" >&2; exit 1; }
 	@test "$$($(call version_of,$(BIN)/python))" = $(VERSION) || { \
 		found=$$($(call version_of,$(PYTHON))); \
 		test "$$found" = $(VERSION) || { \
@@ -54,14 +61,9 @@ $(STAMP): pyproject.toml requirements/$(HARDWARE).txt
 				"make setup PYTHON=/path/to/python$(VERSION)" >&2; \
 			exit 1; \
 		}; \
+		$(SYSTEM); \
+		$(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }; \
 	}
-	@lacking="$(LACKING)"; test -z "$$lacking" || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
-		echo "apt-get install $$lacking" && apt-get -qq update && DEBIAN_FRONTEND=noninteractive \
-		apt-get -qq install --yes --no-install-recommends $$lacking >/dev/null; } || \
-		echo "Not installed: $$lacking. What needs it will not run, and its tests are skipped; as root:" \
-			"apt-get install $$lacking"
-	@test "$$($(call version_of,$(BIN)/python))" = $(VERSION) || $(PYTHON) -m venv --clear $(VENV) || \
-		{ rm -rf $(VENV); exit 1; }
 	@rm -f $(filter-out $@,$(addprefix $(VENV)/.installed-,cpu gpu))
 	@command -v uv >/dev/null || $(BIN)/python -m pip install --quiet uv
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps $(TORCH) -r requirements/$(HARDWARE).txt

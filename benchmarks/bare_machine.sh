@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # Makes bare Debian machines here, with no more than Python, git and make, and types README's two commands there.
-#     benchmarks/bare_machine.sh FOLDER [CASE ...]              # as root; needs Debian's mmdebstrap and util-linux
-#     COMMANDS="make setup" benchmarks/bare_machine.sh FOLDER   # one line per command, instead of README's two
-# Without a CASE all of them, one after the other: hours, 20 GB. FOLDER/machines.md gets one row per case and command, and
-# FOLDER/CASE-N.log what command N printed. Each root keeps uv's cache, so that only the first case of a release downloads.
+#     benchmarks/bare_machine.sh FOLDER [CASE ...]    # as root; needs Debian's mmdebstrap and util-linux
+# Without a CASE all of them, one after the other: hours, 20 GB. COMMANDS, one per line, replaces README's two.
+# FOLDER/machines.md gets one row per case and command, FOLDER/CASE-N.log what command N printed. A root keeps uv's cache
+# and the packages of its earlier cases: delete FOLDER for machines that are bare again.
 # PIP_*, UV_* and proxy variables hold there too, and the paths that they name are shown there read-only.
 set -eu
 
 CASES="bookworm trixie no-history space read-only noexec uv pip"
 COMMANDS=${COMMANDS:-$'make quickstart\nmake test'}
-UV='apt-get -qq update && apt-get -qq install --yes python3-venv && python3 -m venv /opt/uv && /opt/uv/bin/pip install uv'
-PIP='apt-get -qq update && apt-get -qq install --yes python3-venv
-python3 -m venv /opt/pip && /opt/pip/bin/pip install --quiet --constraint requirements/cpu.txt .
+VENV='apt-get -qq update && apt-get -qq install --yes python3-venv && python3 -m venv'
+PIP="$VENV /opt/pip"'
+/opt/pip/bin/pip install --quiet --constraint requirements/cpu.txt .
 PATH=/opt/pip/bin:$PATH && cd / && grpo init sums --recipe smallest && cd sums && python -m examples.smallest.make
 PATH=/opt/pip/bin:$PATH && cd /sums && grpo run configs/smallest.toml'
 project=$(git -C "$(dirname "$0")" rev-parse --show-toplevel)
@@ -31,8 +31,8 @@ make_root() { # SUITE: what a server of Debian's has at least, and the three pro
 
 passed_on() { env -0 | grep -zE '^(PIP_|UV_|SSL_CERT|[a-zA-Z]+_(proxy|PROXY)=)' || true; }
 
-# Runs in namespaces of its own, as the first process of the machine. A root by chroot would allow no sandbox: the kernel
-# refuses user namespaces there.
+# Runs in namespaces of its own, as the machine's first process. A root by chroot would allow no sandbox: the kernel
+# makes no user namespaces there.
 enter='
 set -e
 root=$1 place=$2 kind=$3 command=$4
@@ -53,7 +53,11 @@ for variable in "$@"; do
     done
 done
 test "$kind" != read-only || { mount --bind "./$place" "./$place"; mount -o remount,bind,ro "./$place"; }
-test "$kind" != noexec || { mkdir -p noexec; mount -t tmpfs -o noexec,mode=1777 tmpfs noexec; set -- "$@" TMPDIR=/noexec; }
+test "$kind" != noexec || {
+    mkdir -p noexec
+    mount -t tmpfs -o noexec,mode=1777 tmpfs noexec
+    set -- "$@" TMPDIR=/noexec
+}
 test "$kind" != uv || set -- "$@" PATH=/opt/uv/bin:/usr/sbin:/usr/bin:/sbin:/bin
 pivot_root . mnt
 umount -l /mnt
@@ -96,7 +100,7 @@ for kind in ${*:-$CASES}; do
     test "$kind" != no-history || rm -rf "$folder/$suite$place/.git"
     commands=$COMMANDS
     case $kind in
-    uv) run uv "$suite" "$place" "$UV" "$folder/uv-0.log" ;;
+    uv) run plain "$suite" "$place" "$VENV /opt/uv && /opt/uv/bin/pip install --quiet uv" "$folder/uv-0.log" ;;
     pip) commands=$PIP ;;
     esac
     number=0

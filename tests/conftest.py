@@ -10,6 +10,7 @@ import json
 import os
 import runpy
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -73,6 +74,12 @@ SHARING = {
     "vllm": ("rollout/test_vllm.py", "rollout/test_vllm_weights.py", "training/test_weight_sync.py"),
     "servers": ("tests/served/",),
 }
+
+
+def pytest_configure() -> None:
+    folder = tempfile.gettempdir()
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        raise pytest.UsageError(f"{folder} is mounted noexec, and tests write programs there: set TMPDIR=/var/tmp, say")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
