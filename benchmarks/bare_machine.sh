@@ -2,8 +2,8 @@
 # Makes bare Debian machines here, with no more than Python, git and make, and types README's two commands there.
 #     benchmarks/bare_machine.sh FOLDER [CASE ...]    # as root; needs Debian's mmdebstrap and util-linux
 # Without a CASE all of them, one after the other: hours, 20 GB. COMMANDS, one per line, replaces README's two.
-# FOLDER/machines.md gets one row per case and command, FOLDER/CASE-N.log what command N printed. A root keeps uv's cache
-# and the packages of its earlier cases: delete FOLDER for machines that are bare again.
+# FOLDER/machines.md gets one row per case and command, FOLDER/CASE-N.log what command N printed. A root keeps the cache
+# and packages of its earlier cases: delete FOLDER for machines that are bare again.
 # PIP_*, UV_* and proxy variables hold there too, and the paths that they name are shown there read-only.
 set -eu
 

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 from benchmarks.command import RESULTS, ROOT, python_path
+from tests.needs import VLLM, needs
 from tests.packing import source_files
 from tests.quick_python import quick_python
 from tests.serving import prefect_server
@@ -58,6 +59,7 @@ PIPELINES = [
     ("retention --tiny --output out", "out/retention.json"),
     ("reward_models --tiny && recipe_curves --record", "docs/images/*.png"),
 ]
+NEEDS = {"sandbox": ("bwrap",)} | dict.fromkeys(("adapter_handover", "answers", "engine_gap", "vs_trl"), VLLM)
 ELSEWHERE = {"gpu_check"}  # test_gpu_check.py
 # By these processes, and by those that they start. Not Prefect: it reads its settings when it is imported.
 IMPORTED = (
@@ -182,14 +184,9 @@ def runs(python: str, place: Path, lines: str, files: str, **environment: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("lines", "files"),
-    [
-        pytest.param(*each, id=each[0], marks=pytest.mark.needs("bwrap") if each[0].startswith("sandbox") else ())
-        for each in RUNS
-    ],
-)
+@pytest.mark.parametrize(("lines", "files"), [pytest.param(*each, id=each[0]) for each in RUNS])
 def test_a_benchmark_runs_from_its_command_to_its_results(python: str, place: Path, lines: str, files: str) -> None:
+    needs(*NEEDS.get(lines.split()[0], ()))
     runs(python, place, lines, files)
 
 
