@@ -29,7 +29,7 @@ make_root() { # SUITE: what a server of Debian's has at least, and the three pro
     echo "127.0.0.1 localhost" >"$folder/$1/etc/hosts"
 }
 
-passed_on() { env -0 | grep -zE '^(PIP_|UV_|SSL_CERT|[a-zA-Z]+_(proxy|PROXY)=)' || true; }
+passed_on() { env -0 | grep -zE '^(PIP_|UV_|SSL_CERT|[a-zA-Z]+_(proxy|PROXY)=)' | grep -zv '^[A-Z]*_CACHE' || true; }
 
 # Runs in namespaces of its own, as the machine's first process. A root by chroot would allow no sandbox: the kernel
 # makes no user namespaces there.
