@@ -37,9 +37,24 @@ help: ## list the commands
 
 version_of = $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
 
+# Debian's packages that the sandbox, vLLM, launchers and .venv need, unless what they bring is there.
+unless = $(if $(shell $(1) >/dev/null 2>&1 && echo there),,$(2))
+LACKING = $(strip $(call unless,command -v bwrap,bubblewrap) $(call unless,command -v g++,g++) \
+	$(call unless,command -v ssh,openssh-client) \
+	$(call unless,$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")',libnuma1) \
+	$(call unless,$(PYTHON) -c 'import ensurepip; from sysconfig import *; open(get_path("include") + "/Python.h")', \
+		python3-dev python3-venv))
+APT = apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends
+SYSTEM = lacking="$(LACKING)"; test -z "$$lacking" || \
+	{ test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "apt-get install $$lacking" && \
+		$(APT) $$lacking >/dev/null; } || \
+	echo "Not installed: $$lacking. What needs it will not run, and its tests are skipped; as root:" \
+		"apt-get install $$lacking"
+
 setup: $(STAMP) ## make .venv and install everything into it
 
 $(STAMP): pyproject.toml requirements/$(HARDWARE).txt
+	@test -w . || { echo "$(CURDIR) cannot be written, and .venv lies there: clone it elsewhere" >&2; exit 1; }
 	@test "$$($(call version_of,$(BIN)/python))" = $(VERSION) || { \
 		found=$$($(call version_of,$(PYTHON))); \
 		test "$$found" = $(VERSION) || { \
@@ -47,7 +62,8 @@ $(STAMP): pyproject.toml requirements/$(HARDWARE).txt
 				"make setup PYTHON=/path/to/python$(VERSION)" >&2; \
 			exit 1; \
 		}; \
-		$(PYTHON) -m venv --clear $(VENV); \
+		$(SYSTEM); \
+		$(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }; \
 	}
 	@rm -f $(filter-out $@,$(addprefix $(VENV)/.installed-,cpu gpu))
 	@command -v uv >/dev/null || $(BIN)/python -m pip install --quiet uv
@@ -113,7 +129,7 @@ gpu-emulated: $(EMULATED)/.installed ## what a GPU machine with little beside Py
 	$(ON_EMULATED) -m pytest -p tests.bare_machine -n 2 --dist loadfile --disable-warnings --durations 15 \
 		tests/grpo_core/{algorithm,model,rollout,training}
 
-ON_EMULATED := PYTHONPATH=$(CURDIR) $(EMULATED)/bin/python
+ON_EMULATED := PYTHONPATH="$(CURDIR)" $(EMULATED)/bin/python
 
 $(EMULATED)/.installed: requirements/gpu-machine.txt | setup
 	$(UV) venv --quiet --clear --no-python-downloads --python $(PYTHON_EMULATED) $(EMULATED)
@@ -132,7 +148,7 @@ check: setup ## lint, format, types, layers and declared dependencies
 
 lint:
 	$(BIN)/ruff check .
-	! git grep -InE '^(<<<<<<<|>>>>>>>) '  # what a merge has left
+	! git grep --no-index --exclude-standard -InE '^(<<<<<<<|>>>>>>>) '  # what a merge has left
 
 formatted:
 	$(BIN)/ruff format --check .

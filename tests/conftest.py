@@ -10,6 +10,7 @@ import json
 import os
 import runpy
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,8 @@ import pytest
 import typer.testing
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
+
+from tests.needs import needs
 
 # Before any library is imported: tests reach no network and report nothing.
 os.environ.update(
@@ -71,6 +74,17 @@ SHARING = {
     "vllm": ("rollout/test_vllm.py", "rollout/test_vllm_weights.py", "training/test_weight_sync.py"),
     "servers": ("tests/served/",),
 }
+
+
+def pytest_configure() -> None:
+    folder = tempfile.gettempdir()
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        raise pytest.UsageError(f"{folder} is mounted noexec, and tests write programs there: set TMPDIR=/var/tmp, say")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs"):
+        needs(*mark.args)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

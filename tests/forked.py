@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.needs import VLLM, needs
+
 # Installed modules only: what cannot be imported is left out without a word, as `tests` would be.
 PRELOADED = (
     "vllm.entrypoints.llm",
@@ -35,6 +37,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     vLLM does not compile its counting of ranks there, which nothing here reads. Nor do its searches for garbage pass
     through all that is imported. An engine need not be closed, which takes a second: it ends with the process.
     """
+    needs(*VLLM)
     with (
         mock.patch.dict(os.environ, TORCH_COMPILE_DISABLE="1"),
         ProcessPoolExecutor(1, mp_context=_context, initializer=gc.freeze) as pool,

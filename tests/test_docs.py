@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import subprocess
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from grpo_core.rewards.registry import BUILTIN
 from grpo_core.training.loop import train
 from tests.command_line import fenced, grpo_commands, parse
 from tests.conftest import config_values, make_run, with_keys
+from tests.packing import source_files
 from tests.qwen import qwen
 
 ROOT = Path(__file__).parents[1]
@@ -44,9 +44,7 @@ NO_KEYS = re.compile(
 
 
 def _pages() -> list[Path]:
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    return [path for path in map(ROOT.joinpath, names) if path.is_file() and not path.is_symlink()]
+    return [path for path in map(ROOT.joinpath, source_files("*.md")) if path.is_file() and not path.is_symlink()]
 
 
 def _name(page: Path) -> str:

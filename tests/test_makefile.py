@@ -71,6 +71,29 @@ def test_the_right_python_is_found_and_takes_the_place_of_another_one_s_environm
     assert (folder / ".venv" / "kept").exists(), "an environment of the right version is kept"
 
 
+@pytest.mark.parametrize(("user", "status"), [(0, 0), (0, 1), (1000, 0)])
+def test_setup_installs_what_debian_has_or_says_what_to_type(folder: Path, user: int, status: int) -> None:
+    _executable(folder / "bin" / "python3.11", PYTHON.format(version="3.11"))
+    _executable(folder / "bin" / "id", f"#!/bin/bash\necho {user}\n")
+    _executable(folder / "bin" / "apt-get", f'#!/bin/bash\necho "apt-get $*" >> calls\nexit {status}\n')
+    done = _make(folder, "setup", PATH=f"{folder}/bin")
+    assert done.returncode == 0, done.stderr
+    calls = [line for line in (folder / "calls").read_text().splitlines() if line.startswith("apt-get")]
+    assert len(calls) == (0 if user else 1 if status else 2)
+    assert not calls or calls[0] == "apt-get -qq update"
+    assert not calls[1:] or calls[1].endswith(" bubblewrap g++ openssh-client")
+    told = "as root: apt-get install bubblewrap g++ openssh-client\n" in done.stdout
+    assert told == bool(user or status)
+
+
+def test_an_environment_that_could_not_be_made_whole_does_not_stay(folder: Path) -> None:
+    """As Debian's Python makes one without its package python3-venv."""
+    halves = PYTHON.format(version="3.11") + 'if [ "$1" = -m ]; then exit 1; fi\n'
+    _executable(folder / "bin" / "python3.11", halves)
+    assert _make(folder, "setup", PATH=f"{folder}/bin").returncode == 2
+    assert not (folder / ".venv").exists()
+
+
 CHECKS = ["deptry", "lint-imports", "pyrefly", "ruff", "ruff"]
 
 

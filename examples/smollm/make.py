@@ -62,6 +62,11 @@ def convert(gguf: Path, base: Path) -> None:
 
 
 def make(folder: Path) -> None:
+    try:
+        import gguf
+    except ImportError as error:
+        command = f"{sys.executable} -m pip install gguf"
+        raise SystemExit(f"transformers reads this model with the package gguf: {error}; {command}") from None
     tiny.write_rows(folder, *make_rows())
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         print("downloading SmolLM2-135M-Instruct (93 MB)", flush=True)

@@ -15,6 +15,8 @@ from unittest import mock
 import pytest
 
 from benchmarks.command import RESULTS, ROOT, python_path
+from tests.needs import VLLM, needs
+from tests.packing import source_files
 from tests.quick_python import quick_python
 from tests.serving import prefect_server
 
@@ -57,8 +59,8 @@ PIPELINES = [
     ("retention --tiny --output out", "out/retention.json"),
     ("reward_models --tiny && recipe_curves --record", "docs/images/*.png"),
 ]
+NEEDS = {"sandbox": ("bwrap",)} | dict.fromkeys(("adapter_handover", "answers", "engine_gap", "vs_trl"), VLLM)
 ELSEWHERE = {"gpu_check"}  # test_gpu_check.py
-needs_bwrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="Debian's package bubblewrap is not installed")
 # By these processes, and by those that they start. Not Prefect: it reads its settings when it is imported.
 IMPORTED = (
     "benchmarks.side_ours",
@@ -116,10 +118,7 @@ RECIPE = "swift rlhf --rlhf_type grpo --model Qwen/Qwen2.5-0.5B --per_device_tra
 
 def quoted() -> set[str]:
     """Benchmarks that a page names, or runs by `make`."""
-    listed = subprocess.run(
-        ["git", "ls-files", "*.md", "Makefile"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    text = "\n".join((ROOT / name).read_text() for name in listed.stdout.split())
+    text = "\n".join((ROOT / name).read_text() for name in source_files("*.md", "Makefile"))
     named = {*re.findall(r"\bbenchmarks[./](\w+)", text), *re.findall(r"^\| `(\w+)", text, re.MULTILINE)}
     return named & {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
 
@@ -185,11 +184,9 @@ def runs(python: str, place: Path, lines: str, files: str, **environment: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("lines", "files"),
-    [pytest.param(*each, id=each[0], marks=needs_bwrap if each[0].startswith("sandbox") else ()) for each in RUNS],
-)
+@pytest.mark.parametrize(("lines", "files"), [pytest.param(*each, id=each[0]) for each in RUNS])
 def test_a_benchmark_runs_from_its_command_to_its_results(python: str, place: Path, lines: str, files: str) -> None:
+    needs(*NEEDS.get(lines.split()[0], ()))
     runs(python, place, lines, files)
 
 

@@ -19,6 +19,7 @@ import boto3
 import httpx2
 import psycopg2
 
+from tests.needs import PATH, needs
 from tests.serving import free_ports
 
 DEADLINE = 300.0  # of what starts
@@ -80,9 +81,8 @@ def wait_until(is_ready: Callable[[], Any], process: subprocess.Popen[bytes], lo
 @contextmanager
 def postgres() -> Iterator[str]:
     """HOST:PORT of a PostgreSQL server with the databases prefect and mlflow, each owned by a user of its name."""
-    found = [shutil.which("postgres"), *map(str, Path("/usr/lib/postgresql").glob("*/bin/postgres"))]
-    programs = [Path(path).parent for path in found if path]
-    assert programs, "there is no PostgreSQL here: install the Debian package postgresql"
+    needs("postgres")
+    programs = Path(str(shutil.which("postgres", path=PATH))).parent
     user = _unprivileged()
     (port,) = free_ports(1)
     with tempfile.TemporaryDirectory(prefix="postgres-") as name:  # pytest's folders are closed to another user
@@ -92,11 +92,11 @@ def postgres() -> Iterator[str]:
         if user is not None:
             for path in (folder, folder / "password"):
                 os.chown(path, user, -1)
-        initdb = [programs[-1] / "initdb", "-D", data, "-U", "postgres", "--auth=scram-sha-256", "-N"]
+        initdb = [programs / "initdb", "-D", data, "-U", "postgres", "--auth=scram-sha-256", "-N"]
         made = subprocess.run([*initdb, f"--pwfile={folder / 'password'}"], user=user, capture_output=True, text=True)
         assert made.returncode == 0, made.stderr
         options = ["-D", data, "-k", folder, "-h", "127.0.0.1", "-p", str(port)]
-        command = [str(part) for part in (programs[-1] / "postgres", *options)]
+        command = [str(part) for part in (programs / "postgres", *options)]
         with process_of(command, log, {}, user, signal.SIGINT) as process:
             server = {"host": "127.0.0.1", "port": port, "password": WORD}
             wait_until(lambda: psycopg2.connect(user="postgres", **server).close() is None, process, log)

@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.needs import PATH, needs
+
 NUMBER = os.getpid() % 200  # so that two test sessions on this machine do not meet
 NETWORK = f"10.77.{NUMBER}"
 BRIDGE = f"grpo{NUMBER}"
@@ -110,9 +112,10 @@ class Host:
 def some_hosts(folder: Path, *names: str) -> Iterator[tuple[list[Host], dict[str, str]]]:
     """Hosts, and the environment in which `ssh` reaches them by these names, which begin with different letters. Skips
     where they cannot be made."""
-    sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
-    if os.geteuid() or not sshd or not shutil.which("ip") or not shutil.which("ssh"):
-        pytest.skip("hosts as network namespaces need root, and Debian's iproute2 and openssh-server")
+    needs("ip", "ssh", "sshd")
+    sshd = str(shutil.which("sshd", path=PATH))
+    if os.geteuid():
+        pytest.skip("hosts as network namespaces need root")
     hosts = [Host(name, f"{BRIDGE}-{name}", f"{NETWORK}.{n}") for n, name in enumerate(names, 1)]
     with ExitStack() as stack:
         _make_network(hosts, stack)

@@ -15,6 +15,7 @@ from PIL import Image
 from playwright.sync_api import Page, ViewportSize, expect, sync_playwright
 
 from tests.e2e.browsing import MILLISECONDS
+from tests.needs import needs
 from tests.pictures import RECORDED, VERDICTS, words_of_pictures
 
 PATIENCE = 120 * MILLISECONDS  # for a page, on a busy machine
@@ -41,11 +42,10 @@ localStorage.setItem("mlflow.assistant.panelOpen_v1", "false");
 
 @contextmanager
 def browser_page() -> Iterator[Page]:
-    browser = shutil.which("chromium")
-    assert browser, "no browser on this machine: install Debian's package `chromium`"
+    needs("chromium")
     with sync_playwright() as playwright:
         rebound = "--host-resolver-rules=MAP evil.example 127.0.0.1"
-        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox", rebound])
+        chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox", rebound])
         context = chromium.new_context(viewport=TALL)
         context.add_init_script(SEEN_BEFORE)
         context.add_init_script(FEW_FRAMES)

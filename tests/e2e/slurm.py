@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import time
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from tasks.processes.machine import free_port
+from tests.needs import needs
 
 NODES = ("alpha", "beta")
 NODE_SECONDS = 20  # after which a node whose daemon is gone counts as failed
@@ -107,8 +107,9 @@ class Cluster:
 @contextmanager
 def slurm_cluster(folder: Path, preempt: str = "CANCEL") -> Iterator[Cluster]:
     """A cluster with two nodes of one CPU each, idle. Skips where there is no Slurm to run."""
-    if os.geteuid() or not all(map(shutil.which, ("munged", "slurmctld", "slurmd", "sbatch"))):
-        pytest.skip("a Slurm cluster needs root, and Debian's slurm-wlm and munge")
+    needs("munged", "slurmctld", "slurmd", "sbatch")
+    if os.geteuid():
+        pytest.skip("a Slurm cluster needs root")
     with ExitStack() as stack:
         cluster = Cluster(folder, stack)
         stack.callback(_end, cluster)

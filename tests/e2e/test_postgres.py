@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import pwd
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -248,7 +247,7 @@ def test_only_prefects_own_page_may_call_its_api_from_a_browser(servers: Servers
         assert answer.status_code == status, origin
 
 
-@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx (Debian package nginx-light) is not installed")
+@pytest.mark.needs("nginx")
 def test_a_stage_runs_with_both_servers_behind_nginx(servers: Servers, registered: Path, tmp_path: Path) -> None:
     """With a certificate of its own; task runs reach Prefect over a websocket alone."""
     ports = free_ports(3)

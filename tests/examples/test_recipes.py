@@ -8,6 +8,7 @@ import ast
 import operator
 import random
 import re
+import sys
 import tomllib
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,8 +29,8 @@ from examples.maths import make as maths
 from examples.python import gsm8k as gsm8k_by_programs
 from examples.python import make as programs
 from examples.smallest import make as smallest
+from examples.smollm import make as smollm
 from grpo_core.environments.builtin.calculator import calculator as calculator_tool
-from grpo_core.environments.builtin.python import python as python_tool
 from grpo_core.environments.calls import ToolCall, read_turn
 from grpo_core.environments.turns import TurnFormat
 
@@ -182,10 +183,13 @@ def test_held_out_games_have_prompts_of_their_own_and_all_secrets() -> None:
         assert {secrets.count(secret) for secret in range(1, guess.HIGHEST + 1)} == {len(games) // guess.HIGHEST}
 
 
+@pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("slips", [False, True])
 def test_demonstrated_programs_print_the_answer_but_for_their_slips(
     slips: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from grpo_core.environments.builtin.python import python as python_tool
+
     monkeypatch.setattr(programs, "SLIPS", float(slips))
     monkeypatch.setattr(programs, "PROGRAMS", 1.0)
     rng = random.Random(0)
@@ -201,6 +205,13 @@ def test_demonstrated_programs_print_the_answer_but_for_their_slips(
         assert f"{eval(call.arguments['code'].removeprefix('print'))}\n" == printed["content"] == f"{last['content']}\n"
         assert (last["content"] == row["answer"]) != slips
     assert python_tool(**call.arguments) == printed["content"]
+
+
+def test_a_model_that_cannot_be_read_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setattr(smollm, "download", lambda folder: pytest.fail("it was downloaded"))
+    with pytest.raises(SystemExit, match=r"the package gguf: .*; \S+ -m pip install gguf$"):
+        smollm.make(tmp_path)
 
 
 def test_gsm8k_becomes_a_conversation_and_a_number() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
@@ -25,7 +24,6 @@ from grpo_core.system.sandbox import bubblewrap
 from tests.grpo_core.environments.scripted import Scripted, call, turns
 
 FORMAT = turns()
-needs_bwrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="Debian's package bubblewrap is not installed")
 
 
 def _answers(environments: Environments, *scripts: list[str]) -> list[list[str]]:
@@ -45,7 +43,7 @@ def _python(code: str) -> str:
     return call("python", f'{{"code": "{code}"}}')
 
 
-@needs_bwrap
+@pytest.mark.needs("bwrap")
 @pytest.mark.slow
 def test_python_keeps_its_variables_for_one_conversation_and_leaves_nothing() -> None:
     us = psutil.Process()

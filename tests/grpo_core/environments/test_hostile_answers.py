@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from tests.grpo_core.environments.scripted import Scripted, call, turns
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not shutil.which("bwrap"), reason="Debian's package bubblewrap is not installed"),
+    pytest.mark.needs("bwrap"),
 ]
 FORMAT = turns()
 HERE = "tests.grpo_core.environments.playing"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from typing import Any
 
 import pytest
@@ -19,8 +18,6 @@ from grpo_core.rewards.contract import resolve
 from grpo_core.rewards.scoring import score
 from grpo_core.system.sandbox.bubblewrap import Call, Input, _rebuilt
 from grpo_core.system.sandbox.inside import encoded
-
-sandboxed = pytest.mark.skipif(not shutil.which("bwrap"), reason="Debian's package bubblewrap is not installed")
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 HASHABLE = st.recursive(SCALARS, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=4)
@@ -144,7 +141,7 @@ def test_the_last_whole_block_is_the_program(text: str, code: str | None) -> Non
 
 
 @pytest.mark.slow
-@sandboxed
+@pytest.mark.needs("bwrap")
 def test_the_reward_is_the_share_of_tests_that_pass() -> None:
     tests = ["assert f(2) == 4", "assert f(3) == 9", "assert f(-1) == 1", "assert f(0) == 0"]
     programs = [
@@ -161,7 +158,7 @@ def test_the_reward_is_the_share_of_tests_that_pass() -> None:
     assert rewards(programs, tests) == [1, 0.5, 0.25, 0.5, 0.75, 1, 0, 0, 0]
 
 
-@sandboxed
+@pytest.mark.needs("bwrap")
 def test_a_program_that_reads_and_prints_is_run_for_each_test() -> None:
     tests = [{"input": "2 3\n", "output": "5\n"}, {"input": "-1 1\n", "output": "0"}]
     programs = [
@@ -174,7 +171,7 @@ def test_a_program_that_reads_and_prints_is_run_for_each_test() -> None:
     assert rewards(programs, tests) == [1, 1, 0.5, 0, 0]
 
 
-@sandboxed
+@pytest.mark.needs("bwrap")
 def test_rows_without_tests_that_can_be_judged_have_no_reward() -> None:
     for tests in ([], ["assert f(1) == f(1)"], ["assert f(1) == 1", "print(f(1))"]):
         assert rewards(["def f(x): return x"], tests) == [None]
@@ -217,7 +214,7 @@ CHEATS = {
 
 
 @pytest.mark.slow
-@sandboxed
+@pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_a_program_that_fakes_a_pass_gets_nothing(cheat: str) -> None:
     tests = ["assert answer() == 424242", "assert abs(answer() - 424242) < 1e-3"]
@@ -226,14 +223,14 @@ def test_a_program_that_fakes_a_pass_gets_nothing(cheat: str) -> None:
     assert (reward, *rewards([CHEATS[cheat] + "\nanswer()"], printed)) == (0, 0)
 
 
-@sandboxed
+@pytest.mark.needs("bwrap")
 def test_two_guesses_for_one_test_are_one() -> None:
     both = "import os\nfor out in range(3, 20):\n    try: os.write(out, b'0 true\\n0 false\\n1 true\\n1 false\\n')\n"
     both += "    except OSError: pass\nos._exit(0)"
     assert rewards([both], ["assert even(2) == True", "assert even(3) == False"]) == [0.5]
 
 
-@sandboxed
+@pytest.mark.needs("bwrap")
 def test_conversations_are_scored_through_the_configuration() -> None:
     reward = resolve(RewardConfig(function="unit_tests", args={"cpu_seconds": 1, "wall_seconds": 300.0}))
     rows = [{"prompt": [{"role": "user", "content": "Square."}], "tests": ["assert f(3) == 9"]}] * 2

@@ -30,7 +30,7 @@ from grpo_core.system.sandbox.bubblewrap import Call, Input, Limits, SandboxErro
 from grpo_core.system.sandbox.seccomp import MACHINES, ONLY, REFUSED, build_filter
 from tests.grpo_core.system.attacks import ATTACKS
 
-pytestmark = pytest.mark.skipif(not shutil.which("bwrap"), reason="Debian's package bubblewrap is not installed")
+pytestmark = pytest.mark.needs("bwrap")
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=300.0)  # the machine may be busy: what ends in these tests ends by itself
 MIB = 1 << 20

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -21,7 +20,7 @@ from tests.grpo_core.system.test_sandbox import answer, marker, named
 __all__ = ["marker"]  # a fixture
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not shutil.which("bwrap"), reason="Debian's package bubblewrap is not installed"),
+    pytest.mark.needs("bwrap"),
 ]
 LIMITS = SessionLimits(cpu_seconds=1, wall_seconds=300.0)  # the machine may be busy
 

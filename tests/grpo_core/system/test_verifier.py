@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +17,7 @@ from tests.grpo_core.system.attacks import ATTACKS
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not shutil.which("bwrap"), reason="Debian's package bubblewrap is not installed"),
+    pytest.mark.needs("bwrap"),
 ]
 SOURCE = ATTACKS + "import resource\ndef judge(answer, expected=None):\n    found = eval(answer)\n" + (
     "    return found if expected is None else float(found == expected)\n"

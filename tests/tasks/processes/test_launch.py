@@ -377,13 +377,11 @@ def test_the_small_processes_beside_a_training_start_without_the_configuration_s
     subprocess.run([sys.executable, "-c", f"{imports}; sys.exit('pydantic' in sys.modules)"], check=True)
 
 
+@pytest.mark.needs("ssh")
 def test_a_connection_is_its_own_whatever_the_user_s_ssh_configuration_says(tmp_path: Path) -> None:
     (tmp_path / "config").write_text("Host *\nControlMaster auto\nControlPath /tmp/%C\nRequestTTY force\n")
     client, *words = remote_command("alpha", "run")
-    try:
-        shown = subprocess.run([client, "-G", "-F", tmp_path / "config", *words], capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("needs OpenSSH's client")
+    shown = subprocess.run([client, "-G", "-F", tmp_path / "config", *words], capture_output=True, text=True)
     assert "requesttty false" in shown.stdout and "controlpath" not in shown.stdout
 
 
