@@ -12,6 +12,7 @@ import runpy
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,9 @@ if "PYTEST_VERSION" in os.environ:
 
     install_import_hook(SHAPED, f"{checking.__name__}.check_types")
     gc.disable()  # until all is imported: a third of that time would go into searching the imports for garbage
+
+if find_spec("vllm") is None:
+    pytest_plugins = ["tests.bare_machine"]
 
 
 def pytest_collection_finish() -> None:
