@@ -1,5 +1,5 @@
-"""A test that needs a package that is not there is skipped: one line per package. What trains needs none of these: there
-it fails. Loaded where vLLM is not installed (tests/conftest.py), as on the machine of requirements/gpu-machine.txt."""
+"""Skip a test that needs a package that is not there: one line per package. What trains needs none of these: there it
+fails. Loaded where vLLM is not installed (tests/conftest.py), as on the machine of requirements/gpu-machine.txt."""
 
 from __future__ import annotations
 

@@ -242,12 +242,20 @@ def config_values(model: Path, data: Path, **keys: Any) -> dict[str, Any]:
     return with_keys(values, **keys)
 
 
+def need_vllm() -> None:
+    """Raise what tests.bare_machine makes a skip of if vLLM, which is not imported here, cannot be started."""
+    if find_spec("vllm") is None:
+        raise ModuleNotFoundError(name="vllm")
+
+
 def make_run(folder: Path, values: dict[str, Any], num_prompts: int = 24) -> Path:
     """A run directory as the validate and plan stages leave it."""
     from grpo_core.config.files import dump_config, parse_config
     from grpo_core.planning.plan import make_plan, plan_inputs
 
     config = parse_config(values)
+    if config.rollout.engine == "vllm":
+        need_vllm()
     (folder / "dataset").mkdir(parents=True)
     write_sums(folder / "dataset" / "train.parquet", 10, 10 + num_prompts)
     write_sums(folder / "dataset" / "eval.parquet", 60, 76)

@@ -32,7 +32,8 @@ def test_the_cells_of_the_page_train_with_their_own_reward_and_show_what_came_of
     run(make, tmp_path / name, os.environ)
     cells = [nbformat.v4.new_code_cell(block) for block in fenced(PAGE.read_text(), "python")]
     notebook = nbformat.v4.new_notebook(cells=cells)
-    NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": str(tmp_path / name)}}).execute()
+    patience = {"timeout": SECONDS, "startup_timeout": SECONDS}
+    NotebookClient(notebook, **patience, resources={"metadata": {"path": str(tmp_path / name)}}).execute()
 
     *_, tried, ran, curve, samples, report = ["".join(map(_shown, cell.outputs)) for cell in cells]
     assert "what now?" in tried

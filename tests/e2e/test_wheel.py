@@ -1,5 +1,5 @@
-"""The wheel in an empty environment, far from the clone: the page's commands make a project and run the smallest recipe,
-with vLLM if this environment has it.
+"""The wheel in an empty environment, far from the clone: the page's commands make a project and run it, with vLLM if
+this environment has it.
 
 What is installed follows from pyproject.toml alone; this environment only says which release of each.
 """
