@@ -7,7 +7,7 @@
 #     podman run --security-opt unmask=ALL
 # and, where the host has AppArmor, --security-opt apparmor=unconfined. --cap-drop=ALL may be given with them.
 #
-# Debian 12 has the Python that requirements/*.txt are compiled for. PyTorch brings CUDA with it: the host needs its driver
+# Debian 12 has a Python that requirements/*.txt are compiled for. PyTorch brings CUDA with it: the host needs its driver
 # and the NVIDIA container toolkit, the image nothing.
 # For the same image again, give --build-arg BASE=debian@sha256:…: a tag moves with Debian's security updates.
 ARG BASE=debian:bookworm-slim

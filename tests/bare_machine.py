@@ -1,5 +1,5 @@
-"""`pytest -p tests.bare_machine`, on a machine with the packages of requirements/gpu-machine.txt: a test that needs a
-package that is not there is skipped, and listed with the package. What trains needs none of these: there it fails."""
+"""Skip a test that needs a package that is not there: one line per package. What trains needs none of these: there it
+fails. Loaded where vLLM is not installed (tests/conftest.py), as on the machine of requirements/gpu-machine.txt."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
 
 
 def _skipped(report: Any, error: BaseException | None) -> Any:
-    if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in LACKING:
+    package = str(getattr(error, "name", "")).partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and package in LACKING:
         frames = traceback.extract_tb(error.__traceback__)
         ours = [Path(it.filename) for it in frames if Path(it.filename).is_relative_to(ROOT)]
         importer = ours[-1].relative_to(ROOT)
         if any(importer.is_relative_to(room) for room in MAY_NEED):
-            report.outcome, report.longrepr = "skipped", (str(importer), frames[-1].lineno, f"needs {error.name}")
+            report.outcome, report.longrepr = "skipped", ("tests", None, f"needs {package}, which is not installed")
     return report

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,9 @@ if "PYTEST_VERSION" in os.environ:
 
     install_import_hook(SHAPED, f"{checking.__name__}.check_types")
     gc.disable()  # until all is imported: a third of that time would go into searching the imports for garbage
+
+if find_spec("vllm") is None:
+    pytest_plugins = ["tests.bare_machine"]
 
 
 def pytest_collection_finish() -> None:
@@ -252,12 +256,20 @@ def config_values(model: Path, data: Path, **keys: Any) -> dict[str, Any]:
     return with_keys(values, **keys)
 
 
+def need_vllm() -> None:
+    """Raise what tests.bare_machine makes a skip of if vLLM, which is not imported here, cannot be started."""
+    if find_spec("vllm") is None:
+        raise ModuleNotFoundError(name="vllm")
+
+
 def make_run(folder: Path, values: dict[str, Any], num_prompts: int = 24) -> Path:
     """A run directory as the validate and plan stages leave it."""
     from grpo_core.config.files import dump_config, parse_config
     from grpo_core.planning.plan import make_plan, plan_inputs
 
     config = parse_config(values)
+    if config.rollout.engine == "vllm":
+        need_vllm()
     (folder / "dataset").mkdir(parents=True)
     write_sums(folder / "dataset" / "train.parquet", 10, 10 + num_prompts)
     write_sums(folder / "dataset" / "eval.parquet", 60, 76)

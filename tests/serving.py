@@ -21,6 +21,7 @@ import psutil
 
 from flows.serving.environment import FILE_LEASES
 from tasks.stages.table import ALL_STAGES
+from tests.conftest import need_vllm
 from tests.needs import VLLM, needs
 
 START_SECONDS = 300
@@ -209,6 +210,8 @@ def vllm_serve(folder: Path, port: int, log: Path, max_model_len: int = 32) -> I
     options = ["--served-model-name", "sums", "--dtype", "float32", "--enforce-eager"]
     options += ["--max-model-len", str(max_model_len)]
     where = ["--model", str(folder), "--host", "127.0.0.1", "--port", str(port)]
+    need_vllm()
+    needs(*VLLM)
     command = ["-m", "vllm.entrypoints.openai.api_server", *where]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with log.open("wb") as output:
@@ -231,6 +234,7 @@ def vllm_serve(folder: Path, port: int, log: Path, max_model_len: int = 32) -> I
 def policy_server(config: Path, port: int, log: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     """A vLLM server for the training of a configuration, as it is started (not yet up) and until the body ends;
     `options`: further ones of vLLM's."""
+    need_vllm()
     needs(*VLLM)
     command = ["-m", "grpo_core.rollout.vllm.serve", str(config), "--port", str(port), *options]
     with log.open("ab") as output:

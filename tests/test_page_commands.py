@@ -98,7 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path
     shutil.copytree(ROOT / "configs", folder / "configs")
     examples = folder / "storage" / "examples"
     rows = pl.DataFrame({"prompt": [f"{n}+1=" for n in range(300)], "answer": [str(n + 1) for n in range(300)]})
-    for recipe in ("arithmetic", "maths"):
+    for recipe in ("arithmetic", "maths", "smallest"):
         (examples / recipe).mkdir(parents=True)
         (examples / recipe / "base").symlink_to(model_folder)
         for name in ("train", "eval"):

@@ -18,3 +18,4 @@ def test_the_version_and_the_licence_are_the_same_wherever_they_are_named() -> N
     assert (citation["version"], citation["license"]) == (project["version"], project["license"])
     assert f"\n## [{project['version']}] - " in (ROOT / "CHANGELOG.md").read_text()
     assert f"grpo-flows:{project['version']}-cpu" in (ROOT / "Dockerfile").read_text()
+    assert f"grpo_flows-{project['version']}-" in (ROOT / "docs" / "how-to" / "wheel.md").read_text()

@@ -6,7 +6,6 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +17,7 @@ from grpo_core.errors import TrainingError
 from grpo_core.rollout.conversations import play
 from grpo_core.rollout.types import Request, Sampling
 from tests import forked
-from tests.conftest import config_values, make_model, make_run
+from tests.conftest import config_values, make_model, make_run, need_vllm
 from tests.grpo_core.rollout.sampling import sampled
 from tests.grpo_core.rollout.vllm_engine import (
     MAX_LENGTH,
@@ -430,6 +429,5 @@ def test_a_new_process_draws_the_same_bits_as_one_that_has_served_before(drawn: 
 
 
 def test_what_vllm_imports_is_imported_once_for_all_processes() -> None:
-    if find_spec("vllm") is None:  # looked for without importing it here
-        pytest.skip("needs vllm")
+    need_vllm()
     assert forked.call(forked.imported).issuperset(forked.PRELOADED)

