@@ -190,6 +190,7 @@ def test_a_benchmark_runs_from_its_command_to_its_results(python: str, place: Pa
     runs(python, place, lines, files)
 
 
+@pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.parametrize(("lines", "files"), [pytest.param(*each, id=each[0]) for each in PIPELINES])
 def test_a_benchmark_runs_its_pipelines_to_the_end(
