@@ -38,7 +38,7 @@ from grpo_core.planning.frameworks.recipes import (
     read_recipe,
     recipe_inputs,
 )
-from grpo_core.planning.hardware import capability, find_gpu, name_hardware, named_gpu
+from grpo_core.planning.hardware import MEMORY_MIB, capability, find_gpu, name_hardware, named_gpu
 from grpo_core.planning.nvidia import problem_of_driver
 from grpo_core.planning.pace import NOT_VALIDATED, Pace, Throughput
 from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_inputs, plan_rows, source_table
@@ -235,6 +235,12 @@ def describe_plan(
         answer["notes"] += curriculum_notes(config, figures)
     answer["notes"] += sampling_notes(config)
     answer["notes"] += config.with_precision(capability(hardware)).gpu_notes if hardware else []
+    if hardware and hardware.memory_gib is None:
+        known = f" (known by name: {', '.join(MEMORY_MIB)})" if gpu else ""
+        answer["notes"].append(
+            f"the memory of {hardware.name} is not known{known}: the plan neither says whether the run fits nor chooses "
+            "the tokens of a pass"
+        )
     answer["notes"] += [problem] if gpu is None and (problem := problem_of_driver()) else []
     return answer
 
