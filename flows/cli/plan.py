@@ -71,7 +71,9 @@ def _option(help: str) -> Any:
 
 def plan(
     file: File = None,
-    recipe: Annotated[System | None, _option("the file is a recipe of TRL or Open-R1 (YAML), or of ms-swift")] = None,
+    recipe: Annotated[
+        System | None, _option("the file is a recipe of TRL or Open-R1, or of ms-swift: YAML, launch script or JSON")
+    ] = None,
     rules: Annotated[Rules | None, _option("batch rules to apply; default: the newest of the recipe's system")] = None,
     num_prompts: Annotated[Whole, _option("prompts in the training data; default: counted in the data")] = None,
     num_generations: Annotated[Whole, _option("G: completions per prompt")] = None,
@@ -238,8 +240,8 @@ def describe_plan(
     if hardware and hardware.memory_gib is None:
         known = f" (known by name: {', '.join(MEMORY_MIB)})" if gpu else ""
         answer["notes"].append(
-            f"the memory of {hardware.name} is not known{known}: the plan neither says whether the run fits nor chooses "
-            "the tokens of a pass"
+            f"the memory of {hardware.name} is not known{known}: the plan neither says whether the run fits nor chooses"
+            " the tokens of a pass"
         )
     answer["notes"] += [problem] if gpu is None and (problem := problem_of_driver()) else []
     return answer
