@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,7 +24,7 @@ from grpo_core.evaluation.statistics import BINARY, paired_difference
 from grpo_core.rewards import rehearsal
 from grpo_core.rewards.composition import range_of_sum
 from grpo_core.rewards.contract import Reward, check_environments, rewards_of
-from tasks.data.contract import Part, check, needed_columns
+from tasks.data.contract import Part, check, needed_columns, wrong_columns
 from tasks.data.groups import count_groups, group_problems
 from tasks.data.lengths import (
     ModelError,
@@ -173,6 +173,14 @@ def screen(config: RunConfig) -> Screened:
     EnvironmentsError if prompts, model, rewards or environments cannot be loaded."""
     rewards = rewards_of(config)
     check_environments(rewards, config.environment.is_used)
+    checks = config.data.checks.model_dump()
+    read = load_sources(config)
+    broken, own = hold_against(read, load_schema(config.data.schema)) if config.data.schema else ([], NONE)
+    parts = _parts(config, read, rewards)
+    if shape := wrong_columns(parts):  # said without the model, which takes seconds to load
+        shape = [*broken, *shape]
+        report = _report(rewards, _by_part(config, read, read), read, read, shape, NONE, checks)
+        return Screened({}, {}, shape, NONE, {}, {}, [], report)
     tokenizer, positions = load_tokenizer_and_context(config.model)
     evaluated = dict.fromkeys(config.evaluation_files.values(), config.evaluation_length)
     completion = {"train": config.rollout.max_completion_length, **evaluated}
@@ -184,10 +192,7 @@ def screen(config: RunConfig) -> Screened:
                 f"{config.model.name_or_path!r} takes {positions} tokens (with RoPE of type dynamic or longrope: those "
                 "before its frequencies change); lower max_completion_length"
             )
-    read = load_sources(config)
-    broken, own = hold_against(read, load_schema(config.data.schema)) if config.data.schema else ([], NONE)
-    parts = _parts(config, read, rewards, room)
-    checks = config.data.checks.model_dump()
+    parts = {name: replace(part, room=room[data_set(name)]) for name, part in parts.items()}
     dropping = [name for name, severity in checks.items() if severity == "drop"]
     options = _template_options(config, tokenizer)
     shape, findings = check(parts, tokenizer, dropping, config.environment, options, own)
@@ -202,10 +207,7 @@ def screen(config: RunConfig) -> Screened:
             for name, own in kept.items()
             if not own.height
         ]
-    by_part = {
-        name: {"rows_read": rows[name].height, "num_prompts": kept[name].height, "source": source.data}
-        for name, source in sources_of(config).items()
-    }
+    by_part = _by_part(config, rows, kept)
     groups: dict[str, int] = {}
     if (column := config.evaluation.group_column) and not shape:
         shape = [*group_problems(column, parts, kept, bool(config.environment.factories))]
@@ -232,9 +234,34 @@ def screen(config: RunConfig) -> Screened:
     first = next((prompt for prompts in frames for prompt in prompts), None)
     notes = [] if first is None else template_notes(config, tokenizer, first, next(iter(options.values())))
     notes += [f"{rows_of}: a text with one of the others ends the training"] if tokens > known else []
-    report = {
-        "num_prompts": {name: own.height for name, own in kept.items()},
+    report = _report(rewards, by_part, rows, kept, shape, findings, checks) | {
         "num_groups": groups,
+        "lengths": length_figures(lengths, kept),
+        "room": room,
+    }
+    return Screened(kept, dropped, shape, findings, lengths, room, notes, report)
+
+
+def _by_part(config: RunConfig, rows: Mapping[str, Rows], kept: Mapping[str, Rows]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"rows_read": rows[name].height, "num_prompts": kept[name].height, "source": source.data}
+        for name, source in sources_of(config).items()
+    }
+
+
+def _report(
+    rewards: list[Reward],
+    by_part: dict[str, dict[str, Any]],
+    rows: Mapping[str, Rows],
+    kept: Mapping[str, Rows],
+    shape: list[str],
+    findings: pl.DataFrame,
+    checks: Mapping[str, str],
+) -> dict[str, Any]:
+    """What is known of data without the model."""
+    return {
+        "num_prompts": {name: own.height for name, own in kept.items()},
+        "num_groups": {},
         "rows_read": {name: own.height for name, own in rows.items()},
         "parts": by_part,
         "columns": {
@@ -244,22 +271,19 @@ def screen(config: RunConfig) -> Screened:
         "shape": shape,
         "findings": count_findings(findings, checks),
         "shared": count_shared(findings),
-        "lengths": length_figures(lengths, kept),
-        "room": room,
+        "lengths": {},
+        "room": {},
     }
-    return Screened(kept, dropped, shape, findings, lengths, room, notes, report)
 
 
-def _parts(
-    config: RunConfig, read: Mapping[str, Rows], rewards: Sequence[Reward], room: Mapping[str, int | None]
-) -> dict[str, Part]:
-    """Collect the rows of each part of the data, with the rewards, token limit and columns of their source."""
+def _parts(config: RunConfig, read: Mapping[str, Rows], rewards: Sequence[Reward]) -> dict[str, Part]:
+    """Collect the rows of each part of the data, with the rewards and columns of their source."""
     sources, parts = sources_of(config), {}
     for name, rows in with_needed_columns(read, config).items():
         origin = config.data.origins[sources[name].origin]
         names = config.rewards_of(origin.name if isinstance(origin, DataSource) else None)
         own = [reward for reward in rewards if reward.name in names]
-        parts[name] = Part(rows, own, room[data_set(name)], origin.columns, sources[name].origin, read[name].columns)
+        parts[name] = Part(rows, own, None, origin.columns, sources[name].origin, read[name].columns)
     return parts
 
 

@@ -65,6 +65,11 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     assert broken == []
 
 
+@PAGES
+def test_the_head_of_every_table_of_a_page_has_a_line_of_its_own(page: Path) -> None:
+    assert [line for line in page.read_text().splitlines() if "|---|" in line and line.strip(" |-:")] == []
+
+
 @pytest.mark.slow
 @PAGES
 def test_every_command_of_a_page_is_one_that_the_command_line_takes(page: Path) -> None:

@@ -17,7 +17,7 @@ from tasks.rendering.drawing import BLUE, GREEN, GREY, Points, plot, png
 
 NUMBERS = range(LOWEST, HIGHEST + 1)
 BEST = mean(len(play(secret, middle)) for secret in NUMBERS)
-ANY_NUMBERS = sum((1 - 1 / len(NUMBERS)) ** missed for missed in range(MOST_GUESSES + 1))
+RANDOM = sum((1 - 1 / len(NUMBERS)) ** missed for missed in range(MOST_GUESSES + 1))
 
 
 def main() -> None:
@@ -47,10 +47,10 @@ def draw(points: Points) -> bytes:
         axes = figure.subplots()
         ends = points[0][0], points[-1][0]
         plot(axes, {"in training": points}, [BLUE], legend=False)
-        for value, colour in [(ANY_NUMBERS, GREY), (BEST, GREEN)]:
+        for value, colour in [(RANDOM, GREY), (BEST, GREEN)]:
             axes.plot(ends, (value, value), color=colour, linestyle="--")
         beside = {"textcoords": "offset points"}
-        axes.annotate(f"random guesses: {ANY_NUMBERS:.2f}", (ends[1], ANY_NUMBERS), (0, -11), ha="right", **beside)
+        axes.annotate(f"random guesses: {RANDOM:.2f}", (ends[1], RANDOM), (0, -11), ha="right", **beside)
         axes.annotate(f"binary search, the best: {BEST:.2f}", (ends[0], BEST), (0, 3), ha="left", **beside)
         axes.set(title="guesses per game")
 

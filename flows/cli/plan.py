@@ -38,7 +38,7 @@ from grpo_core.planning.frameworks.recipes import (
     read_recipe,
     recipe_inputs,
 )
-from grpo_core.planning.hardware import capability, find_gpu, name_hardware, named_gpu
+from grpo_core.planning.hardware import MEMORY_MIB, capability, find_gpu, name_hardware, named_gpu
 from grpo_core.planning.nvidia import problem_of_driver
 from grpo_core.planning.pace import NOT_VALIDATED, Pace, Throughput
 from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_inputs, plan_rows, source_table
@@ -71,7 +71,9 @@ def _option(help: str) -> Any:
 
 def plan(
     file: File = None,
-    recipe: Annotated[System | None, _option("the file is a recipe of TRL or Open-R1 (YAML), or of ms-swift")] = None,
+    recipe: Annotated[
+        System | None, _option("the file is a recipe of TRL or Open-R1, or of ms-swift: YAML, launch script or JSON")
+    ] = None,
     rules: Annotated[Rules | None, _option("batch rules to apply; default: the newest of the recipe's system")] = None,
     num_prompts: Annotated[Whole, _option("prompts in the training data; default: counted in the data")] = None,
     num_generations: Annotated[Whole, _option("G: completions per prompt")] = None,
@@ -235,6 +237,12 @@ def describe_plan(
         answer["notes"] += curriculum_notes(config, figures)
     answer["notes"] += sampling_notes(config)
     answer["notes"] += config.with_precision(capability(hardware)).gpu_notes if hardware else []
+    if hardware and hardware.memory_gib is None:
+        known = f" (known by name: {', '.join(MEMORY_MIB)})" if gpu else ""
+        answer["notes"].append(
+            f"the memory of {hardware.name} is not known{known}: the plan neither says whether the run fits nor chooses"
+            " the tokens of a pass"
+        )
     answer["notes"] += [problem] if gpu is None and (problem := problem_of_driver()) else []
     return answer
 

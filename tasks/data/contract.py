@@ -86,9 +86,7 @@ def check(
     an environment, which begins from the whole row, rows are compared instead of prompts.
     """
     rows = {name: part.rows for name, part in parts.items()}
-    shape = [problem for name, part in parts.items() for problem in _shape(name, part)]
-    shape += _unmade(parts)
-    shape = shape or [*_unlike(rows, tokenizer), *unlike_columns(rows)]
+    shape = wrong_columns(parts) or [*_unlike(rows, tokenizer), *unlike_columns(rows)]
     shape = shape or [problem for name, part in parts.items() for problem in _unusable(name, part, environment)]
     if shape:
         return shape, NONE
@@ -133,6 +131,11 @@ def check(
     shared = pl.concat([NONE, *(found[kind] for kind in ("overlap", "near_overlap") for found in overlaps)])
     shared = shared.unique(["dataset", "row"], keep="first", maintain_order=True).sort("dataset", "row")
     return [], pl.concat([own, *(found for name in parts for found in findings[name]), *twice, shared])
+
+
+def wrong_columns(parts: Mapping[str, Part]) -> list[str]:
+    """Problems with columns and types, in sentences, that need no tokenizer."""
+    return [*(problem for name, part in parts.items() for problem in _shape(name, part)), *_unmade(parts)]
 
 
 def build_schema(

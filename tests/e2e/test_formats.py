@@ -26,6 +26,11 @@ CONFIGURATIONS = dict(
         strict=True,
     )
 )
+# What the page says in a sentence.
+CONFIGURATIONS |= {
+    "mbpp-sanitized": CONFIGURATIONS["mbpp"].replace('"mbpp"', '"mbpp-sanitized"').replace("{text}", "{prompt}"),
+    "sharegpt": CONFIGURATIONS["chat"].replace('"chat"', '"sharegpt"'),
+}
 ROWS: dict[str, list[dict[str, Any]]] = {
     "mbpp": MBPP,
     "mbpp-sanitized": MBPP_SANITIZED,

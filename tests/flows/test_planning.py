@@ -177,6 +177,12 @@ def test_float32_in_vllm_is_named_for_a_gpu_only(config: Path) -> None:
         assert sum("train.mixed_precision is 'no', with vLLM on a GPU" in note for note in notes) == named
 
 
+def test_a_gpu_of_unknown_memory_is_named(config: Path) -> None:
+    for gpu, named in (("foo", 1), ("H200", 0), ("", 0)):
+        notes = _json(config, "--gpu", gpu)["notes"]
+        assert sum("the memory of foo is not known (known by name: B200, H200" in note for note in notes) == named
+
+
 def test_a_curriculum_without_effect_is_named(config: Path) -> None:
     for probe, named in ((0, 1), (4, 0)):
         keys = ["--set", "data.curriculum.kind=variance", "--set", f"data.curriculum.probe={probe}"]

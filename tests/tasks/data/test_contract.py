@@ -18,6 +18,7 @@ from grpo_core.config.run import RunConfig
 from tasks.data import contract
 from tasks.data.contract import RULES
 from tasks.data.lengths import ModelError
+from tasks.validate import refusal
 from tests.conftest import config_values, make_model
 from tests.rows import screen
 
@@ -355,6 +356,17 @@ def test_a_completion_as_long_as_the_context_is_refused(model_folder: Path, tmp_
     _config(model_folder, tmp_path, _frames())
     with pytest.raises(ModelError, match=r"completions of 64 tokens \(train\) leave no room .* takes 64 tokens"):
         screen(parse_config(config_values(model_folder, tmp_path, max_completion_length=64)))
+
+
+def test_wrong_columns_are_named_before_the_model_is_loaded(tmp_path: Path) -> None:
+    frames = _frames()
+    frames["train"] = frames["train"].rename({"prompt": "question"})
+    screened = screen(_config(tmp_path / "no-model", tmp_path, frames))
+    (sentence,) = screened.shape
+    assert sentence.startswith("train has no column 'prompt'; its columns are question, answer")
+    assert refusal(screened).startswith(sentence)
+    with pytest.raises(ModelError):
+        screen(_config(tmp_path / "no-model", tmp_path, _frames()))
 
 
 def test_a_tokenizer_that_ends_prompts_is_refused(tmp_path: Path) -> None:
