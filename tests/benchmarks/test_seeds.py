@@ -26,4 +26,4 @@ def test_the_page_on_sweeps_has_the_shares_that_were_simulated() -> None:
         [cell.strip() for cell in line.split("|")[2:5]] for line in result.splitlines() if "| 10 % collapse" in line
     )
     assert f"hold in {hold[0]} of sweeps with two seeds, in {hold[2]} with five" in page
-    assert f"the best setting is still kept in {kept[0]} and {kept[2]}" in page
+    assert f"best setting is still kept in {kept[0]} and {kept[2]}" in page
