@@ -89,7 +89,7 @@ $(PEER): $(STAMP) requirements/bench.txt
 
 quickstart: setup ## build the example's inputs, run the pipeline, say what happened
 	@start=$$SECONDS; \
-	$(BIN)/python -m flows.serving.prepare >/dev/null 2>&1 & \
+	test -e storage/examples/arithmetic || $(BIN)/python -m flows.serving.prepare >/dev/null 2>&1 & \
 	$(BIN)/python examples/arithmetic/make.py && wait && \
 	$(BIN)/grpo run configs/quickstart.toml --set rollout.engine=$(ENGINE) && \
 	echo "make quickstart took $$((SECONDS - start)) s after installation"

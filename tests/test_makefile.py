@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -248,3 +250,8 @@ def test_the_quickstart_s_inputs_are_where_its_configuration_reads_them_wherever
     assert {Path(it).parent for it in (config.data.train, config.data.eval, config.model.name_or_path)} == {
         Path("storage/examples/arithmetic")
     }
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the other Pythons may be without vLLM")
+def test_the_environment_of_ci_has_vllm_so_that_no_test_of_it_is_skipped_there() -> None:
+    assert find_spec("vllm"), "vLLM is not installed, and its tests would be skipped: `make setup`"

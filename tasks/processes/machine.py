@@ -1,8 +1,9 @@
 """Run by a launcher on another machine: `python -m tasks.processes.machine ACTION`, with one line of JSON as input.
 
-`check`: report whether this machine sees the run directory, which code it has, and what it lacks. `run`: become a
-supervised `python ARGUMENTS`, with the environment of the machine that asks. Further lines of input are signs of life
-from there: without one for SILENCE_SECONDS, everything here is killed.
+`describe`, without input: report which code and packages are here, and what is lacking. `check`: the same, and whether
+this machine sees the run directory. `run`: become a supervised `python ARGUMENTS`, with the environment of the machine
+that asks. Further lines of input are signs of life from there: without one for SILENCE_SECONDS, everything here is
+killed.
 """
 
 from __future__ import annotations
@@ -72,30 +73,32 @@ def package_versions() -> dict[str, str]:
     return {"python": platform.python_version(), **versions}
 
 
-def check(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer the start check. `file`: a file in the run directory; `towards`: the machine that will connect to this
-    one, by default the one that asks.
-
-    The answer includes this machine's address on the way there, "" if there is none, and a free port.
-    """
+def describe() -> dict[str, Any]:
+    """What this Python's environment has, and whether this machine can train with it."""
     problem, on_gpu = "", False
     try:
         on_gpu = check_gpu_machine()
     except GrpoError as error:
         problem = str(error)
-    sees = Path(request["file"]).exists()
-    towards = request.get("towards") or os.environ.get("SSH_CONNECTION", "").split(" ")[0]
-    address = own_address(towards) if towards else None
     return {
-        "sees_run": sees,
         "code": code_digest(),
         "version": code_version(),
         "packages": package_versions(),
         "problem": problem,
         "on_gpu": on_gpu,
-        "address": str(address or ""),
-        "port": free_port(),
     }
+
+
+def check(request: dict[str, Any]) -> dict[str, Any]:
+    """Answer the start check: what `describe` says, and more. `file`: a file in the run directory; `towards`: the
+    machine that will connect to this one, by default the one that asks.
+
+    The answer includes this machine's address on the way there, "" if there is none, and a free port.
+    """
+    sees = Path(request["file"]).exists()
+    towards = request.get("towards") or os.environ.get("SSH_CONNECTION", "").split(" ")[0]
+    address = own_address(towards) if towards else None
+    return describe() | {"sees_run": sees, "address": str(address or ""), "port": free_port()}
 
 
 def supervised(request: dict[str, Any], silence: float) -> list[str]:
@@ -154,6 +157,9 @@ def _say(text: str) -> None:
 
 
 def main() -> None:
+    if sys.argv[1] == "describe":
+        print(json.dumps(describe()))
+        return
     signal.alarm(REQUEST_SECONDS)
     with open(0, "rb", buffering=0, closefd=False) as unbuffered:  # the supervisor reads what follows the line
         request = json.loads(unbuffered.readline())

@@ -12,7 +12,7 @@ from typing import Any
 from grpo_core.config.run import RunConfig
 from tasks.processes.gpu import MachineError
 from tasks.processes.interpreter import PYTHON, training_python
-from tasks.processes.machine import check, code_digest
+from tasks.processes.machine import code_digest, describe
 
 ANSWER_SECONDS = 120.0
 
@@ -50,15 +50,15 @@ def check_training_machine(config: RunConfig) -> None:
 
 
 def _ask() -> dict[str, Any]:
-    """The answer of `tasks.processes.machine check` there. Raises MachineError if there is none."""
-    request, python = {"file": os.devnull}, training_python()
+    """The answer of `tasks.processes.machine describe` there. Raises MachineError if there is none."""
+    python = training_python()
     if python == sys.executable:
-        return check(request)
-    command = [python, "-m", "tasks.processes.machine", "check"]
-    line, variables = json.dumps(request) + "\n", os.environ | {"PYTHONSAFEPATH": "1"}
+        return describe()
+    command = [python, "-m", "tasks.processes.machine", "describe"]
+    variables = os.environ | {"PYTHONSAFEPATH": "1"}
     try:
         done = subprocess.run(
-            command, input=line, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=True, env=variables
+            command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=True, env=variables
         )
         return dict(json.loads(done.stdout.splitlines()[-1]))
     except subprocess.CalledProcessError as error:

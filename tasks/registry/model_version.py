@@ -95,6 +95,8 @@ def rehearse_version(model: ModelConfig, scratch: Path) -> None:
         config.save_pretrained(saved)
         load_tokenizer(model).save_pretrained(saved)
         _write(scratch, scratch / "version", Model(str(scratch)), Example("1", "1"))
+    except OSError:  # the disk, or the hub's network: it says so itself
+        raise
     except Exception as error:
         raise StageError(
             f"with {model.name_or_path} as base model, the stage register would fail: mlflow {mlflow.__version__} and "

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+from packaging.version import Version
 
 from grpo_core.rollout.vllm.serve import wrong_vllm
 from tests.conftest import config_values, write_sums
@@ -40,7 +41,7 @@ def test_a_run_is_planned_and_registered_in_one_environment_and_trained_and_eval
 ) -> None:
     prefect, _ = run([PROGRAMS / "python", "-c", RELEASES], ROOT, os.environ).split()
     older, _ = run([sys.executable, "-c", RELEASES], ROOT, os.environ).split()
-    assert (prefect.split(".")[:2], older.split(".")[:2]) == (["3", "9"], ["3", "7"])
+    assert Version(prefect) > Version(older)
     with pytest.raises(AssertionError, match="No module named 'vllm'"):
         run([PROGRAMS / "python", "-c", "import vllm"], ROOT, os.environ)
 

@@ -86,6 +86,13 @@ def test_what_would_fail_at_the_end_is_refused_before_the_training(
         rehearse_version(model, scratch)
     assert not scratch.exists()
 
+    def full(task: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pipelines, "check_task", full)
+    with pytest.raises(OSError, match="No space left"):  # no fault of the releases
+        rehearse_version(model, scratch)
+
 
 @pytest.mark.slow
 def test_what_makes_a_version_is_not_warned_of_kernels_that_it_does_not_use(version: Any) -> None:
