@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -17,15 +14,11 @@ from rich.table import Column, Table
 
 from flows.cli.terminal import Terminal, print_refusal
 from grpo_core.config.files import load_config, parse_config
-from grpo_core.config.inputs import CurriculumConfig
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
-from grpo_core.data.own_code import check as check_data
-from grpo_core.environments.registry import sources as environment_sources
 from grpo_core.errors import ConfigError, GrpoError
-from grpo_core.planning.ahead_forecast import EarlierSampling
-from grpo_core.planning.forecast import forecast, forecast_rows, useful_groups
+from grpo_core.planning.forecast import forecast_rows, useful_groups
 from grpo_core.planning.frameworks.launches import RecipeError
 from grpo_core.planning.frameworks.megatron import megatron_notes, megatron_plan
 from grpo_core.planning.frameworks.recipes import (
@@ -38,20 +31,8 @@ from grpo_core.planning.frameworks.recipes import (
     read_recipe,
     recipe_inputs,
 )
-from grpo_core.planning.hardware import MEMORY_MIB, capability, find_gpu, name_hardware, named_gpu
-from grpo_core.planning.nvidia import problem_of_driver
-from grpo_core.planning.pace import NOT_VALIDATED, Pace, Throughput
-from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_inputs, plan_rows, source_table
+from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_rows, source_table
 from grpo_core.planning.rules import PlanInputs, Rules
-from grpo_core.planning.sampling_notes import sampling_notes
-from grpo_core.planning.shapes import PromptLengths, load_positions
-from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
-from grpo_core.rewards.contract import check
-from tasks.data.path_or_hub import check_places
-from tasks.data.validated import Validated, read_validated
-from tasks.processes.launchers.kubernetes_job import check_template
-from tasks.processes.pace import measured_pace
-from tasks.stages.run_directory import run_folder
 
 ONE_PROCESS = "the recipe does not say how many processes train: 1 is assumed; give --num-processes"
 ASSUMED_PROMPT_TOKENS = 256
@@ -159,108 +140,9 @@ def own_plan(
     config, known = _configuration(file, given, overrides), given.get("num_prompts")
     if file is None and known is None:
         raise ConfigError("the number of prompts is not known; give it by --num-prompts, or give a configuration")
+    from flows.parameters.describe_plan import describe_plan  # imports polars
+
     return describe_plan(config, known, prompt_tokens, pass_rates, gpu, history)
-
-
-def describe_plan(
-    config: RunConfig,
-    known_prompts: int | None = None,
-    prompt_tokens: int | None = None,
-    pass_rates: Sequence[float] = (),
-    gpu: str | None = None,
-    history: bool = False,
-    measure: Callable[..., Pace | str] = measured_pace,
-) -> dict[str, Any]:
-    """Return the plan for a configuration. `measure`: called for the pace if no earlier run tells it. Raises GrpoError
-    if the configuration is refused."""
-    reads_data = known_prompts is None  # a given number is about other data
-    if reads_data:
-        check_places(config)
-        check_template(config)
-    for reward in config.rewards:
-        check(reward)
-    check_data(config.data)
-    if config.data.curriculum != CurriculumConfig():
-        from grpo_core.rewards.composition import check_curriculum  # imports numpy
-
-        check_curriculum(config)
-    environment_sources(config.environment)
-    _check_positions(config)
-    num_prompts = [] if known_prompts is None else [known_prompts]
-    if num_prompts and config.data.sources:
-        raise ConfigError("--num-prompts: each of data.sources has its own number of prompts; leave the option out")
-    if not num_prompts:
-        with _sources() as sources:
-            num_prompts = [sources.count_prompts(source) for source in sources.training_sources(config.data)]
-            pass_rates = pass_rates or sources.list_pass_rates(config.data)
-    inputs = plan_inputs(config, *num_prompts)
-    figures = make_plan(inputs)
-    if reads_data and config.rollout.engine == "recorded":
-        from grpo_core.data.recording import check_recording
-
-        # Only the stage knows how many batches an epoch takes, since validate may leave prompts out.
-        certain = figures if config.train.max_steps else dataclasses.replace(figures, rollouts=1)
-        check_recording(config, certain, run_folder(config.name))
-    hardware = find_gpu() if gpu is None else named_gpu(gpu) if gpu else None
-    pace: Throughput | Pace | str | None = None
-    if history:
-        from tasks.tracking.runs import earlier_throughput
-
-        pace = earlier_throughput(config, name_hardware(hardware))
-    if config.model.name_or_path:
-        data = read_validated(run_folder(config.name))
-        resolved = config.with_precision(capability(hardware))
-        lengths = _prompt_lengths(config, data, prompt_tokens, reads_data)
-        figures = with_tokens_per_pass(resolved, figures, lengths, hardware)
-        if pace is None and gpu is None:
-            pace = measure(resolved, figures, lengths, hardware, data.prompts if data else None, _say)
-        forecasts = forecast(
-            resolved,
-            figures,
-            lengths,
-            pace,
-            pass_rates,
-            hardware,
-            costs=data.costs if data else NOT_VALIDATED,
-            sampling=_earlier_sampling(config) if gpu is None else None,
-        )
-        if "error" in forecasts["time"] and not history:
-            elsewhere = "" if gpu else ", --gpu H200 forecasts for that GPU"
-            forecasts["time"]["error"] += f"; --history looks for one in MLflow{elsewhere}"
-    else:
-        forecasts = _useful(pass_rates, figures.num_generations)
-    answer: dict[str, Any] = {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
-    answer["sources"] = _source_counts(figures, config.seed) if figures.sources else {}
-    if config.data.curriculum.kind != "none":
-        from grpo_core.data.curriculum import curriculum_notes  # imports numpy
-
-        answer["notes"] += curriculum_notes(config, figures)
-    answer["notes"] += sampling_notes(config)
-    answer["notes"] += config.with_precision(capability(hardware)).gpu_notes if hardware else []
-    if hardware and hardware.memory_gib is None:
-        known = f" (known by name: {', '.join(MEMORY_MIB)})" if gpu else ""
-        answer["notes"].append(
-            f"the memory of {hardware.name} is not known{known}: the plan neither says whether the run fits nor chooses"
-            " the tokens of a pass"
-        )
-    answer["notes"] += [problem] if gpu is None and (problem := problem_of_driver()) else []
-    return answer
-
-
-def _source_counts(figures: Plan, seed: int) -> dict[str, dict[str, float]]:
-    from grpo_core.data.order import source_counts  # imports numpy
-
-    return source_counts(figures, seed)
-
-
-def _earlier_sampling(config: RunConfig) -> EarlierSampling | str | None:
-    """Return what the run's last training measured of sampling ahead, or why that is unknown; None if the run cannot
-    sample ahead."""
-    if config.rollout.engine != "vllm-server" or config.environment.is_used:
-        return None
-    from tasks.data.earlier_sampling import earlier_sampling  # imports polars
-
-    return earlier_sampling(run_folder(config.name))
 
 
 def _foreign_plan(file: Path | None, rules: Rules, given: Mapping[str, Any], pass_rates: list[float]) -> dict[str, Any]:
@@ -268,10 +150,11 @@ def _foreign_plan(file: Path | None, rules: Rules, given: Mapping[str, Any], pas
     recipe = read_recipe(file, rules) if file else Recipe(rules, {})
     rows: list[int | None] = [None]
     if "num_prompts" not in given and recipe.datasets:
+        from tasks.data.sources import Source, count_prompts  # imports polars
+
         paths = [name.partition("#")[0] for name in recipe.datasets]
-        with _sources() as sources:
-            found = [sources.Source("dataset", path, recipe.split) for path in paths]
-            rows = [sources.count_prompts(it) if Path(it.data).exists() else None for it in found]
+        found = [Source("dataset", path, recipe.split) for path in paths]
+        rows = [count_prompts(it) if Path(it.data).exists() else None for it in found]
     assumes_one = not recipe.processes and "num_processes" not in given
     try:
         answer = _megatron(recipe, rows, given) if recipe.algorithm == "megatron" else _plain(recipe, rows, given)
@@ -296,20 +179,6 @@ def _megatron(recipe: Recipe, rows: list[int | None], given: Mapping[str, Any]) 
     figures = megatron_plan(inputs)
     found = megatron_notes(inputs, figures)
     return {"valid": True, "rules": inputs.rules, "notes": found, **dataclasses.asdict(figures)}
-
-
-@contextmanager
-def _sources() -> Iterator[ModuleType]:
-    """Give the module `tasks.data.sources`, imported only where data is read, since it imports polars. Its errors
-    become ConfigError."""
-    from tasks.data import sources
-
-    try:
-        yield sources
-    except sources.SourceError as error:
-        raise ConfigError(str(error)) from error
-    finally:  # with the signal handler that polars installs, Ctrl-C would wait for the end of a measurement
-        signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
 
 
 def _rules(recipe: System | None, rules: Rules | None) -> Rules:
@@ -340,43 +209,6 @@ def _configuration(file: Path | None, given: Mapping[str, Any], overrides: list[
         raise ConfigError("--set overrides keys of a configuration, but no file is given: name one")
     values = NO_FILE | {section: {key: given[key] for s, key in placed if s == section} for section in sections}
     return parse_config(values)
-
-
-def _check_positions(config: RunConfig) -> None:
-    """Raises ConfigError if a completion alone fills the model's positions. Checked only if its config.json is on this
-    machine."""
-    if not config.model.name_or_path:
-        return
-    positions = load_positions(config.model.name_or_path, config.model.revision)
-    lengths = {
-        "rollout.max_completion_length": config.rollout.max_completion_length,
-        "evaluation.max_completion_length": config.evaluation_length,
-    }
-    for key, length in lengths.items():
-        if positions is not None and length >= positions:
-            raise ConfigError(
-                f"{key} = {length}: the model {config.model.name_or_path!r} takes {positions} tokens, prompt included; "
-                "lower it"
-            )
-
-
-def _prompt_lengths(config: RunConfig, data: Validated | None, given: int | None, reads_data: bool) -> PromptLengths:
-    if given is not None and given < 1:
-        raise ConfigError(f"--prompt-tokens {given}: a prompt has at least one token")
-    if given:
-        return PromptLengths(given, given, "given")
-    if data:
-        return PromptLengths(data.mean_tokens, data.longest, f"from the validated data of run {config.name}")
-    if reads_data:
-        from tasks.data.first_prompts import first_lengths
-
-        if found := first_lengths(config):
-            return found
-    return PromptLengths(ASSUMED_PROMPT_TOKENS, ASSUMED_PROMPT_TOKENS, "assumed; --prompt-tokens says better")
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)
 
 
 def _show(answer: Mapping[str, Any]) -> None:

@@ -12,7 +12,6 @@ import typer
 from rich.table import Column, Table
 
 from flows.cli.compare import show
-from flows.cli.plan import describe_plan
 from flows.cli.terminal import Terminal, refusals, say
 from flows.serving.environment import TAG, configure
 from flows.serving.find_server import server_for_command
@@ -117,6 +116,8 @@ def sweep(
 def _show_plan(sweep: Sweep) -> None:
     """Print each arm with its time and GPU hours as `grpo plan` forecasts them, the sum, and the stages that arms
     share. A search has no arms yet: print the ends of its ranges instead."""
+    from flows.parameters.describe_plan import describe_plan  # imports polars
+
     paces: dict[str, Pace | str] = {}
 
     def measure(config: RunConfig, plan: Plan, lengths: PromptLengths, *rest: Any) -> Pace | str:

@@ -11,9 +11,12 @@ from grpo_core.data import own_code
 from grpo_core.data.recording import check_recording
 from grpo_core.environments.registry import sources
 from grpo_core.errors import ConfigError
+from grpo_core.planning.gpus import count_gpus
+from grpo_core.planning.hardware import find_gpu
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs
+from grpo_core.planning.shapes import load_positions
 from grpo_core.rewards.composition import check_curriculum
-from grpo_core.rewards.contract import check_environments, rewards_of
+from grpo_core.rewards.contract import check, check_environments, rewards_of
 from tasks.data.path_or_hub import check_places
 from tasks.data.sources import count_prompts, needs_loading, training_sources
 from tasks.processes.launchers.kubernetes_job import check_template
@@ -24,30 +27,72 @@ from tasks.stages.table import GPU_DEPLOYMENT
 ASSUMED_PROMPTS = 10**9  # if counting them would mean loading a dataset: no rule asks for more
 
 
-def refuse_early(config: RunConfig) -> Plan:
-    """Return the plan, provided that validate keeps all prompts.
+def refuse_early(config: RunConfig, known_prompts: int | None = None, here: bool = True) -> Plan:
+    """The one answer to "may this run start?", of every command, form and deployment. Returns the plan, provided that
+    validate keeps all prompts.
 
-    Raises ConfigError if model, prompts or recording do not exist, if vLLM would not find a model's weights, if
-    launch.kubernetes is wrong, if a function that `[data]` names cannot be loaded, or if a curriculum has no pass
-    rates; RewardError or EnvironmentsError if a reward, environment or tool cannot be loaded; SourceError if the
-    training file cannot be read; PlanError if sizes do not fit together, whichever prompts validate keeps; MachineError
-    if this machine should train on a GPU but cannot, or vLLM is not installed.
+    `known_prompts`: the number of prompts, of data that are elsewhere: neither they nor the model are looked for.
+    `here`: this machine will train, so that it is tried too, and your own modules are imported; otherwise only what
+    can be read in files counts.
+
+    Raises ConfigError if model, prompts or recording do not exist, if vLLM would not find a model's weights, if a
+    completion has no place in the model's positions, if launch.kubernetes is wrong, if a function that `[data]` names
+    cannot be loaded, or if a curriculum has no pass rates; RewardError or EnvironmentsError if a reward, environment or
+    tool cannot be loaded; SourceError if the training file cannot be read; PlanError if sizes do not fit together,
+    whichever prompts validate keeps; MachineError if this machine should train on a GPU but cannot, or vLLM is not
+    installed.
     """
-    if not os.environ.get(GPU_DEPLOYMENT):
+    if here and not os.environ.get(GPU_DEPLOYMENT):
         check_training_machine(config)
-    check_places(config)
+        if (gpu := find_gpu()) and config.rollout.server_gpus:
+            count_gpus(config, gpu)
+    if known_prompts is None:
+        check_places(config)
+        check_template(config)
     _check_vllm_finds_weights(config)
-    check_template(config)
+    if config.model.name_or_path:
+        _check_positions(config)
     sources(config.environment)
     check_curriculum(config)
-    check_environments(rewards_of(config), config.environment.is_used)
-    own_code.sources(config.data)
-    asked = training_sources(config.data)
-    num_prompts = [ASSUMED_PROMPTS if needs_loading(source.data) else count_prompts(source) for source in asked]
-    plan = make_plan(plan_inputs(config, *num_prompts))
-    if config.rollout.engine == "recorded":
-        check_recording(config, replace(plan, rollouts=1), run_folder(config.name))
+    if here:
+        check_environments(rewards_of(config), config.environment.is_used)
+        own_code.sources(config.data)
+    else:
+        for reward in config.rewards:
+            check(reward)
+        own_code.check(config.data)
+    plan = make_plan(plan_inputs(config, *_num_prompts(config, known_prompts)))
+    if known_prompts is None and config.rollout.engine == "recorded":
+        # Only the stage plan knows how many batches an epoch takes, since validate may leave prompts out.
+        certain = plan if config.train.max_steps else replace(plan, rollouts=1)
+        check_recording(config, certain, run_folder(config.name))
     return plan
+
+
+def _num_prompts(config: RunConfig, known: int | None) -> list[int]:
+    """Number of prompts of each source of training prompts."""
+    if known is None:
+        asked = training_sources(config.data)
+        return [ASSUMED_PROMPTS if needs_loading(source.data) else count_prompts(source) for source in asked]
+    if config.data.sources:
+        raise ConfigError("--num-prompts: each of data.sources has its own number of prompts; leave the option out")
+    return [known]
+
+
+def _check_positions(config: RunConfig) -> None:
+    """Raises ConfigError if a completion alone fills the model's positions. Checked only if its config.json is on this
+    machine."""
+    positions = load_positions(config.model.name_or_path, config.model.revision)
+    lengths = {
+        "rollout.max_completion_length": config.rollout.max_completion_length,
+        "evaluation.max_completion_length": config.evaluation_length,
+    }
+    for key, length in lengths.items():
+        if positions is not None and length >= positions:
+            raise ConfigError(
+                f"{key} = {length}: the model {config.model.name_or_path!r} takes {positions} tokens, prompt included; "
+                "lower it"
+            )
 
 
 def _check_vllm_finds_weights(config: RunConfig) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from flows.parameters.early_refusals import refuse_early
-from grpo_core.config.files import parse_config
-from grpo_core.errors import ConfigError
+from flows.pipeline import pipeline
+from grpo_core.config.files import parse_config, with_keys
+from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.planning.plan import PlanError
 from tasks.stages.locks import locked
 from tests.command_line import run_here
 from tests.conftest import config_values, write_config
+from tests.nvidia_smi import put_nvidia_smi
 
 
 @pytest.fixture
@@ -94,6 +98,83 @@ def test_sizes_of_a_dataset_on_a_hub_are_checked_without_loading_it(config: Path
     values["train"]["per_device_train_batch_size"] = 13
     with pytest.raises(PlanError, match="every group must be whole"):
         refuse_early(parse_config(values))
+
+
+def _plan(config: Path) -> str:
+    return run_here("plan", str(config)).stderr
+
+
+def _run(config: Path) -> str:
+    return run_here("run", str(config)).stderr
+
+
+def _arms(config: Path) -> str:
+    return run_here("sweep", str(config), "--seeds", "2").stderr
+
+
+def _form(config: Path) -> str:
+    with pytest.raises(GrpoError) as refused:
+        pipeline.fn.__wrapped__(config.stem, {})
+    return str(refused.value)
+
+
+def _deployment(config: Path) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "any")
+        return _form(config)
+
+
+DOORS = (_plan, _run, _arms, _form, _deployment)
+TELLING = "def told(completions, environments, **columns): return [0.0] * len(completions)\n"
+FAULTY = {  # keys to change, and what every door says
+    "model": ({"model.name_or_path": "../gone"}, "model.name_or_path = '../gone': no such file or folder"),
+    "data": ({"data.eval": "gone.csv"}, "data.eval = 'gone.csv': no such file or folder"),
+    "sizes": ({"train.per_device_train_batch_size": 13}, "is not divisible by num_generations=4"),
+    "reward": ({"rewards": [{"function": "nope"}]}, "no built-in reward is called 'nope'"),
+    "argument": ({"rewards": [{"function": "length", "args": {"target": 5, "nope": 1}}]}, "takes no argument ['nope']"),
+    "module": ({"rewards": [{"function": "lacking:told"}]}, "it imports 'nothing_of_this_name', which is not there"),
+    "environments": ({"rewards": [{"function": "telling:told"}]}, "reads `environments`, and there are none"),
+    "tool": ({"environment.tools": ["abacus"]}, "no built-in tool or environment is called 'abacus'"),
+    "column": ({"data.columns": {"prompt": "gone:made"}}, "there is no module 'gone'"),
+    "positions": ({"rollout.max_completion_length": 100_000}, "takes 64 tokens, prompt included"),
+    "recording": (
+        {"rollout.engine": "recorded", "rollout.recording": "nowhere"},
+        "rollout.recording='nowhere' has no nowhere/training/completions/",
+    ),
+    "curriculum": (
+        {"data.curriculum.kind": "variance", "rewards": [{"function": "telling:told", "name": "told"}]},
+        "data.curriculum.kind='variance' goes by pass rates",
+    ),
+    "kubernetes": (
+        {"launch.launcher": "kubernetes", "launch.kubernetes": "gone.yaml"},
+        "launch.kubernetes='gone.yaml': No such file",
+    ),
+    "GPUs": (
+        {"rollout.engine": "vllm-server", "rollout.vllm_num_servers": 1},
+        "need 2 GPUs, and this machine has 1",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTY)
+def test_a_faulty_configuration_is_refused_at_every_door_by_the_same_sentence(
+    fault: str, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = config.parent
+    monkeypatch.setenv("GRPO_STORAGE", str(folder / "storage"))
+    monkeypatch.setenv("GRPO_CONFIGS", str(folder))
+    (folder / "lacking.py").write_text("import nothing_of_this_name\n" + TELLING)
+    (folder / "telling.py").write_text(TELLING)
+    (folder / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
+    if fault == "GPUs":
+        put_nvidia_smi(folder, 1)
+        monkeypatch.setenv("PATH", str(folder))
+    keys, sentence = FAULTY[fault]
+    config.write_text(tomli_w.dumps(with_keys(config_values(folder / "model", folder), keys)))
+    said = {door.__name__: " ".join(door(config).split()) for door in DOORS}
+    assert [name for name, text in said.items() if sentence not in text] == [], said
+    assert not (folder / "storage" / "runs").exists()
 
 
 @pytest.mark.slow

@@ -363,15 +363,16 @@ def test_ctrl_c_ends_a_plan_that_waits_after_it_has_read_data(config: Path) -> N
     code = (
         "import os, signal, threading\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background ignores it
-        "from flows.cli.plan import _sources\n"
-        "with _sources() as sources:\n"
-        f"    sources.count_prompts(sources.Source('data.train', {str(config.parent / 'train.parquet')!r}))\n"
-        "for seconds in (0.2, 5):\n"  # again, as a person does: the first is not seen if it comes just before the wait
-        "    press = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))\n"
-        "    press.daemon = True\n"
-        "    press.start()\n"
-        "signal.alarm(20)\n"  # where Ctrl-C is lost, this ends the test
-        "try: os.read(os.pipe()[0], 1)\n"
+        "from flows.parameters.describe_plan import describe_plan\n"
+        "from grpo_core.config.files import load_config\n"
+        "def measure(*arguments):\n"
+        "    for seconds in (0.2, 5):\n"  # as a person does: the first is not seen if it comes just before the wait
+        "        press = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))\n"
+        "        press.daemon = True\n"
+        "        press.start()\n"
+        "    signal.alarm(20)\n"  # where Ctrl-C is lost, this ends the test
+        "    os.read(os.pipe()[0], 1)\n"
+        f"try: describe_plan(load_config({str(config)!r}), measure=measure)\n"
         "except KeyboardInterrupt: print('interrupted')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -1,0 +1,130 @@
+"""What a run would do and need, as `grpo plan` and `grpo sweep` show it before anything is started. Doesn't import
+torch: if no pace of training is known, another process measures it on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flows.parameters.early_refusals import refuse_early
+from grpo_core.config.files import named_modules
+from grpo_core.config.run import RunConfig
+from grpo_core.data.curriculum import curriculum_notes
+from grpo_core.data.order import source_counts
+from grpo_core.errors import ConfigError
+from grpo_core.planning.ahead_forecast import EarlierSampling
+from grpo_core.planning.forecast import forecast, useful_groups
+from grpo_core.planning.hardware import MEMORY_MIB, capability, find_gpu, name_hardware, named_gpu
+from grpo_core.planning.nvidia import problem_of_driver
+from grpo_core.planning.pace import NOT_VALIDATED, Pace, Throughput
+from grpo_core.planning.plan import make_plan, notes, plan_inputs
+from grpo_core.planning.sampling_notes import sampling_notes
+from grpo_core.planning.shapes import PromptLengths
+from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
+from tasks.data.earlier_sampling import earlier_sampling
+from tasks.data.first_prompts import first_lengths
+from tasks.data.sources import count_prompts, list_pass_rates, training_sources
+from tasks.data.validated import Validated, read_validated
+from tasks.processes.pace import measured_pace
+from tasks.stages.run_directory import run_folder
+
+ASSUMED_PROMPT_TOKENS = 256
+
+
+def describe_plan(
+    config: RunConfig,
+    known_prompts: int | None = None,
+    prompt_tokens: int | None = None,
+    pass_rates: Sequence[float] = (),
+    gpu: str | None = None,
+    history: bool = False,
+    measure: Callable[..., Pace | str] = measured_pace,
+) -> dict[str, Any]:
+    """Return the plan for a configuration. `known_prompts`: the number of prompts, of data that are elsewhere; `gpu`:
+    the name of another machine's GPU, "" for none; `measure`: called for the pace if no earlier run tells it. Raises
+    GrpoError if the configuration is refused."""
+    if prompt_tokens is not None and prompt_tokens < 1:
+        raise ConfigError(f"--prompt-tokens {prompt_tokens}: a prompt has at least one token")
+    refuse_early(config, known_prompts, here=gpu is None and bool(config.model.name_or_path))
+    if known_prompts is None:
+        num_prompts = [count_prompts(source) for source in training_sources(config.data)]
+        pass_rates = pass_rates or list_pass_rates(config.data)
+    else:
+        num_prompts = [known_prompts]
+    inputs = plan_inputs(config, *num_prompts)
+    figures = make_plan(inputs)
+    hardware = find_gpu() if gpu is None else named_gpu(gpu) if gpu else None
+    pace: Throughput | Pace | str | None = None
+    if history:
+        from tasks.tracking.runs import earlier_throughput
+
+        pace = earlier_throughput(config, name_hardware(hardware))
+    if config.model.name_or_path:
+        data = read_validated(run_folder(config.name))
+        resolved = config.with_precision(capability(hardware))
+        lengths = _prompt_lengths(config, data, prompt_tokens, reads_data=known_prompts is None)
+        figures = with_tokens_per_pass(resolved, figures, lengths, hardware)
+        # With the signal handler that polars installs, Ctrl-C would wait for the end of a measurement.
+        signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
+        if pace is None and gpu is None:
+            pace = measure(resolved, figures, lengths, hardware, data.prompts if data else None, _say)
+        forecasts = forecast(
+            resolved,
+            figures,
+            lengths,
+            pace,
+            pass_rates,
+            hardware,
+            costs=data.costs if data else NOT_VALIDATED,
+            sampling=_earlier_sampling(config) if gpu is None else None,
+        )
+        if "error" in forecasts["time"] and not history:
+            elsewhere = "" if gpu else ", --gpu H200 forecasts for that GPU"
+            forecasts["time"]["error"] += f"; --history looks for one in MLflow{elsewhere}"
+    else:
+        forecasts = {"useful_groups": useful_groups(pass_rates, figures.num_generations)} if pass_rates else {}
+    said = [*notes(inputs, figures), *curriculum_notes(config, figures), *sampling_notes(config)]
+    said += config.with_precision(capability(hardware)).gpu_notes if hardware else []
+    if hardware and hardware.memory_gib is None:
+        known = f" (known by name: {', '.join(MEMORY_MIB)})" if gpu else ""
+        said.append(
+            f"the memory of {hardware.name} is not known{known}: the plan neither says whether the run fits nor chooses"
+            " the tokens of a pass"
+        )
+    if gpu is None:
+        said += [problem] if (problem := problem_of_driver()) else []
+    elif own := sorted(named_modules(config)):
+        said.append(f"planned for another machine: {', '.join(own)} not imported here, nor vLLM looked for")
+    return {
+        "valid": True,
+        "rules": inputs.rules,
+        "notes": said,
+        **dataclasses.asdict(figures),
+        "forecasts": forecasts,
+        "sources": source_counts(figures, config.seed) if figures.sources else {},
+    }
+
+
+def _earlier_sampling(config: RunConfig) -> EarlierSampling | str | None:
+    """Return what the run's last training measured of sampling ahead, or why that is unknown; None if the run cannot
+    sample ahead."""
+    if config.rollout.engine != "vllm-server" or config.environment.is_used:
+        return None
+    return earlier_sampling(run_folder(config.name))
+
+
+def _prompt_lengths(config: RunConfig, data: Validated | None, given: int | None, reads_data: bool) -> PromptLengths:
+    if given:
+        return PromptLengths(given, given, "given")
+    if data:
+        return PromptLengths(data.mean_tokens, data.longest, f"from the validated data of run {config.name}")
+    if reads_data and (found := first_lengths(config)):
+        return found
+    return PromptLengths(ASSUMED_PROMPT_TOKENS, ASSUMED_PROMPT_TOKENS, "assumed; --prompt-tokens says better")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
