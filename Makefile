@@ -122,8 +122,7 @@ pictures: setup ## write docs/images/*.png: pages from the browser tests, curves
 	GRPO_PICTURES=docs/images $(BIN)/python -m pytest -m e2e tests/e2e/test_browser.py tests/e2e/test_day.py
 
 reference: setup ## write docs/reference/configuration.md and commands.md from the code
-	$(BIN)/python -m flows.cli.keys_page docs/reference/configuration.md
-	$(BIN)/python -m flows.cli.commands_page docs/reference/commands.md
+	$(BIN)/python -m flows.cli.reference_pages docs/reference
 
 smollm: setup ## train a real model, SmolLM2-135M-Instruct, on sums, and show its answers before and after
 	$(BIN)/python -m examples.smollm.make

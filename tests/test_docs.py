@@ -16,7 +16,7 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from flows.cli.init import RECIPES
-from flows.cli.keys_page import keys_as_markdown
+from flows.cli.reference_pages import keys_as_markdown
 from grpo_core.config.files import describe_keys, load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.data.order import source_counts

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.cli.commands_page import commands_as_markdown
+from flows.cli.reference_pages import commands_as_markdown
 from grpo_core.environments.registry import ADAPTERS
 from grpo_core.planning.hardware import MEMORY_MIB
 from grpo_core.rewards.builtin.code_tests import FUNCTIONS, read_test

@@ -12,8 +12,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.ahead_forecast import CPU_SLOTS, GPU_SLOTS, EarlierSampling, advise
 from grpo_core.planning.communication import communication
-from grpo_core.planning.gpus import count_gpus
-from grpo_core.planning.hardware import Gpu
+from grpo_core.planning.hardware import Gpu, count_gpus
 from grpo_core.planning.memory import check_engine_memory, check_host_memory, peak_memory
 from grpo_core.planning.pace import NOT_VALIDATED, Pace, Throughput, ValidatedCosts
 from grpo_core.planning.passes import passes_per_update

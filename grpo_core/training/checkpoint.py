@@ -42,8 +42,8 @@ from grpo_core.fingerprint import batch_of, determining, environment_parts, plan
 from grpo_core.model.loading import trainable_state
 from grpo_core.model.policy import Policy
 from grpo_core.model.sharded import is_sharded
-from grpo_core.planning.division import division
 from grpo_core.planning.plan import Plan
+from grpo_core.planning.rules import division
 from grpo_core.rewards.contract import source_of
 from grpo_core.system.files import naming, replace_folder
 from grpo_core.system.progress import CHECKPOINT, phase

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.planning.division import division
+from grpo_core.planning.rules import division
 
 SIZES = st.integers(1, 6)
 

@@ -17,8 +17,7 @@ import pytest
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
-from grpo_core.planning.gpus import count_gpus
-from grpo_core.planning.hardware import Gpu
+from grpo_core.planning.hardware import Gpu, count_gpus
 from tasks.processes import job_servers, launch
 from tasks.processes.launchers.machines import Machine
 from tasks.processes.machine import free_port
