@@ -1,5 +1,5 @@
-"""Writes the pages of all configuration keys and of all commands: `python -m flows.cli.reference_pages FOLDER`, called by
-`make reference`."""
+"""Writes the pages of all configuration keys and of all commands into a folder: `python -m flows.cli.reference_pages
+FOLDER`, called by `make reference`."""
 
 from __future__ import annotations
 
