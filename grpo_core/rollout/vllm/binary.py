@@ -1,7 +1,7 @@
 """Completions from a vLLM server as bytes: token ids and log-probabilities as arrays.
 
 vLLM's own route answers with a JSON object per token. Per 1,000 tokens it costs vLLM's API process 32 ms of CPU
-time and the trainer 1.8 ms; bytes cost them 22 and 0.03 ms (measured on a CPU by benchmarks/answers.py).
+time and the trainer 1.8 ms; bytes cost them 22 and 0.03 ms (measured on a CPU).
 `--middleware grpo_core.rollout.vllm.binary.BinaryCompletions` adds a route to vLLM's server that asks the engine by its
 public `generate`.
 
