@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CHECKS := lint formatted types layers dependencies
 
 .PHONY: help setup peer quickstart ui fast test tests e2e wheel pythons pictures gamed reference bench gpu-check \
-	gpu-emulated check $(CHECKS) format lock
+	gpu-emulated check $(CHECKS) format lock smollm mutants processors
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -117,6 +117,13 @@ pythons: wheel python-3.12 python-3.13 ## the tests and the wheel with other Pyt
 python-%:
 	$(MAKE) tests wheel VENV=.venv-$* PYTHON=$(or $(call python,$*),python$*)
 
+processors: processor-AVX2 processor-AVX512_CORE ## the tests and recipes as processors with fewer instructions compute
+
+processor-%: setup $(PEER)
+	ATEN_CPU_CAPABILITY=$(if $(filter AVX2,$*),avx2,avx512) ONEDNN_MAX_CPU_ISA=$* $(MAKE) tests
+	ATEN_CPU_CAPABILITY=$(if $(filter AVX2,$*),avx2,avx512) ONEDNN_MAX_CPU_ISA=$* $(BIN)/python -m pytest -m e2e \
+		tests/e2e/test_recipes.py
+
 pictures: setup ## write docs/images/*.png: pages from the browser tests, curves of recipes from their record
 	$(BIN)/python -m benchmarks.recipe_curves
 	GRPO_PICTURES=docs/images $(BIN)/python -m pytest -m e2e tests/e2e/test_browser.py tests/e2e/test_day.py
@@ -136,6 +143,9 @@ gamed: setup ## train the dialogue recipe with a good and a weak reward model, a
 
 bench: setup $(PEER) ## the training loop beside TRL's, on this machine
 	$(BIN)/python -m benchmarks.vs_trl
+
+mutants: setup ## how many faults planted in ROOM its tests notice: make mutants ROOM=grpo_core/planning
+	$(UV) run --quiet --isolated --no-project --with cosmic-ray==8.7.0 python -m benchmarks.mutants $(ROOM)
 
 gpu-check: ## does this machine's GPU run everything, rightly, and how fast (10 minutes, estimated); installs nothing
 	$(or $(wildcard $(BIN)/python),python3) -m benchmarks.gpu_check

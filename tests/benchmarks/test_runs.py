@@ -52,7 +52,7 @@ PIPELINES = [
     ("reward_models --tiny && recipe_curves --record", "docs/images/*.png"),
 ]
 NEEDS = {"vs_trl": VLLM}
-ELSEWHERE = {"gpu_check"}  # test_gpu_check.py
+ELSEWHERE = {"gpu_check", "mutants"}  # test_gpu_check.py; Cosmic Ray is not installed here
 # By these processes, and by those that they start. Not Prefect: it reads its settings when it is imported.
 IMPORTED = (
     "benchmarks.side_ours",
