@@ -21,6 +21,12 @@ Changes = dict[str, Any]  # section.key → new value
 PROCESSES = (2, 4, 8, 16, 32, 64)
 TOGETHER = (2, 4, 8)  # vllm_tensor_parallel_size
 SHARES = tuple(tenths / 10 for tenths in range(9, 0, -1))  # gpu_memory_utilization
+SWITCHES: Changes = {  # keys of two values, and the one that takes less memory
+    "train.gradient_checkpointing": True,
+    "train.offload": "optimizer",
+    "train.optim": "adamw_8bit",
+    "model.use_peft": True,
+}
 SHOWN = 8
 NOTHING_FITS = (
     f"neither sharding over up to {PROCESSES[-1]} processes nor recomputing, moments in the host's memory or of 8 "
@@ -41,10 +47,7 @@ def remedies(run: PlannedRun) -> list[dict[str, Any]]:
     kinds = {
         "passes": [*_smaller_passes(run)],
         "sharding": [*_sharding(config)],
-        "recomputing": [*_recomputing(config)],
-        "offload": [*_offloaded_moments(config)],
-        "8 bits": [*_moments_of_8_bits(config)],
-        "lora": [*_lora(config)],
+        **{key: [{key: value}] if _present(config, key) != value else [] for key, value in SWITCHES.items()},
         "together": [*_together(config)],
         "share": [*_smaller_share(config)],
     }
@@ -81,26 +84,6 @@ def _sharding(config: RunConfig) -> Iterator[Changes]:
                 changes["train.gradient_accumulation_steps"] = batch // processes // rows
         if changes and processes > 1:
             yield {key: value for key, value in changes.items() if _present(config, key) != value}
-
-
-def _recomputing(config: RunConfig) -> Iterator[Changes]:
-    if not config.train.gradient_checkpointing:
-        yield {"train.gradient_checkpointing": True}
-
-
-def _offloaded_moments(config: RunConfig) -> Iterator[Changes]:
-    if config.train.offload == "none":
-        yield {"train.offload": "optimizer"}
-
-
-def _moments_of_8_bits(config: RunConfig) -> Iterator[Changes]:
-    if config.train.optim == "adamw":
-        yield {"train.optim": "adamw_8bit"}
-
-
-def _lora(config: RunConfig) -> Iterator[Changes]:
-    if not config.model.use_peft:
-        yield {"model.use_peft": True}
 
 
 def _together(config: RunConfig) -> Iterator[Changes]:
