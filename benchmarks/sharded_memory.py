@@ -33,7 +33,7 @@ from grpo_core.model import policy as policies
 from grpo_core.model.capabilities import use_attention
 from grpo_core.model.sequences import Sequences
 from grpo_core.planning.hardware import Gpu
-from grpo_core.planning.memory import GIB, peak_memory
+from grpo_core.planning.memory import GIB, PlannedRun, peak_memory
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths, model_shape
 from grpo_core.training import optimizer as optimizers
@@ -59,7 +59,7 @@ def forecast(model: dict[str, Any], processes: int, *, recomputed: bool, offload
     """Bytes of weights, gradients, optimizer and passes, as `grpo plan` forecasts them."""
     config = run_config(processes, recomputed=recomputed, offload=offload)
     plan, lengths = make_plan(plan_inputs(config, 1000)), PromptLengths(PROMPT, PROMPT, "given")
-    parts = peak_memory(config, plan, model_shape(model), lengths, Gpu("GPU"))["parts_gib"]
+    parts = peak_memory(PlannedRun(config, plan, model_shape(model), lengths, Gpu("GPU")))["parts_gib"]
     return GIB * sum(size for part, size in parts.items() if part not in NOT_OF_THE_UPDATE)
 
 

@@ -19,7 +19,7 @@ from grpo_core.data.order import epoch_rows, source_counts
 from grpo_core.data.prompts import FileRows, load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.planning.forecast import forecast, forecast_rows
-from grpo_core.planning.hardware import Gpu, capability, find_gpu, name_hardware
+from grpo_core.planning.hardware import Gpu, capability, find_gpu, hardware_notes, name_hardware
 from grpo_core.planning.nvidia import problem_of_driver
 from grpo_core.planning.pace import Pace, Throughput
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs, plan_rows
@@ -66,7 +66,7 @@ def _work(context: Context) -> dict[str, Any]:
     config = config.with_precision(capability(gpu))
     problem = "" if handed_to else problem_of_driver()
     plan = with_tokens_per_pass(config, plan, lengths, gpu)
-    notes = [*curriculum_notes(config, plan), *sampling_notes(config), *(config.gpu_notes if gpu else [])]
+    notes = [*curriculum_notes(config, plan), *sampling_notes(config), *hardware_notes(config, gpu)]
     for note in [*notes, *([problem] if problem else [])]:
         get_run_logger().warning(note)
     source: Throughput | Pace | str | None = earlier_throughput(config, "" if handed_to else name_hardware(gpu))
@@ -74,6 +74,7 @@ def _work(context: Context) -> dict[str, Any]:
         source = measured_pace(config, plan, lengths, gpu, data.prompts, get_run_logger().info)
     rates, taken = _first_epoch(config, plan, context.run)
     pass_rates = rates or validated_pass_rates(data.prompts)
+    # Without `sampling`: this run's configuration has already taken the place of its last training's.
     forecasts = forecast(config, plan, lengths, source, pass_rates, gpu, costs=data.costs)
     figures, sources = asdict(plan), source_counts(plan, config.seed)
     table = [{"quantity": name, "value": value, "how": ""} for name, value in plan_rows(figures)]

@@ -1,10 +1,15 @@
-"""config.json of the Qwen2.5 models, as far as forecasts read it, and the sizes that follow."""
+"""config.json of the Qwen2.5 models, as far as forecasts read it, the sizes that follow, and runs planned with them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from grpo_core.planning.shapes import ModelShape, model_shape
+from grpo_core.config.run import RunConfig
+from grpo_core.planning.hardware import Gpu
+from grpo_core.planning.memory import PlannedRun
+from grpo_core.planning.plan import make_plan, plan_inputs
+from grpo_core.planning.shapes import ModelShape, PromptLengths, model_shape
 
 
 def _config(hidden: int, layers: int, heads: int, intermediate: int, *, small: bool = False) -> dict[str, Any]:
@@ -44,3 +49,14 @@ QWEN = {
 def qwen(size: str) -> ModelShape:
     """Sizes of Qwen2.5 of this size ("7B")."""
     return model_shape(QWEN[size])
+
+
+def planned(config: RunConfig, shape: ModelShape | str, lengths: PromptLengths, gpu: Gpu) -> PlannedRun:
+    """Run with 20,000 prompts, of a model of this shape or of the Qwen2.5 of this size."""
+    shape = qwen(shape) if isinstance(shape, str) else shape
+    return PlannedRun(config, make_plan(plan_inputs(config, 20_000)), shape, lengths, gpu)
+
+
+def with_tokens(run: PlannedRun, tokens: int | None) -> PlannedRun:
+    """The run with so many tokens per pass."""
+    return replace(run, plan=replace(run.plan, max_tokens_per_pass=tokens))

@@ -18,18 +18,17 @@ from accelerate.state import AcceleratorState
 from flows.cli.init import RECIPES
 from flows.cli.reference_pages import keys_as_markdown
 from grpo_core.config.files import describe_keys, load_config
-from grpo_core.config.run import RunConfig
 from grpo_core.data.order import source_counts
 from grpo_core.planning.hardware import named_gpu
 from grpo_core.planning.memory import check_engine_memory, peak_memory
-from grpo_core.planning.plan import Plan, make_plan, plan_inputs, source_table
+from grpo_core.planning.plan import make_plan, plan_inputs, source_table
 from grpo_core.planning.shapes import PromptLengths
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.training.loop import train
 from tests.command_line import fenced, grpo_commands, parse
 from tests.conftest import config_values, make_run, with_keys
 from tests.packing import source_files
-from tests.qwen import qwen
+from tests.qwen import planned
 
 ROOT = Path(__file__).parents[1]
 REFERENCE, EXPLANATION = ROOT / "docs" / "reference", ROOT / "docs" / "explanation"
@@ -191,10 +190,10 @@ def test_a_recipes_gpu_form_is_what_its_configuration_marks_and_fits_a_gpu(recip
     config = load_config(
         ROOT / path, ["rollout.engine=vllm", *(it for it in overrides if not it.startswith(elsewhere))]
     )
-    shape = qwen(re.search(r"-([\d.]+B)\b", config.model.name_or_path)[1])
-    lengths, gpu = PromptLengths(256, 256, "assumed"), named_gpu("A100-SXM4-80GB")
-    check_engine_memory(config, shape, lengths, gpu)
-    assert peak_memory(config, _plan(config), shape, lengths, gpu)["peak_memory_gib"] < 60
+    size = re.search(r"-([\d.]+B)\b", config.model.name_or_path)[1]
+    run = planned(config, size, PromptLengths(256, 256, "assumed"), named_gpu("A100-SXM4-80GB"))
+    check_engine_memory(run)
+    assert peak_memory(run)["peak_memory_gib"] < 60
 
 
 def test_a_recipes_forms_for_eight_gpus_fit_with_the_memory_that_the_page_says() -> None:
@@ -217,15 +216,11 @@ def test_a_recipes_forms_for_eight_gpus_fit_with_the_memory_that_the_page_says()
 def _memory(path: str, overrides: list[str]) -> dict[str, Any]:
     """The forecast of memory, for prompts of 256 tokens. Raises an error for a run that would be refused."""
     config = load_config(ROOT / path, overrides)
-    assert config.rollout.num_generations * 32 == _plan(config).effective_batch_size
-    shape = qwen("7B" if "-7B" in config.model.name_or_path else "32B")
-    lengths, gpu = PromptLengths(256, 256, "assumed"), named_gpu("H100")
-    check_engine_memory(config, shape, lengths, gpu)
-    return peak_memory(config, _plan(config), shape, lengths, gpu)
-
-
-def _plan(config: RunConfig) -> Plan:
-    return make_plan(plan_inputs(config, 5000))
+    size = "7B" if "-7B" in config.model.name_or_path else "32B"
+    run = planned(config, size, PromptLengths(256, 256, "assumed"), named_gpu("H100"))
+    assert config.rollout.num_generations * 32 == run.plan.effective_batch_size
+    check_engine_memory(run)
+    return peak_memory(run)
 
 
 def _runs(page: Path) -> list[tuple[str, list[str]]]:

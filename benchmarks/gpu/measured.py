@@ -27,7 +27,7 @@ from grpo_core.config.files import load_config
 from grpo_core.model.packed_attention import PackedBatch, _Varlen
 from grpo_core.model.policy import Policy
 from grpo_core.planning.hardware import find_gpu
-from grpo_core.planning.memory import peak_memory
+from grpo_core.planning.memory import PlannedRun, peak_memory
 from grpo_core.planning.passes import Pass
 from grpo_core.planning.plan import load_plan
 from grpo_core.planning.shapes import load_shape
@@ -199,7 +199,7 @@ def forecast_gib(run: Path, work: Workload, largest: Pass) -> float:
     config, plan = load_config(run / run_files.CONFIG), load_plan(run / run_files.PLAN)
     gpu, shape = find_gpu(), load_shape(config.model.name_or_path)
     assert gpu is not None
-    return peak_memory(config, plan, shape, prompt_lengths(work), gpu, largest)["peak_memory_gib"]
+    return peak_memory(PlannedRun(config, plan, shape, prompt_lengths(work), gpu), largest)["peak_memory_gib"]
 
 
 def _size(inputs: Any) -> Pass:

@@ -17,7 +17,7 @@ from grpo_core.data.order import source_counts
 from grpo_core.errors import ConfigError
 from grpo_core.planning.ahead_forecast import EarlierSampling
 from grpo_core.planning.forecast import forecast, useful_groups
-from grpo_core.planning.hardware import MEMORY_MIB, capability, find_gpu, name_hardware, named_gpu
+from grpo_core.planning.hardware import capability, find_gpu, hardware_notes, name_hardware, named_gpu
 from grpo_core.planning.nvidia import problem_of_driver
 from grpo_core.planning.pace import NOT_VALIDATED, Pace, Throughput
 from grpo_core.planning.plan import make_plan, notes, plan_inputs
@@ -87,13 +87,7 @@ def describe_plan(
     else:
         forecasts = {"useful_groups": useful_groups(pass_rates, figures.num_generations)} if pass_rates else {}
     said = [*notes(inputs, figures), *curriculum_notes(config, figures), *sampling_notes(config)]
-    said += config.with_precision(capability(hardware)).gpu_notes if hardware else []
-    if hardware and hardware.memory_gib is None:
-        known = f" (known by name: {', '.join(MEMORY_MIB)})" if gpu else ""
-        said.append(
-            f"the memory of {hardware.name} is not known{known}: the plan neither says whether the run fits nor chooses"
-            " the tokens of a pass"
-        )
+    said += hardware_notes(config, hardware, named=bool(gpu))
     if gpu is None:
         said += [problem] if (problem := problem_of_driver()) else []
     elif own := sorted(named_modules(config)):

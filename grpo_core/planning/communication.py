@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from grpo_core.config.run import RunConfig
-from grpo_core.planning.hardware import BETWEEN_MACHINES, TO_HOST, WITHIN_MACHINE, Gpu
-from grpo_core.planning.memory import moments
-from grpo_core.planning.plan import Plan
-from grpo_core.planning.shapes import ModelShape, adapter_parameters
+from grpo_core.planning.hardware import BETWEEN_MACHINES, TO_HOST, WITHIN_MACHINE
+from grpo_core.planning.memory import PlannedRun, moments
+from grpo_core.planning.shapes import adapter_parameters
 from grpo_core.planning.sharding import FLOAT, per_machine, sharing_processes, width
 from grpo_core.planning.wall_time import scorings
 from grpo_core.system.memory import GIB
 
 
-def communication(config: RunConfig, plan: Plan, shape: ModelShape, gpu: Gpu, passes: int) -> dict[str, Any]:
+def communication(run: PlannedRun, passes: int) -> dict[str, Any]:
     """Bytes between GPUs per update of that many `passes`, and the seconds that they take by themselves.
 
     Parts: `gathered`, the weights that a process receives; `reduced`, the gradients that it sends, in float32;
@@ -25,6 +23,7 @@ def communication(config: RunConfig, plan: Plan, shape: ModelShape, gpu: Gpu, pa
     dropout gathers every weight once more. Scoring
     (old and reference log-probabilities) and the hand-over to the engine gather every weight once.
     """
+    config, plan, shape, gpu = run.config, run.plan, run.shape, run.gpu
     lora, sharding = config.model.use_peft, config.train.sharding
     processes, sharing = plan.num_processes, sharing_processes(config, gpu)
     machines = math.ceil(processes / per_machine(config, gpu))
@@ -47,7 +46,7 @@ def communication(config: RunConfig, plan: Plan, shape: ModelShape, gpu: Gpu, pa
         crossing = 2 * gradients
     crossing = _others_fraction(machines) * (crossing + weights * (sharding == "full"))
     gathered = _others_fraction(sharing) * weights
-    offloaded = 2 * moments(config, shape, gpu) * (config.train.offload == "optimizer")
+    offloaded = 2 * moments(run) * (config.train.offload == "optimizer")
     found = {"gathered": gathered, "reduced": reduced, "between_machines": crossing, "offloaded": offloaded}
     assumed = [f"{WITHIN_MACHINE / 1e9:g} GB/s per GPU within a machine"] * (processes > 1)
     assumed += [f"{BETWEEN_MACHINES / 1e9:g} GB/s per machine to the others"] * (machines > 1)

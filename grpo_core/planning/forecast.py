@@ -13,12 +13,12 @@ from grpo_core.errors import ConfigError
 from grpo_core.planning.ahead_forecast import CPU_SLOTS, GPU_SLOTS, EarlierSampling, advise
 from grpo_core.planning.communication import communication
 from grpo_core.planning.hardware import Gpu, count_gpus
-from grpo_core.planning.memory import check_engine_memory, check_host_memory, peak_memory
+from grpo_core.planning.memory import PlannedRun, check_engine_memory, check_host_memory, peak_memory
 from grpo_core.planning.pace import NOT_VALIDATED, Pace, Throughput, ValidatedCosts
 from grpo_core.planning.passes import passes_per_update
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.remedies import NOTHING_FITS, remedies
-from grpo_core.planning.shapes import ForecastError, ModelShape, PromptLengths, load_shape
+from grpo_core.planning.shapes import ForecastError, PromptLengths, load_shape
 from grpo_core.planning.wall_time import wall_time
 from grpo_core.system.memory import gib_text
 
@@ -59,12 +59,12 @@ def forecast(
     try:
         shape = load_shape(config.model.name_or_path, config.model.revision)
         if gpu:
-            longest = config.rollout.max_completion_length
+            run, longest = PlannedRun(config, plan, shape, lengths, gpu), config.rollout.max_completion_length
             completion = longest if source is None or isinstance(source, str) else source.completion_tokens
-            found["memory"] = _memory(config, plan, shape, lengths, min(completion, longest), gpu)
-        if gpu and (plan.num_processes > 1 or config.train.offload == "optimizer"):
-            passes = passes_per_update(config, plan, lengths, lengths.longest, config.rollout.max_completion_length)
-            found["communication"] = communication(config, plan, shape, gpu, passes)
+            found["memory"] = _memory(run, min(completion, longest))
+            if plan.num_processes > 1 or config.train.offload == "optimizer":
+                passes = passes_per_update(config, plan, lengths, lengths.longest, longest)
+                found["communication"] = communication(run, passes)
     except ForecastError as error:
         if gpu:
             found["memory"] = {"error": str(error)}
@@ -86,19 +86,17 @@ def forecast(
     return found
 
 
-def _memory(
-    config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, completion: float, gpu: Gpu
-) -> dict[str, Any]:
+def _memory(run: PlannedRun, completion: float) -> dict[str, Any]:
     """Peak memory, with the remedies that would fit if it does not suffice, and the passes of an update whose
     completions have `completion` tokens in the mean. Raises ConfigError if certainly nothing could start."""
-    memory = peak_memory(config, plan, shape, lengths, gpu)
-    memory["passes_per_update"] = passes_per_update(config, plan, lengths, lengths.mean, completion)
+    memory = peak_memory(run)
+    memory["passes_per_update"] = passes_per_update(run.config, run.plan, run.lengths, run.lengths.mean, completion)
     memory["completion_tokens"] = completion
     if "warning" in memory:
-        memory["remedies"] = remedies(config, plan, shape, lengths, gpu)
+        memory["remedies"] = remedies(run)
     try:
-        check_engine_memory(config, shape, lengths, gpu)
-        check_host_memory(config, shape, gpu)
+        check_engine_memory(run)
+        check_host_memory(run)
     except ConfigError as error:
         raise ConfigError("\n".join([str(error), *map(_would_fit, memory.get("remedies", []))])) from error
     return memory

@@ -92,6 +92,21 @@ def capability(gpu: Gpu | None) -> tuple[int, int] | None:
     return (gpu.capability or _by_name(BEFORE_BF16, gpu.name) or BF16_CAPABILITY) if gpu else None
 
 
+def hardware_notes(config: RunConfig, gpu: Gpu | None, named: bool = False) -> list[str]:
+    """Sentences on what may surprise about this configuration on this GPU, which the user may have `named`; none for a
+    CPU."""
+    if gpu is None:
+        return []
+    found = config.with_precision(capability(gpu)).gpu_notes
+    if gpu.memory_gib is None:
+        known = f" (known by name: {', '.join(MEMORY_MIB)})" if named else ""
+        found.append(
+            f"the memory of {gpu.name} is not known{known}: the plan neither says whether the run fits nor chooses the "
+            "tokens of a pass"
+        )
+    return found
+
+
 def name_hardware(gpu: Gpu | None) -> str:
     """The hardware for which a pace of training is known: the GPU's name, or "CPU with 2 cores"."""
     return gpu.name if gpu else f"CPU with {os.cpu_count()} cores"

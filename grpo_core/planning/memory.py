@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_core.config.memory_bounds import HEAD_BYTES_PER_LOGIT, MAX_ROWS, chunk_tokens
@@ -36,9 +37,18 @@ MAX_UTILISATION = 0.95  # beyond it, too little is left for CUDA itself
 CUDA_GIB, SPARE = 1.0, 0.04
 
 
-def peak_memory(
-    config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu, size: Pass | None = None
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run on GPUs, as planned: what its memory and its communication follow from."""
+
+    config: RunConfig
+    plan: Plan
+    shape: ModelShape
+    lengths: PromptLengths
+    gpu: Gpu
+
+
+def peak_memory(run: PlannedRun, size: Pass | None = None) -> dict[str, Any]:
     """Peak memory per GPU in bytes, by its parts, for the largest pass of the plan (`planned_pass`), or for one of this
     `size`.
 
@@ -49,9 +59,10 @@ def peak_memory(
     nor what CUDA itself takes, see `usable_gib`.
     `host_memory_gib`, if the optimizer is offloaded: memory of one machine that its moments take.
     """
-    size = size or planned_pass(config, plan, lengths)
-    held, others, sampled = beside_training(config, plan, shape, lengths, gpu)
-    training = training_parts(config, shape, size, gpu)
+    config, shape, lengths, gpu = run.config, run.shape, run.lengths, run.gpu
+    size = size or planned_pass(config, run.plan, lengths)
+    held, others, sampled = beside_training(run)
+    training = training_parts(run, size)
     total = sum(held.values()) + max(sum(training.values()), *others.values())
     found = {
         "peak_memory_gib": total / GIB,
@@ -69,7 +80,7 @@ def peak_memory(
         ),
     }
     if config.train.offload == "optimizer":
-        found["host_memory_gib"] = per_machine(config, gpu) * moments(config, shape, gpu) / GIB
+        found["host_memory_gib"] = per_machine(config, gpu) * moments(run) / GIB
     if gpu.memory_gib:
         found["gpu_memory_gib"] = gpu.memory_gib
         if total > gpu.memory_gib * GIB:
@@ -82,12 +93,11 @@ def peak_memory(
     return found
 
 
-def beside_training(
-    config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu
-) -> tuple[dict[str, float], dict[str, float], str]:
+def beside_training(run: PlannedRun) -> tuple[dict[str, float], dict[str, float], str]:
     """Bytes that are always held, bytes of what takes turns with the training, each by their parts, and in words how
     completions are sampled."""
-    weights, prompt, engine = shape.parameters, lengths.longest, config.rollout.engine_on(has_gpu=True)
+    config, plan, shape, gpu = run.config, run.plan, run.shape, run.gpu
+    weights, prompt, engine = shape.parameters, run.lengths.longest, config.rollout.engine_on(has_gpu=True)
     lora, sharded = config.model.use_peft, config.train.sharding != "none"
     half = config.train.mixed_precision == "bf16"
     base = frozen_bytes(config, shape) if lora else 0.0
@@ -119,14 +129,14 @@ def beside_training(
             cache = max(share * gpu.memory_gib * GIB - engine_weights, 0.0)
         else:
             sampled += f"a memory that is not known; counted is a cache for {in_flight} completions"
-    trained, each = _trained(config, shape, gpu)
+    trained, each = _trained(run)
     shared = engine == "vllm" and not sharded and config.rollout.vllm_tensor_parallel_size == 1
     if lora:  # what is shared is the frozen base
         shared = shared and alone and not config.model.load_in_4bit
     held = {
         # With bf16, a LoRA base has no float32 weights on the GPU.
         "weights": each * (lora or half or not shared) + base / sharing * (not half and not shared),
-        "optimizer": moments(config, shape, gpu) * (config.train.offload == "none"),
+        "optimizer": moments(run) * (config.train.offload == "none"),
         "reference": _reference(config, shape) / sharing,
         # What is gathered layer by layer needs no copy.
         "bf16_copy": (base / sharing * (not shared) + HALF * trained * (lora or not (sharded or shared))) * half,
@@ -138,9 +148,10 @@ def beside_training(
     return held, {"kv_cache": cache, "merged_base": merged * (lora and sharded)}, sampled
 
 
-def training_parts(config: RunConfig, shape: ModelShape, size: Pass, gpu: Gpu) -> dict[str, float]:
+def training_parts(run: PlannedRun, size: Pass) -> dict[str, float]:
     """Bytes of gradients and of what passes need, at the worst moment of an update, by their parts."""
-    w, lora, (_, gradients) = width(config), config.model.use_peft, _trained(config, shape, gpu)
+    config, shape = run.config, run.shape
+    w, lora, (_, gradients) = width(config), config.model.use_peft, _trained(run)
     head = shape.vocabulary * shape.hidden * trains_head(shape, config)
     found = activations(config, shape, size)
     # The logits of a chunk, overwritten by their gradient, the states' gradient, and the float32 sum of the weight's.
@@ -164,7 +175,7 @@ def training_parts(config: RunConfig, shape: ModelShape, size: Pass, gpu: Gpu) -
         worst.append({"gradients": gradients, "embedding_gradients": w * head * (3 if shape.is_tied else 1)})
     if config.train.offload == "optimizer":  # a step has those of one parameter; of an adapter, less than a layer's
         most = 1 / shape.layers if lora else shape.largest_parameter / shape.parameters
-        worst.append({"gradients": gradients, "optimizer": most * moments(config, shape, gpu)})
+        worst.append({"gradients": gradients, "optimizer": most * moments(run)})
     return max(worst, key=lambda parts: sum(parts.values()))
 
 
@@ -173,9 +184,9 @@ def usable_gib(gpu: Gpu) -> float | None:
     return None if gpu.memory_gib is None else (1 - SPARE) * (gpu.memory_gib - CUDA_GIB)
 
 
-def moments(config: RunConfig, shape: ModelShape, gpu: Gpu) -> float:
+def moments(run: PlannedRun) -> float:
     """Bytes of AdamW's moments in one process."""
-    return _trained(config, shape, gpu)[1] * MOMENTS[config.train.optim]
+    return _trained(run)[1] * MOMENTS[run.config.train.optim]
 
 
 def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
@@ -184,7 +195,7 @@ def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
     return width(config) * shape.outside + layers * (shape.parameters - shape.outside)
 
 
-def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLengths, gpu: Gpu) -> None:
+def check_engine_memory(run: PlannedRun) -> None:
     """Raises ConfigError if vLLM, in the training process or in a server that the run starts on this machine, cannot
     start with its share of the GPU: it must hold vLLM's weights, and the keys and values of one sequence of the run's
     longest length.
@@ -192,12 +203,13 @@ def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLen
     Both are exact, so a refused share is certainly too small. vLLM's workspace comes on top, so a share that passes may
     still be too small. Passes if the GPU's memory is not known.
     """
+    config, shape, gpu = run.config, run.shape, run.gpu
     servers = config.rollout.starts_servers and not config.servers_elsewhere
     if not (servers or config.rollout.engine_on(has_gpu=True) == "vllm") or gpu.memory_gib is None:
         return
     if servers and gpu.among:  # theirs may be larger ones
         return
-    longest = lengths.longest + config.rollout.max_completion_length
+    longest = longest_sequence(config, run.lengths)
     blocks = math.ceil(longest / KV_BLOCK) + 1
     weights = _vllm_weights(config, shape) / GIB
     cache = blocks * KV_BLOCK * _kv_bytes(config, shape) / config.rollout.vllm_tensor_parallel_size / GIB
@@ -221,12 +233,13 @@ def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLen
     )
 
 
-def check_host_memory(config: RunConfig, shape: ModelShape, gpu: Gpu) -> None:
+def check_host_memory(run: PlannedRun) -> None:
     """Raises ConfigError if the machine's own memory cannot hold the moments that its processes offload. They are
     exact; what else the machine needs comes on top. Passes for a machine that is not this one."""
+    config, gpu = run.config, run.gpu
     if config.train.offload == "none" or gpu.host_gib is None:
         return
-    processes, each = per_machine(config, gpu), moments(config, shape, gpu) / GIB
+    processes, each = per_machine(config, gpu), moments(run) / GIB
     if processes * each > gpu.host_gib:
         raise ConfigError(
             f"train.offload = 'optimizer': AdamW's moments are {gib_text(each)} per process, "
@@ -248,12 +261,12 @@ def _reference(config: RunConfig, shape: ModelShape) -> int:
     return (FLOAT + w * (w == HALF and config.train.sharding == "none")) * shape.parameters
 
 
-def _trained(config: RunConfig, shape: ModelShape, gpu: Gpu) -> tuple[int, float]:
+def _trained(run: PlannedRun) -> tuple[int, float]:
     """Parameters that are trained, and bytes of a float32 number for each in one process; an adapter's are not
     shared."""
-    if config.model.use_peft:
-        return (adapter := adapter_parameters(shape, config)), FLOAT * adapter
-    return shape.parameters, FLOAT * shape.parameters / sharing_processes(config, gpu)
+    if run.config.model.use_peft:
+        return (adapter := adapter_parameters(run.shape, run.config)), FLOAT * adapter
+    return run.shape.parameters, FLOAT * run.shape.parameters / sharing_processes(run.config, run.gpu)
 
 
 def _vllm_weights(config: RunConfig, shape: ModelShape) -> float:

@@ -12,10 +12,8 @@ from typing import Any
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
-from grpo_core.planning.hardware import Gpu
-from grpo_core.planning.memory import check_engine_memory, check_host_memory, peak_memory, usable_gib
+from grpo_core.planning.memory import PlannedRun, check_engine_memory, check_host_memory, peak_memory, usable_gib
 from grpo_core.planning.plan import Plan, PlanError, make_plan, plan_inputs
-from grpo_core.planning.shapes import ModelShape, PromptLengths
 from grpo_core.planning.tokens_per_pass import choose_tokens
 
 Changes = dict[str, Any]  # section.key → new value
@@ -23,6 +21,12 @@ Changes = dict[str, Any]  # section.key → new value
 PROCESSES = (2, 4, 8, 16, 32, 64)
 TOGETHER = (2, 4, 8)  # vllm_tensor_parallel_size
 SHARES = tuple(tenths / 10 for tenths in range(9, 0, -1))  # gpu_memory_utilization
+SWITCHES: Changes = {  # keys of two values, and the one that takes less memory
+    "train.gradient_checkpointing": True,
+    "train.offload": "optimizer",
+    "train.optim": "adamw_8bit",
+    "model.use_peft": True,
+}
 SHOWN = 8
 NOTHING_FITS = (
     f"neither sharding over up to {PROCESSES[-1]} processes nor recomputing, moments in the host's memory or of 8 "
@@ -31,9 +35,7 @@ NOTHING_FITS = (
 )
 
 
-def remedies(
-    config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu
-) -> list[dict[str, Any]]:
+def remedies(run: PlannedRun) -> list[dict[str, Any]]:
     """Changes of the configuration whose forecast fits the GPU, with the `peak_memory_gib` and `num_processes` of each;
     `change`: in words.
 
@@ -41,13 +43,11 @@ def remedies(
     shares. Kinds of change are combined only if fewer of them do not fit, or fit only on more processes. The batch of
     an update stays the same where possible.
     """
+    config = run.config
     kinds = {
-        "passes": [*_smaller_passes(config, plan, shape, lengths, gpu)],
+        "passes": [*_smaller_passes(run)],
         "sharding": [*_sharding(config)],
-        "recomputing": [*_recomputing(config)],
-        "offload": [*_offloaded_moments(config)],
-        "8 bits": [*_moments_of_8_bits(config)],
-        "lora": [*_lora(config)],
+        **{key: [{key: value}] if _present(config, key) != value else [] for key, value in SWITCHES.items()},
         "together": [*_together(config)],
         "share": [*_smaller_share(config)],
     }
@@ -59,17 +59,15 @@ def remedies(
             fewest = min((it["num_processes"] for parts, it in found.items() if parts < chosen), default=math.inf)
             merged = map(_merged, itertools.product(*(values for kind, values in kinds.items() if kind in chosen)))
             tried = (it for it in merged if it.get("train.num_processes", config.train.num_processes) < fewest)
-            if fits := next(_fitting(config, tried, plan, shape, lengths, gpu), None):
+            if fits := next(_fitting(run, tried), None):
                 found[chosen] = fits
     return [*found.values()]
 
 
-def _smaller_passes(
-    config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu
-) -> Iterator[Changes]:
+def _smaller_passes(run: PlannedRun) -> Iterator[Changes]:
     """The number of tokens that would have been chosen, if another one is configured."""
-    if config.train.max_tokens_per_pass is not None:
-        yield {"train.max_tokens_per_pass": choose_tokens(config, plan, shape, lengths, gpu)}
+    if run.config.train.max_tokens_per_pass is not None:
+        yield {"train.max_tokens_per_pass": choose_tokens(run)}
 
 
 def _sharding(config: RunConfig) -> Iterator[Changes]:
@@ -86,26 +84,6 @@ def _sharding(config: RunConfig) -> Iterator[Changes]:
                 changes["train.gradient_accumulation_steps"] = batch // processes // rows
         if changes and processes > 1:
             yield {key: value for key, value in changes.items() if _present(config, key) != value}
-
-
-def _recomputing(config: RunConfig) -> Iterator[Changes]:
-    if not config.train.gradient_checkpointing:
-        yield {"train.gradient_checkpointing": True}
-
-
-def _offloaded_moments(config: RunConfig) -> Iterator[Changes]:
-    if config.train.offload == "none":
-        yield {"train.offload": "optimizer"}
-
-
-def _moments_of_8_bits(config: RunConfig) -> Iterator[Changes]:
-    if config.train.optim == "adamw":
-        yield {"train.optim": "adamw_8bit"}
-
-
-def _lora(config: RunConfig) -> Iterator[Changes]:
-    if not config.model.use_peft:
-        yield {"model.use_peft": True}
 
 
 def _together(config: RunConfig) -> Iterator[Changes]:
@@ -126,27 +104,25 @@ def _merged(parts: tuple[Changes, ...]) -> Changes:
     return {key: value for changes in parts for key, value in changes.items()}
 
 
-def _fitting(
-    config: RunConfig, tried: Iterator[Changes], plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu
-) -> Iterator[dict[str, Any]]:
+def _fitting(run: PlannedRun, tried: Iterator[Changes]) -> Iterator[dict[str, Any]]:
     """The changes that are valid, and fit with what CUDA itself needs."""
     for changes in tried:
         try:
-            changed = _changed(config, changes)
-            figures = make_plan(plan_inputs(changed, *plan.source_sizes))
-            check_engine_memory(changed, shape, lengths, gpu)
-            check_host_memory(changed, shape, gpu)
+            config = _changed(run.config, changes)
+            plan = make_plan(plan_inputs(config, *run.plan.source_sizes))
+            changed = dataclasses.replace(run, config=config, plan=plan)
+            check_engine_memory(changed)
+            check_host_memory(changed)
         except (ConfigError, PlanError):
             continue
-        tokens = figures.max_tokens_per_pass or choose_tokens(changed, figures, shape, lengths, gpu)
-        figures, usable = dataclasses.replace(figures, max_tokens_per_pass=tokens), usable_gib(gpu)
-        memory = peak_memory(changed, figures, shape, lengths, gpu)
+        plan = dataclasses.replace(plan, max_tokens_per_pass=plan.max_tokens_per_pass or choose_tokens(changed))
+        memory, usable = peak_memory(dataclasses.replace(changed, plan=plan)), usable_gib(run.gpu)
         if usable is not None and memory["peak_memory_gib"] <= usable:
             yield {
                 "changes": changes,
-                "num_processes": figures.num_processes,
+                "num_processes": plan.num_processes,
                 "peak_memory_gib": memory["peak_memory_gib"],
-                "change": _in_words(changes, plan, figures),
+                "change": _in_words(changes, run.plan, plan),
             }
 
 

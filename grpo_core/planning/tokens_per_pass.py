@@ -9,10 +9,10 @@ from dataclasses import replace
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.hardware import Gpu
-from grpo_core.planning.memory import beside_training, training_parts, usable_gib
+from grpo_core.planning.memory import PlannedRun, beside_training, training_parts, usable_gib
 from grpo_core.planning.passes import longest_sequence, most_tokens, planned_pass
 from grpo_core.planning.plan import Plan
-from grpo_core.planning.shapes import ForecastError, ModelShape, PromptLengths, load_shape
+from grpo_core.planning.shapes import ForecastError, PromptLengths, load_shape
 from grpo_core.system.memory import GIB
 
 STEP = 256  # tokens, of which the number chosen is a multiple where memory sets it
@@ -34,22 +34,22 @@ def with_tokens_per_pass(config: RunConfig, plan: Plan, lengths: PromptLengths, 
     if tokens is None and gpu is not None:
         with suppress(ForecastError):  # which the forecast of memory names
             shape = load_shape(config.model.name_or_path, config.model.revision)
-            tokens = choose_tokens(config, plan, shape, lengths, gpu)
+            tokens = choose_tokens(PlannedRun(config, plan, shape, lengths, gpu))
     return replace(plan, max_tokens_per_pass=tokens)
 
 
-def choose_tokens(config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu) -> int | None:
+def choose_tokens(run: PlannedRun) -> int | None:
     """Return the most tokens of a pass that the GPU's memory holds by the forecast; at least those of the longest
     sequence, and no more than `most_tokens`. None if the GPU's memory is not known."""
-    usable = usable_gib(gpu)
+    config, plan, lengths, usable = run.config, run.plan, run.lengths, usable_gib(run.gpu)
     if usable is None:
         return None
-    held, _, _ = beside_training(config, plan, shape, lengths, gpu)
+    held, _, _ = beside_training(run)
     room = usable * GIB - sum(held.values())
 
     def needed(tokens: int) -> float:
         size = planned_pass(config, replace(plan, max_tokens_per_pass=tokens), lengths)
-        return sum(training_parts(config, shape, size, gpu).values())
+        return sum(training_parts(run, size).values())
 
     longest, most = longest_sequence(config, lengths), most_tokens(config, plan, lengths)
     if needed(most) <= room:

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from grpo_core.config.run import RunConfig
 from grpo_core.distributed import max_over_processes
 from grpo_core.planning.hardware import Gpu
-from grpo_core.planning.memory import peak_memory
+from grpo_core.planning.memory import PlannedRun, peak_memory
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ForecastError, PromptLengths, load_shape
 from grpo_core.planning.tokens_per_pass import choose_tokens
@@ -48,8 +48,9 @@ def _fitting(config: RunConfig, plan: Plan, most: int, longest_prompt: int, gpu:
         shape = load_shape(config.model.name_or_path, config.model.revision)
     except ForecastError:  # nothing is known of its memory
         return most
-    if plan.max_tokens_per_pass and "warning" not in peak_memory(config, plan, shape, lengths, gpu):
+    run = PlannedRun(config, plan, shape, lengths, gpu)
+    if plan.max_tokens_per_pass and "warning" not in peak_memory(run):
         return most
-    chosen = choose_tokens(config, plan, shape, lengths, gpu)
+    chosen = choose_tokens(run)
     assert chosen is not None
     return min(chosen, most)

@@ -20,9 +20,9 @@ from tests.qwen import QWEN
 
 
 def test_the_plan_that_a_training_reads_has_the_tokens_that_fit_the_gpu(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And no number of a CPU's, or of a GPU elsewhere whose memory is not known."""
+    """And no number of a CPU's, or of a GPU elsewhere whose memory is not known, which is said."""
     (tmp_path / "shape").mkdir()
     (tmp_path / "shape" / "config.json").write_text(json.dumps(QWEN["1.5B"]))
     keys = {"name_or_path": str(tmp_path / "shape"), "max_completion_length": 512, "per_device_train_batch_size": 1024}
@@ -45,8 +45,10 @@ def test_the_plan_that_a_training_reads_has_the_tokens_that_fit_the_gpu(
     assert chosen == told and 10_000 < (chosen or 0) < 1024 * 518
     monkeypatch.setattr(stage, "find_gpu", lambda: None)
     assert planned() == (None, None)
+    assert "is not known" not in caplog.text
     monkeypatch.setenv("GRPO_GPU_DEPLOYMENT", "pool")
     assert planned()[0] is None
+    assert "the memory of GPU of train/pool is not known: the plan neither says whether the run fits" in caplog.text
 
 
 @pytest.mark.slow

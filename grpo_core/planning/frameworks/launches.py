@@ -24,6 +24,7 @@ MODULES = {  # files and modules that are those tools' commands
     r"(.*[./])?trl[./]scripts[./](\w+)(\.py)?": r"trl \2",
 }
 STARTERS = ("torchrun", "accelerate", "deepspeed", "python", "python3", *TOOLS)
+OPEN = {"...", "$@", "$*"}
 UNKNOWN = re.compile(r"\$\{?\w+(\[[@*]\])?\}?")
 VERL_PAGE = "docs/how-to/from-verl.md says where its settings go"
 VERL = re.compile(r"verl\b.*|recipe[./].*")
@@ -57,7 +58,7 @@ class Launch:
     arguments: Arguments
     launcher: Arguments
     environment: Mapping[str, str]
-    is_whole: bool  # nothing is left out with "..."
+    is_whole: bool  # nothing is left out with "..." or, in a function, with "$@"
 
 
 class _Loader(yaml.SafeLoader):
@@ -115,9 +116,8 @@ def _launch(command: Command) -> Launch | None:
             program = _tool(word)
         else:
             continue
-        return Launch(
-            program, _arguments(words[after:]), _arguments(words[:place]), command.environment, "..." not in words
-        )
+        is_whole = OPEN.isdisjoint(words)
+        return Launch(program, _arguments(words[after:]), _arguments(words[:place]), command.environment, is_whole)
     unknown = [word for word in words if UNKNOWN.fullmatch(word)]
     if unknown and (unknown[0] == words[0] or words[0].rpartition("/")[2] in STARTERS):
         return Launch(unknown[0], {}, {}, command.environment, is_whole=True)
@@ -167,7 +167,7 @@ def why_not_grpo(launch: Launch, arguments: Arguments, system: str, folder: Path
         said = "" if "rlhf_type" in arguments else ", its default"
         return f"{program} trains by {kind}{said}, not by GRPO: it needs --rlhf_type grpo"
     if not launch.is_whole:
-        return f"{program} is not written out (it says '...'): add what it leaves open"
+        return f"{program} is not written out (it says '...', or '$@' in a function): add what it leaves open"
     if owner:
         return None
     if UNKNOWN.fullmatch(program):

@@ -2,7 +2,8 @@
 
 Nothing is run. Understood are quotes (over several lines too), comments, continued lines, redirections, here-documents,
 assignments, arrays, `$NAME`, `${NAME}`, `${NAME[@]}`, `${NAME[KEY]}`, defaults and alternatives (`${NAME:-word}`, with
-expansions of their own) and whole-number arithmetic (`$((2 * N))`); all other text is kept as it is.
+expansions of their own) and whole-number arithmetic (`$((2 * N))`); all other text is kept as it is. The standard
+library's shlex does not tell what was in quotes, and that decides what is expanded, and into how many words.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ OWN_FOLDER = re.compile(r"dirname.*(BASH_SOURCE|\$\{?0)")
 
 OPENS = {"if", "case", "for", "while", "until", "select", "{", "function"}
 CLOSES = {"fi", "esac", "done", "}"}
+GIVEN = {*"123456789@*"}  # arguments of the script or of a function
 READS = {"read", "mapfile", "readarray", "getopts", "unset", "printf"}
 MAX_CHARACTERS, MAX_WORDS = 1_000_000, 10_000  # of one variable
 
@@ -78,6 +80,8 @@ def commands(text: str) -> Iterator[Command]:
             first, words = words[0], words[1:]
             if first in OPENS - {"function"}:
                 blocks.append(({"if": "fi", "case": "esac", "{": "}"}.get(first, "done"), dict(known), set()))
+                if first == "{" and before == ")":  # of a function, whose arguments are not followed
+                    known.update({name: [f"${name}"] for name in GIVEN})
                 if words[:1] == ["let"]:  # for ((…))
                     continue
                 if first in ("for", "select") and words and NAME.fullmatch(words[0]):
@@ -85,6 +89,8 @@ def commands(text: str) -> Iterator[Command]:
                     blocks[-1][2].add(words[0])
                 if first in ("for", "select", "case"):
                     words = []
+            elif first == "function":
+                before, words = ")", words[1:]
             elif blocks and first == blocks[-1][0]:
                 _end_block(known, blocks)
             elif first in ("else", "elif") and blocks:
@@ -107,7 +113,7 @@ def commands(text: str) -> Iterator[Command]:
             for name in words[1:]:
                 if match := NAME.match(name):
                     known[match.group()] = [f"${match.group()}"]
-        if words and words[0] == "let":
+        if words and words[0] in ("let", "eval"):
             _forget_set(" , ".join(words[1:]), known)
         if words:
             yield Command(words, {name: " ".join(values) for name, values in {**known, **own}.items()})
@@ -124,7 +130,7 @@ def commands(text: str) -> Iterator[Command]:
 
 def _end_branch(known: Values, values: Values, names: set[str]) -> None:
     """End one branch: the next begins with the values from before the block."""
-    names |= {name for name in known.keys() | values.keys() if known.get(name) != values.get(name)}
+    names |= {name for name in known.keys() | values.keys() if known.get(name) != values.get(name)} - GIVEN
     known.clear()
     known.update(values)
 
@@ -187,6 +193,9 @@ def _statements(text: str, known: Values) -> Iterator[tuple[list[str], Values, s
                 arrays[name] = _bounded(name, (known.get(name, []) if "+=" in word[-1] else []) + values)
             else:
                 words += word
+                if word == ["{"] and (len(words) == 1 or words[0] == "function"):
+                    yield words, arrays, "{"
+                    words = []
     yield words, arrays, "\n"
 
 
@@ -302,7 +311,7 @@ def _expanded(piece: str, known: Values, quoted: bool = False, splits: bool = Fa
     """Values of an expansion; `.` for the script's own folder; what is not understood or not known as it stands.
     `splits`: blanks in the values part words."""
     if piece in ("$@", "$*"):  # nothing is given to the script
-        return []
+        return known.get(piece[1:], [])
     if piece.startswith("$((") and piece.endswith("))"):
         number = _calculated(piece[3:-2], known)
         _forget_set(piece[3:-2], known)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_core.planning import frameworks
 from grpo_core.planning.frameworks.launches import RecipeError
 from grpo_core.planning.frameworks.recipes import Recipe, megatron_inputs, read_recipe, recipe_inputs
 from grpo_core.planning.plan import PlanError, make_plan
@@ -53,7 +55,7 @@ swift rlhf --rlhf_type grpo --system "$PROMPT" --num_generations 4
         ("swift-4.6", "swift rlhf --num_generations 8", "trains by dpo, its default, not by GRPO"),
         ("swift-4.6", "megatron sft --model m", "megatron sft does not train by GRPO"),
         ("swift-4.6", "trl grpo --model_name_or_path m", "give --recipe trl"),
-        ("swift-4.6", "swift rlhf --rlhf_type grpo \\\n  ...", r"not written out \(it says '...'\)"),
+        ("swift-4.6", "swift rlhf --rlhf_type grpo \\\n  ...", r"not written out \(it says '...'"),
         ("trl-1.16", "trl vllm-serve --model m", "trl vllm-serve is a server"),
         ("trl-1.16", "trl sft --model_name_or_path m", "trl sft does not train by GRPO"),
         ("trl-1.16", "trl dpo --model_name_or_path m", "trl dpo does not train by GRPO"),
@@ -69,6 +71,20 @@ def test_what_is_no_training_by_grpo_is_refused_saying_so(tmp_path: Path, rules:
     (tmp_path / "other.py").write_text("from trl import SFTConfig, TrlParser\n")
     with pytest.raises(RecipeError, match=f"no training by GRPO that can be planned: .*{reason}"):
         _recipe(tmp_path, text, rules)
+
+
+def test_the_page_says_what_of_a_script_is_read_and_what_never_is(tmp_path: Path) -> None:
+    """Each line of its table is tried: it plans the updates that it says, or is refused by a sentence that says so."""
+    page = (Path(frameworks.__file__).parent / "README.md").read_text()
+    rows = re.findall(r"^\| (.+) \| `(.+)` \| (.+) \|$", page, re.MULTILINE)
+    assert len(rows) > 20
+    for construct, example, outcome in rows:
+        script = example.replace("⏎", "\n").replace("train ", "trl grpo --num_generations 4 --max_steps ")
+        try:
+            found = str(_inputs(tmp_path, script, "trl-1.16").max_steps)
+        except RecipeError as error:
+            found = str(error)
+        assert outcome == found or (not outcome.isdecimal() and outcome in found), construct
 
 
 def test_a_file_for_another_kind_of_training_is_refused(tmp_path: Path) -> None:

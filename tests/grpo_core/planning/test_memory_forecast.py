@@ -14,16 +14,15 @@ from grpo_core.planning.shapes import (
     PromptLengths,
     model_shape,
 )
-from tests.grpo_core.planning.test_forecast import RECORDED, config_with, plan_of
-from tests.qwen import SIZES, qwen
+from tests.grpo_core.planning.test_forecast import RECORDED, config_with
+from tests.qwen import SIZES, planned
 
 
 def test_what_is_held_follows_from_the_configuration() -> None:
     shape, lengths = model_shape(Qwen2Config(**SIZES).to_dict()), PromptLengths(10, 10, "given")
 
     def parts(**keys: Any) -> dict[str, float]:
-        config = config_with(**keys)
-        found = peak_memory(config, plan_of(config), shape, lengths, Gpu("GPU", 10.0))["parts_gib"]
+        found = peak_memory(planned(config_with(**keys), shape, lengths, Gpu("GPU", 10.0)))["parts_gib"]
         return {name: size * GIB / shape.parameters for name, size in found.items()}
 
     assert [parts()[name] for name in ("weights", "gradients", "optimizer", "reference")] == [4, 4, 8, 0]
@@ -51,7 +50,7 @@ def test_vllm_takes_its_share_of_the_gpu_and_lends_all_but_its_weights_to_the_tr
 
     def found(gpu: Gpu, **keys: Any) -> dict[str, Any]:
         config = config_with(**{"engine": "vllm", "gpu_memory_utilization": 0.25, **keys})
-        return peak_memory(config, plan_of(config), shape, lengths, gpu)
+        return peak_memory(planned(config, shape, lengths, gpu))
 
     ten, weight = Gpu("GPU", 10.0), shape.parameters / GIB
     for keys, own in (
@@ -112,7 +111,7 @@ def test_a_share_that_cannot_hold_vllms_weights_and_one_sequence_is_refused(
     values = {"engine": "vllm", "mixed_precision": "bf16"} | keys
     values |= {} if share is None else {"gpu_memory_utilization": share}
     try:
-        check_engine_memory(config_with(**values), qwen("7B"), PromptLengths(100, 100, "given"), named_gpu(gpu))
+        check_engine_memory(planned(config_with(**values), "7B", PromptLengths(100, 100, "given"), named_gpu(gpu)))
     except ConfigError as error:
         assert refused and refused in str(error)
         assert f"rollout.gpu_memory_utilization = {share or 0.3:g}" in str(error)

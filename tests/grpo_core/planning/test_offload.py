@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,10 @@ from grpo_core.errors import ConfigError
 from grpo_core.planning.communication import communication
 from grpo_core.planning.forecast import forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, named_gpu
-from grpo_core.planning.memory import GIB, MOMENTS, check_host_memory, peak_memory
-from grpo_core.planning.plan import Plan, make_plan, plan_inputs
-from grpo_core.planning.shapes import PromptLengths, adapter_parameters, model_shape
+from grpo_core.planning.memory import GIB, MOMENTS, PlannedRun, check_host_memory, peak_memory
+from grpo_core.planning.shapes import ModelShape, PromptLengths, adapter_parameters, model_shape
 from tests.conftest import config_values
-from tests.qwen import QWEN, qwen
+from tests.qwen import QWEN, planned, qwen
 
 LENGTHS = PromptLengths(256, 256, "given")
 GPU = Gpu("GPU", 80.0, per_machine=8, host_gib=512.0)
@@ -33,13 +33,12 @@ def _config(**keys: Any) -> RunConfig:
     return parse_config(config_values(Path("model"), Path("data"), **(values | keys)))
 
 
-def _plan(config: RunConfig) -> Plan:
-    return make_plan(plan_inputs(config, 5000))
+def _run(shape: ModelShape | str = "7B", gpu: Gpu = GPU, **keys: Any) -> PlannedRun:
+    return planned(_config(**keys), shape, LENGTHS, gpu)
 
 
-def _memory(size: str = "7B", **keys: Any) -> dict[str, Any]:
-    config = _config(**keys)
-    return peak_memory(config, _plan(config), qwen(size), LENGTHS, GPU)
+def _memory(**keys: Any) -> dict[str, Any]:
+    return peak_memory(_run(**keys))
 
 
 @pytest.mark.parametrize(
@@ -72,12 +71,11 @@ def test_a_step_that_needs_more_than_a_pass_counts_with_the_moments_of_the_large
     """With short completions, one per pass: the embedding of 7B and its moments are more than what a pass needs."""
     keys = {"per_device_train_batch_size": 1, "num_generations": 2, "max_completion_length": 1}
     shape = model_shape({**QWEN["7B"], "vocab_size": 1_000_000, "num_hidden_layers": 1})
-    config = _config(**keys, use_peft=False)
-    parts = peak_memory(config, _plan(config), shape, PromptLengths(1, 1, "given"), GPU)["parts_gib"]
+    run = replace(_run(shape, **keys, use_peft=False), lengths=PromptLengths(1, 1, "given"))
+    parts = peak_memory(run)["parts_gib"]
     assert parts["optimizer"] * GIB == 8 * 1_000_000 * 3584
     assert not {"activations", "logits"} & parts.keys()
-    plain = _config(**keys, offload="none")
-    assert peak_memory(plain, _plan(plain), shape, LENGTHS, GPU)["parts_gib"]["optimizer"] > parts["optimizer"]
+    assert peak_memory(_run(shape, **keys, offload="none"))["parts_gib"]["optimizer"] > parts["optimizer"]
 
 
 @pytest.mark.parametrize("vocabulary", [100, 10_000])
@@ -94,12 +92,9 @@ def test_the_largest_parameter_is_that_of_the_model(experts: bool, vocabulary: i
 
 def test_moments_go_there_and_back_at_a_stated_pace() -> None:
     """Also with one process, which otherwise sends nothing."""
-    shape = qwen("7B")
     for keys, processes in (({}, 1), (SHARDED, 16)):
-        config, plain = _config(**keys), _config(**keys, offload="none")
-        found = communication(config, _plan(config), shape, GPU, 1)
-        without = communication(plain, _plan(plain), shape, GPU, 1)
-        way = 2 * 8 * shape.parameters / processes
+        found, without = communication(_run(**keys), 1), communication(_run(**keys, offload="none"), 1)
+        way = 2 * 8 * qwen("7B").parameters / processes
         assert found["parts_gib"]["offloaded"] * GIB == pytest.approx(way)
         assert found["seconds_per_update"] - without["seconds_per_update"] == pytest.approx(way / 25e9)
         assert "25 GB/s between a GPU and its host's memory" in found["how"]
@@ -109,8 +104,8 @@ def test_moments_go_there_and_back_at_a_stated_pace() -> None:
 
 def _forecast(folder: Path, gpu: Gpu, size: str = "7B", **keys: Any) -> dict[str, dict[str, Any]]:
     (folder / "config.json").write_text(json.dumps(QWEN[size]))
-    config = _config(name_or_path=str(folder), **keys)
-    return forecast(config, _plan(config), LENGTHS, "not measured", [], gpu)
+    run = _run(name_or_path=str(folder), **keys)
+    return forecast(run.config, run.plan, LENGTHS, "not measured", [], gpu)
 
 
 def test_a_plan_shows_the_host_s_memory_and_the_way_there(tmp_path: Path) -> None:
@@ -130,13 +125,12 @@ def test_moments_that_the_machine_certainly_cannot_hold_are_refused(tmp_path: Pa
         "train.offload = 'optimizer': AdamW's moments are 56.7 GiB per process, 56.7 GiB for the 1 of this machine, "
         "whose memory is 56.0 GiB; set it to 'none', or train.optim to 'adamw_8bit', or share"
     )
-    shape = qwen("7B")
-    check_host_memory(_config(optim="adamw_8bit"), shape, small)
-    check_host_memory(_config(offload="none"), shape, small)
-    check_host_memory(_config(**SHARDED), shape, small)  # half of them is on this machine
-    check_host_memory(_config(), shape, Gpu("GPU", 80.0))  # elsewhere
+    check_host_memory(_run(gpu=small, optim="adamw_8bit"))
+    check_host_memory(_run(gpu=small, offload="none"))
+    check_host_memory(_run(gpu=small, **SHARDED))  # half of them is on this machine
+    check_host_memory(_run(gpu=Gpu("GPU", 80.0)))  # elsewhere
     with pytest.raises(ConfigError, match="for the 8 of this machine"):
-        check_host_memory(_config(**SHARDED | {"sharding": "hybrid"}), shape, small)
+        check_host_memory(_run(gpu=small, **SHARDED | {"sharding": "hybrid"}))
 
 
 def test_what_would_fit_by_offloading_is_offered_where_the_machine_can_hold_it(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from grpo_core.planning.shapes import PromptLengths, adapted_inputs, model_shape
 from grpo_core.planning.tokens_per_pass import STEP, choose_tokens, with_tokens_per_pass
 from tests.grpo_core.allocations import Allocations
 from tests.grpo_core.planning.test_forecast import config_with, plan_of
-from tests.qwen import QWEN, qwen
+from tests.qwen import QWEN, planned, with_tokens
 
 WORD_PROBLEMS = {"max_completion_length": 512, "num_generations": 8, "gradient_accumulation_steps": 1}
 LENGTHS = PromptLengths(140, 220, "given")
@@ -62,30 +62,26 @@ def _on_gpu(**keys: Any) -> RunConfig:
 def test_a_pass_takes_what_was_measured_on_a_gpu(
     model: str, completions: int, size: tuple[int, int, int], measured: float
 ) -> None:
-    config = _on_gpu(per_device_train_batch_size=completions)
-    plan = plan_of(config)
-    told = peak_memory(config, plan, qwen(model), LENGTHS, named_gpu("H200"), Pass(*size, alone=True))
+    run = planned(_on_gpu(per_device_train_batch_size=completions), model, LENGTHS, named_gpu("H200"))
+    told = peak_memory(run, Pass(*size, alone=True))
     assert told["peak_memory_gib"] == pytest.approx(measured, rel=0.01)
 
 
 def test_the_plan_s_own_pass_has_completions_of_full_length_after_the_longest_prompts() -> None:
     """Which took 96.53 GiB, with prompts of 140 tokens in the mean."""
-    config = _on_gpu(per_device_train_batch_size=128)
-    planned = peak_memory(config, plan_of(config), qwen("0.5B"), LENGTHS, named_gpu("H200"))
-    assert planned["tokens_per_pass"] == 16 * 220 + 128 * 512
-    assert planned["peak_memory_gib"] == pytest.approx(96.53, rel=0.01)
+    told = peak_memory(planned(_on_gpu(per_device_train_batch_size=128), "0.5B", LENGTHS, named_gpu("H200")))
+    assert told["tokens_per_pass"] == 16 * 220 + 128 * 512
+    assert told["peak_memory_gib"] == pytest.approx(96.53, rel=0.01)
 
 
 def test_what_ran_out_of_a_gpu_s_memory_is_not_chosen_for_it_and_what_fitted_is_not_more() -> None:
     """With 1,024 completions in an update, passes of 224,218 and then of 110,106 tokens ran out of an H200's memory,
     those of 55,053 did not."""
-    config = _on_gpu(per_device_train_batch_size=1024)
-    plan, gpu = plan_of(config), named_gpu("H200")
-    tokens = choose_tokens(config, plan, qwen("0.5B"), LENGTHS, gpu)
+    run = planned(_on_gpu(per_device_train_batch_size=1024), "0.5B", LENGTHS, named_gpu("H200"))
+    tokens = choose_tokens(run)
     assert tokens is not None and 55_053 < tokens < 110_106
     for number, fits in ((55_053, True), (110_106, False), (224_218, False)):
-        told = peak_memory(config, replace(plan, max_tokens_per_pass=number), qwen("0.5B"), LENGTHS, gpu)
-        assert ("warning" not in told) == fits
+        assert ("warning" not in peak_memory(with_tokens(run, number))) == fits
 
 
 class _Varlen(torch.autograd.Function):
@@ -177,7 +173,7 @@ def test_what_a_pass_keeps_and_takes_is_what_torch_counts(
     size = Pass(tokens.input_ids.shape[1], len(tokens.attention.keys), len(tokens.predicts), alone=passes == 1)
     masks = size.tokens * shape.layers * sum(adapted_inputs(shape, config).values()) * bool(config.model.lora_dropout)
     told = activations(config, shape, size).kept + masks  # a CPU's mask has two bytes per element
-    worst = sum(training_parts(config, shape, size, Gpu("GPU")).values()) + masks
+    worst = sum(training_parts(planned(config, shape, LENGTHS, Gpu("GPU")), size).values()) + masks
     assert kept == pytest.approx(told, rel=0.04 if config.model.use_peft else 0.015 if keys else 0.003)
     assert 0.95 <= allocations.peak / worst <= 1.005
 
@@ -221,22 +217,22 @@ def test_the_tokens_chosen_are_the_most_that_fit(keys: dict[str, Any], model: st
     fewer."""
     sharded = keys.pop("sharded") and keys["num_processes"] > 1
     config = _on_gpu(**keys, **({"sharding": "full"} if sharded else {}))
-    shape, lengths, gpu = qwen(model), PromptLengths(prompt, prompt, "given"), Gpu("GPU", memory)
-    plan = plan_of(config, 20_000)
-    tokens, usable = choose_tokens(config, plan, shape, lengths, gpu), usable_gib(gpu)
-    longest, most = longest_sequence(config, lengths), most_tokens(config, plan, lengths)
+    lengths = PromptLengths(prompt, prompt, "given")
+    run = planned(config, model, lengths, Gpu("GPU", memory))
+    tokens, usable = choose_tokens(run), usable_gib(run.gpu)
+    longest, most = longest_sequence(config, lengths), most_tokens(config, run.plan, lengths)
     assert tokens is not None and usable is not None and longest <= tokens <= most
 
     def fits(number: int) -> bool:
         """Beside what is held, whatever sampling takes in its turn."""
-        held, _, _ = beside_training(config, plan, shape, lengths, gpu)
-        size = planned_pass(config, replace(plan, max_tokens_per_pass=number), lengths)
-        training = sum(training_parts(config, shape, size, gpu).values())
+        held, _, _ = beside_training(run)
+        size = planned_pass(config, with_tokens(run, number).plan, lengths)
+        training = sum(training_parts(run, size).values())
         return sum(held.values()) + training <= usable * GIB
 
     assert fits(tokens) or tokens == longest
     assert tokens == most or not fits(min(tokens + STEP, most))
-    more = choose_tokens(config, plan, shape, lengths, Gpu("GPU", 1.3 * memory))
+    more = choose_tokens(replace(run, gpu=Gpu("GPU", 1.3 * memory)))
     assert more is not None and more >= tokens
 
 
@@ -305,10 +301,10 @@ def test_what_sampling_takes_does_not_enlarge_passes_and_is_named_where_it_is_to
     """Keys and values of Qwen2.5-1.5B in bf16: 28 layers × 2 × 2 heads × 128 numbers, 28 KiB per token."""
     sizes = {"per_device_train_batch_size": rows // 8, "gradient_accumulation_steps": 8}
     config = _on_gpu(**sizes, max_completion_length=completion, engine="transformers")
-    plan, gpu, shape = plan_of(config), named_gpu("H100"), qwen("1.5B")
-    tokens, usable = choose_tokens(config, plan, shape, LENGTHS, gpu), usable_gib(gpu)
-    assert tokens is not None and usable is not None and gpu.memory_gib is not None
-    told = peak_memory(config, replace(plan, max_tokens_per_pass=tokens), shape, LENGTHS, gpu)
+    run, gpu = planned(config, "1.5B", LENGTHS, named_gpu("H100")), named_gpu("H100")
+    tokens = choose_tokens(run)
+    assert tokens is not None and gpu.memory_gib is not None
+    told = peak_memory(with_tokens(run, tokens))
     parts = told["parts_gib"]
     assert parts["kv_cache"] == pytest.approx(rows * (completion + LENGTHS.longest) * 28 / 2**20)
     assert told["peak_memory_gib"] - parts["kv_cache"] < 40
@@ -316,7 +312,7 @@ def test_what_sampling_takes_does_not_enlarge_passes_and_is_named_where_it_is_to
         named = f"one H100, with the keys and values of {rows} completions sampled together by transformers"
         assert named in told["warning"]
     served = _on_gpu(**sizes, max_completion_length=completion, engine="recorded", recording="it")
-    assert choose_tokens(served, plan_of(served), shape, LENGTHS, gpu) == tokens
+    assert choose_tokens(planned(served, "1.5B", LENGTHS, gpu)) == tokens
 
 
 def test_passes_of_an_update_follow_from_the_tokens_of_a_pass() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,13 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.forecast import forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, named_gpu
-from grpo_core.planning.memory import check_engine_memory, peak_memory, usable_gib
-from grpo_core.planning.plan import Plan, PlanError, make_plan, plan_inputs
+from grpo_core.planning.memory import PlannedRun, check_engine_memory, peak_memory, usable_gib
+from grpo_core.planning.plan import PlanError
 from grpo_core.planning.remedies import PROCESSES, TOGETHER, remedies
 from grpo_core.planning.shapes import ModelShape, PromptLengths
 from grpo_core.planning.tokens_per_pass import choose_tokens
 from tests.conftest import config_values
-from tests.qwen import QWEN, qwen
+from tests.qwen import QWEN, planned, qwen, with_tokens
 
 LENGTHS = PromptLengths(256, 256, "given")
 KINDS = {
@@ -53,22 +52,17 @@ def _with(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
 
 def _peak(config: RunConfig, shape: ModelShape, gpu: Gpu) -> float:
     """Forecast memory in GiB. Raises ConfigError or PlanError for a run that is refused."""
-    plan = _planned(config, shape, gpu)
-    check_engine_memory(config, shape, LENGTHS, gpu)
-    return float(peak_memory(config, plan, shape, LENGTHS, gpu)["peak_memory_gib"])
+    run = _fitted(planned(config, shape, LENGTHS, gpu))
+    check_engine_memory(run)
+    return float(peak_memory(run)["peak_memory_gib"])
 
 
-def _planned(config: RunConfig, shape: ModelShape, gpu: Gpu) -> Plan:
-    plan = _plan(config)
-    return replace(plan, max_tokens_per_pass=choose_tokens(config, plan, shape, LENGTHS, gpu))
-
-
-def _plan(config: RunConfig) -> Plan:
-    return make_plan(plan_inputs(config, 5000))
+def _fitted(run: PlannedRun) -> PlannedRun:
+    return with_tokens(run, choose_tokens(run))
 
 
 @st.composite
-def short_of_memory(draw: st.DrawFn) -> tuple[RunConfig, ModelShape, Gpu]:
+def short_of_memory(draw: st.DrawFn) -> PlannedRun:
     """A valid run whose forecast exceeds its GPU."""
     shape, gpu = qwen(draw(st.sampled_from(list(QWEN)))), named_gpu(draw(st.sampled_from(["H100", "L40S", "L4"])))
     processes = draw(st.sampled_from([1, 2, 3, 8, 12]))
@@ -85,26 +79,24 @@ def short_of_memory(draw: st.DrawFn) -> tuple[RunConfig, ModelShape, Gpu]:
         "steps_per_generation": draw(st.sampled_from([None, 8])),
     }
     config = parse_config(_values(**{key: value for key, value in keys.items() if value is not None}))
-    assume("warning" in peak_memory(config, _planned(config, shape, gpu), shape, LENGTHS, gpu))
-    return config, shape, gpu
+    run = planned(config, shape, LENGTHS, gpu)
+    assume("warning" in peak_memory(_fitted(run)))
+    return run
 
 
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(short_of_memory())
-def test_every_remedy_fits_by_the_same_forecast_and_changes_what_it_says(
-    case: tuple[RunConfig, ModelShape, Gpu],
-) -> None:
-    config, shape, gpu = case
+def test_every_remedy_fits_by_the_same_forecast_and_changes_what_it_says(run: PlannedRun) -> None:
+    config, shape, gpu = run.config, run.shape, run.gpu
     usable = usable_gib(gpu)
     assert usable
-    found = remedies(config, _plan(config), shape, LENGTHS, gpu)
-    for remedy in found:
+    for remedy in remedies(run):
         changed = _with(config, remedy["changes"])
         assert _peak(changed, shape, gpu) == remedy["peak_memory_gib"] <= usable
         assert changed.train.num_processes == remedy["num_processes"]
         assert all(f"{key} = " in remedy["change"] for key in remedy["changes"])
-        same = _plan(changed).effective_batch_size == _plan(config).effective_batch_size
+        same = planned(changed, shape, LENGTHS, gpu).plan.effective_batch_size == run.plan.effective_batch_size
         assert ("the same batch of" in remedy["change"]) == same
         same_rows = "train.per_device_train_batch_size" not in remedy["changes"]
         for smaller in PROCESSES if same and same_rows else ():
@@ -122,8 +114,7 @@ def test_every_remedy_fits_by_the_same_forecast_and_changes_what_it_says(
 
 
 def _found(size: str, **keys: Any) -> list[dict[str, Any]]:
-    config = parse_config(_values(**keys))
-    return remedies(config, _plan(config), qwen(size), LENGTHS, named_gpu("H100"))
+    return remedies(planned(parse_config(_values(**keys)), size, LENGTHS, named_gpu("H100")))
 
 
 def test_a_model_larger_than_its_gpu_is_offered_what_fits() -> None:
@@ -163,7 +154,8 @@ def test_kinds_go_together_where_no_single_one_is_enough() -> None:
 def _forecast(folder: Path, size: str, gpu: str, **keys: Any) -> dict[str, dict[str, Any]]:
     (folder / "config.json").write_text(json.dumps(QWEN[size]))
     config = parse_config(_values(name_or_path=str(folder), **keys))
-    return forecast(config, _plan(config), LENGTHS, "not measured", [], named_gpu(gpu))
+    run = planned(config, size, LENGTHS, named_gpu(gpu))
+    return forecast(config, run.plan, LENGTHS, "not measured", [], run.gpu)
 
 
 def test_a_plan_shows_what_would_fit_or_that_nothing_does_and_nothing_where_all_is_well(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,13 @@ from grpo_core.planning.communication import communication
 from grpo_core.planning.hardware import Gpu, named_gpu
 from grpo_core.planning.memory import GIB, check_engine_memory, moments, peak_memory, usable_gib
 from grpo_core.planning.passes import passes_per_update
-from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths
 from grpo_core.planning.tokens_per_pass import choose_tokens
 from tests.conftest import config_values
-from tests.qwen import qwen
+from tests.qwen import planned, with_tokens
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "scale.md"
-GPU = named_gpu("H100")
+GPU, LENGTHS = named_gpu("H100"), PromptLengths(256, 256, "given")
 MODELS = ("7B", "14B", "32B", "72B")
 COMPLETIONS, PER_PASS = 256, 4
 SETTINGS = {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 4, "gradient_checkpointing": False}
@@ -38,15 +36,12 @@ def _config(processes: int, keys: dict[str, Any]) -> RunConfig:
 
 def _cell(size: str, processes: int, keys: dict[str, Any]) -> str:
     """GiB per GPU of 80 GB and whether that fits: 256 completions of 512 tokens after prompts of 256, 4 per pass."""
-    config = _config(processes, keys)
-    lengths = PromptLengths(256, 256, "given")
+    run = planned(_config(processes, keys), size, LENGTHS, GPU)
     try:
-        check_engine_memory(config, qwen(size), lengths, GPU)
+        check_engine_memory(run)
     except ConfigError:
         return "no"
-    plan, shape = make_plan(plan_inputs(config, 5000)), qwen(size)
-    plan = replace(plan, max_tokens_per_pass=choose_tokens(config, plan, shape, lengths, GPU))
-    peak, usable = peak_memory(config, plan, shape, lengths, GPU)["peak_memory_gib"], usable_gib(GPU)
+    peak, usable = peak_memory(with_tokens(run, choose_tokens(run)))["peak_memory_gib"], usable_gib(GPU)
     whole = GPU.memory_gib
     assert whole and usable
     verdict = "fits" if peak <= usable else "tight" if peak <= whole else "no"
@@ -79,13 +74,12 @@ def _first_run_cell(size: str, gpu: Gpu) -> str:
     for overrides, said in (([], ""), (AS_ADAPTER, " as adapter")):
         bf16 = "train.mixed_precision=bf16"  # what "auto" is on each of these
         config = load_config(PAGE.parents[2] / "configs" / "gsm8k.toml", [*overrides, bf16])
-        lengths, shape, plan = PromptLengths(150, 150, "given"), qwen(size), make_plan(plan_inputs(config, 7473))
+        run = planned(config, size, PromptLengths(150, 150, "given"), gpu)
         try:
-            check_engine_memory(config, shape, lengths, gpu)
+            check_engine_memory(run)
         except ConfigError:
             continue
-        tokens = choose_tokens(config, plan, shape, lengths, gpu)
-        found = peak_memory(config, replace(plan, max_tokens_per_pass=tokens), shape, lengths, gpu)
+        found = peak_memory(with_tokens(run, choose_tokens(run)))
         if "warning" not in found:
             return f"{found['peak_memory_gib']:.0f}{said}"
     return "no"
@@ -110,10 +104,9 @@ def test_the_table_of_the_first_run_on_a_gpu_is_the_forecast_s() -> None:
 
 def _tokens_cell(size: str, keys: dict[str, Any]) -> str:
     """GiB of one GPU, and tokens of a pass; 64 of 256 completions per micro-step."""
-    config, shape, lengths = _config(1, SETTINGS | keys), qwen(size), PromptLengths(256, 256, "given")
-    plan = make_plan(plan_inputs(config, 5000))
-    tokens = choose_tokens(config, plan, shape, lengths, GPU)
-    found = peak_memory(config, replace(plan, max_tokens_per_pass=tokens), shape, lengths, GPU)
+    run = planned(_config(1, SETTINGS | keys), size, LENGTHS, GPU)
+    tokens = choose_tokens(run)
+    found = peak_memory(with_tokens(run, tokens))
     return "no" if "warning" in found else f"{found['peak_memory_gib']:.0f}, {tokens:,}"
 
 
@@ -130,19 +123,16 @@ def test_the_table_of_one_gpu_is_the_forecast_s() -> None:
 def test_the_page_s_example_of_offloading_is_the_forecast_s() -> None:
     page = " ".join(PAGE.read_text().split())
     for size in ("7B", "32B"):
-        configs = [_config(8, {"offload": offload}) for offload in ("optimizer", "none")]
-        plan, shape = make_plan(plan_inputs(configs[0], 5000)), qwen(size)
-        longer, plain = (communication(it, plan, shape, GPU, 8)["seconds_per_update"] for it in configs)
-        each = moments(configs[0], shape, GPU) / GIB
+        runs = [planned(_config(8, {"offload": offload}), size, LENGTHS, GPU) for offload in ("optimizer", "none")]
+        longer, plain = (communication(run, 8)["seconds_per_update"] for run in runs)
+        each = moments(runs[0]) / GIB
         said = f"{size} on 8 GPUs: {each:.1f} GiB less per GPU, {8 * each:.0f} GiB of the machine's memory, "
         assert f"{said}{longer - plain:.1f} s more per update" in page
 
 
 def test_the_page_s_example_of_communication_is_the_forecast_s() -> None:
-    config = _config(8, {})
-    plan, lengths = make_plan(plan_inputs(config, 5000)), PromptLengths(256, 256, "given")
-    passes = passes_per_update(config, plan, lengths, 256, 512)
-    found = communication(config, plan, qwen("7B"), GPU, passes)
+    run = planned(_config(8, {}), "7B", LENGTHS, GPU)
+    found = communication(run, passes_per_update(run.config, run.plan, LENGTHS, 256, 512))
     parts, page = found["parts_gib"], " ".join(PAGE.read_text().split())
     said = f"{parts['gathered']:.0f} GiB gathered and {parts['reduced']:.0f} GiB reduced per process and update"
     assert f"{said}, {found['seconds_per_update']:.1f} s at an assumed 300 GB/s per GPU" in page

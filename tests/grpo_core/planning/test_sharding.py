@@ -28,7 +28,7 @@ from grpo_core.planning.shapes import ModelShape, PromptLengths, adapter_paramet
 from grpo_core.planning.sharding import working_set
 from grpo_core.system.torch_releases import GATHER, REDUCE
 from tests.conftest import config_values
-from tests.qwen import QWEN, qwen
+from tests.qwen import QWEN, planned, qwen
 
 W = 4
 SMALL = 50_000  # bytes of what is not forecast: inputs, buffers, the optimizer's counters of steps
@@ -55,7 +55,7 @@ def _plan(config: RunConfig) -> Plan:
 
 def _communication(config: RunConfig, shape: ModelShape, gpu: Gpu) -> dict[str, Any]:
     """What is sent in one pass per micro-step."""
-    return communication(config, _plan(config), shape, gpu, config.train.gradient_accumulation_steps)
+    return communication(planned(config, shape, LENGTHS, gpu), config.train.gradient_accumulation_steps)
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_memory_of_a_sharded_pass_is_what_torch_counts_at_its_peak(
     keys = {"mixed_precision": "bf16" if bf16 else "no", "gradient_checkpointing": recomputed}
     keys |= {"per_device_train_batch_size": 1, "num_generations": 4, "gradient_accumulation_steps": 1}
     run, shape = _config(**keys, max_completion_length=1), model_shape(config.to_dict())
-    parts = peak_memory(run, _plan(run), shape, LENGTHS, Gpu("GPU"))["parts_gib"]
+    parts = peak_memory(planned(run, shape, LENGTHS, Gpu("GPU")))["parts_gib"]
     held = sum(parts[name] for name in ("weights", "optimizer", "gradients")) * GIB
     # Here the logits are those of one token, and their gradient is the output layer's, without a float32 sum.
     size = Pass(tokens, 2 * tokens, 1)  # two heads share keys, and have them apart
@@ -187,14 +187,14 @@ def test_shares_are_parts_of_what_one_process_would_hold(
     keys: dict[str, Any], bytes_per_parameter: dict[str, float]
 ) -> None:
     config, shape = _config(**keys), qwen("0.5B")
-    parts = peak_memory(config, _plan(config), shape, LENGTHS, Gpu("GPU", 80.0, per_machine=2))["parts_gib"]
+    parts = peak_memory(planned(config, shape, LENGTHS, Gpu("GPU", 80.0, per_machine=2)))["parts_gib"]
     found = {name: parts[name] * GIB / shape.parameters for name in bytes_per_parameter}
     assert found == pytest.approx(bytes_per_parameter)
 
 
 def test_a_frozen_base_is_shared_and_its_adapter_is_not() -> None:
     config, shape = _config(use_peft=True, lora_r=16), qwen("7B")
-    parts = peak_memory(config, _plan(config), shape, LENGTHS, Gpu("GPU", 80.0))["parts_gib"]
+    parts = peak_memory(planned(config, shape, LENGTHS, Gpu("GPU", 80.0)))["parts_gib"]
     adapter = adapter_parameters(shape, config)
     sizes = {"weights": 4 * adapter, "gradients": 4 * adapter, "optimizer": 8 * adapter}
     sizes["bf16_copy"] = 2 * shape.parameters / W + 2 * adapter
@@ -208,7 +208,7 @@ def test_a_frozen_base_is_shared_and_its_adapter_is_not() -> None:
 def test_a_base_that_is_merged_at_the_end_counts_where_it_is_more_than_training_and_sampling_need() -> None:
     keys = {"use_peft": True, "gradient_checkpointing": True, "engine": "vllm-server", "per_device_train_batch_size": 1}
     config, shape = _config(num_processes=2, num_generations=2, steps_per_generation=1, **keys), qwen("32B")
-    found = peak_memory(config, _plan(config), shape, LENGTHS, Gpu("GPU", 80.0))
+    found = peak_memory(planned(config, shape, LENGTHS, Gpu("GPU", 80.0)))
     parts = found["parts_gib"]
     held = sum(parts[name] for name in ("weights", "optimizer", "reference", "bf16_copy", "engine_weights"))
     assert found["peak_memory_gib"] == pytest.approx(held + parts["merged_base"])
@@ -218,7 +218,7 @@ def test_processes_per_machine_are_those_of_this_machine_or_assumed() -> None:
     config, shape = _config(sharding="hybrid", num_processes=16), qwen("7B")
     shares = {}
     for gpu in (Gpu("GPU", 80.0), Gpu("GPU", 80.0, per_machine=4)):
-        found = peak_memory(config, _plan(config), shape, LENGTHS, gpu)
+        found = peak_memory(planned(config, shape, LENGTHS, gpu))
         shares[found["parts_gib"]["optimizer"]] = "8 GPUs per machine are assumed" in found["how"]
     assert shares == {8 * shape.parameters / 8 / GIB: True, 8 * shape.parameters / 4 / GIB: False}
 
@@ -229,7 +229,7 @@ def test_processes_per_machine_are_those_configured_with_several_machines() -> N
     values["train"]["num_machines"] = 4
     values["launch"] = {"launcher": "ssh", "hosts": ["a", "b", "c", "d"]}
     config = parse_config(values)
-    found = peak_memory(config, _plan(config), shape, LENGTHS, Gpu("GPU", 80.0, per_machine=2))
+    found = peak_memory(planned(config, shape, LENGTHS, Gpu("GPU", 80.0, per_machine=2)))
     assert found["parts_gib"]["optimizer"] == 8 * shape.parameters / 4 / GIB
     assert "16 processes on 4 machines" in _communication(config, shape, named_gpu("H100"))["how"]
     assert "assumed" not in found["how"]

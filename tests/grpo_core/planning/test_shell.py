@@ -77,6 +77,13 @@ def test_what_a_reader_is_to_fill_in_is_a_word() -> None:
     assert command.words == ["run", "--host", "<first-ip>", "<second-ip>", "--port", "8000"]
 
 
+@pytest.mark.parametrize("head", ["f() {", "f()\n{", "function f {", "function f() {", "function f\n{"])
+def test_arguments_of_a_function_are_not_known_and_those_of_the_script_are_none(head: str) -> None:
+    *_, inside, outside = commands(f'{head}\nrun $1 "${{2:-5}}" "$@"\n}}\nrun ${{1:-5}} "$@"')
+    assert inside.words == ["run", "$1", "$2", "$@"]
+    assert outside.words == ["run", "5"]
+
+
 def test_arithmetic_that_bash_reads_otherwise_stands_as_it_is() -> None:
     texts = ["$((010))", "$((2**3))", "$((N++))", "$((1/0))", "$((9999999999 * 9999999999))", "$((UNSET + 1))"]
     [command] = commands("run " + " ".join(texts))
@@ -108,6 +115,9 @@ def test_a_quote_that_is_never_closed_is_named(script: str) -> None:
         "unset G\n    ",
         "for G in 8 9; do x; done",
         "f() { G=8; }",
+        "function f {\nG=8\n}",
+        "eval G=8",
+        "eval 'F=1; export G=8'",
         "declare -i G=8",
         "let G=8",
         "let i=2 G*=i",

@@ -15,7 +15,7 @@ from accelerate import PartialState
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.hardware import Gpu, named_gpu
-from grpo_core.planning.memory import peak_memory, usable_gib
+from grpo_core.planning.memory import PlannedRun, peak_memory, usable_gib
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths
 from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
@@ -24,7 +24,7 @@ from grpo_core.training.pass_limit import first_limit
 from tests.conftest import config_values, with_keys
 from tests.grpo_core.training.several import in_two_processes
 from tests.grpo_core.training.training import are_close, result_of, trained_run
-from tests.qwen import QWEN, qwen
+from tests.qwen import QWEN, qwen, with_tokens
 
 LENGTHS = PromptLengths(220, 220, "given")
 
@@ -53,13 +53,14 @@ def test_the_plan_s_number_is_kept_on_another_gpu_unless_it_cannot_fit_there(
     config, plan = _planned(tmp_path, named_gpu("H200"))
     planned = plan.max_tokens_per_pass
     assert planned is not None
-    peak = peak_memory(config, plan, qwen("0.5B"), LENGTHS, named_gpu("H200"))["peak_memory_gib"]
+    run = PlannedRun(config, plan, qwen("0.5B"), LENGTHS, named_gpu("H200"))
+    peak = peak_memory(run)["peak_memory_gib"]
     for gib in (139.8, 200.0, peak + 0.1, None):  # without any margin, it may run out, or not
         assert _first_limit(config, plan, gib, monkeypatch) == planned
     assert capsys.readouterr().out == ""
     fewer = _first_limit(config, plan, 79.2, monkeypatch)
-    fitting = peak_memory(config, replace(plan, max_tokens_per_pass=fewer), qwen("0.5B"), LENGTHS, Gpu("GPU", 79.2))
-    usable = usable_gib(Gpu("GPU", 79.2))
+    smaller = with_tokens(replace(run, gpu=Gpu("GPU", 79.2)), fewer)
+    fitting, usable = peak_memory(smaller), usable_gib(smaller.gpu)
     assert usable is not None and 0.98 * usable < fitting["peak_memory_gib"] <= usable
     said = f"{planned} tokens per pass, of the plan, do not fit a GPU of 79.2 GiB: going on with {fewer}"
     assert said in capsys.readouterr().out
