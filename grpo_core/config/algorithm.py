@@ -102,7 +102,7 @@ class AlgorithmConfig(Section):
             )
         elif self.delta is not None and loss.term != "clipped":
             problem = f"loss_type={self.loss_type!r} does not clip in two sides; remove delta"
-        elif unfit := loss.problem(self):
+        elif unfit := next(iter(loss.problems(self)), None):
             problem = unfit
         elif (self.vllm_importance_sampling_clip_min or 0) > self.vllm_importance_sampling_clip_max:
             problem = (

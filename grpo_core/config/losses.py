@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -16,32 +16,25 @@ Normaliser = Literal[  # what a token's loss is divided by: cases of `token_weig
 ]
 
 
-def _nothing(keys: AlgorithmConfig) -> str:
-    return ""
-
-
-def _cispo(keys: AlgorithmConfig) -> str:
+def _cispo(keys: AlgorithmConfig) -> Iterator[str]:
     if keys.epsilon_high is None:
-        return "loss_type='cispo' takes epsilon_high as the bound of the ratio itself; set it (ScaleRL: 5.0)"
-    return ""
+        yield "loss_type='cispo' takes epsilon_high as the bound of the ratio itself; set it (ScaleRL: 5.0)"
 
 
-def _luspo(keys: AlgorithmConfig) -> str:
+def _luspo(keys: AlgorithmConfig) -> Iterator[str]:
     if keys.importance_sampling_level != "sequence":
-        return "loss_type='luspo' is defined on sequences; set importance_sampling_level='sequence'"
-    return ""
+        yield "loss_type='luspo' is defined on sequences; set importance_sampling_level='sequence'"
 
 
-def _vespo(keys: AlgorithmConfig) -> str:
-    if keys.importance_sampling_level != "token":
-        return "loss_type='vespo' makes its own sequence weight; use importance_sampling_level='token'"
+def _vespo(keys: AlgorithmConfig) -> Iterator[str]:
     mode = keys.vllm_importance_sampling_mode
+    if keys.importance_sampling_level != "token":
+        yield "loss_type='vespo' makes its own sequence weight; use importance_sampling_level='token'"
     if keys.vllm_importance_sampling_correction and mode.startswith("sequence"):
-        return (
+        yield (
             f"loss_type='vespo' sums the corrections of tokens; vllm_importance_sampling_mode={mode!r} has none: "
             "use 'token_truncate' or 'token_mask'"
         )
-    return ""
 
 
 @dataclass(frozen=True)
@@ -52,9 +45,8 @@ class Loss:
     normaliser: Normaliser
     source: str
     """Its paper, or the library that it comes from."""
-    problem: Callable[[AlgorithmConfig], str] = _nothing
-    """Returns which of the other keys it cannot take, and what to set instead, or "". Only the term "clipped" takes
-    `delta`."""
+    problems: Callable[[AlgorithmConfig], Iterable[str]] = lambda keys: ()
+    """Gives what it cannot take of the other keys. Only the term "clipped" takes `delta`."""
 
 
 LOSSES: dict[LossType, Loss] = {
