@@ -97,25 +97,21 @@ def launch_with_restarts(
     on_line: Callable[[str], None] | None = None,
     after: Callable[[ProcessError], Literal["done", "again", "restart"]] = lambda error: "restart",
 ) -> None:
-    """Call `launch`, and again up to train.max_restarts times if a process was killed or its machine is gone.
-
-    `on_line` gets the output's lines, `log` if there is none. `after` is asked first: is the work done in spite of the
-    error, does it go on, or does it count as a restart?
-    """
+    """Call `launch`, and again up to train.max_restarts times if a process was killed or its machine is gone. `after`
+    is asked first: is the work done all the same, does it go on, or does this count as a restart?"""
     most, restarts, patience = config.train.max_restarts, 0, 0.0
     while True:
         try:
             return launch(config, command, on_line or log.info, folder, environment, patience)
         except ProcessError as error:
-            answer = after(error)
+            answer, patience = after(error), RETURN_SECONDS
             if answer == "done":
                 return None
+            if answer == "restart" and (restarts == most or not error.restartable):
+                raise
             if answer == "restart":
-                if not error.restartable or restarts == most:
-                    raise
                 restarts += 1
                 log.warning("restart %d of %d (train.max_restarts): %s", restarts, most, error)
-            patience = RETURN_SECONDS
 
 
 def torchrun(train: TrainConfig, address: str, port: int, number: int = 0) -> list[str]:
