@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.config.base import Section
+from grpo_core.config.losses import LOSSES
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.environments.registry import sources
@@ -118,7 +119,7 @@ def determining(config: RunConfig) -> dict[str, Any]:
 
 
 def batch_of(config: RunConfig) -> dict[str, int]:
-    """Completions per update and per generation batch; for bnpo, whose weights follow from it, the micro-batch too."""
+    """Completions per update and per generation batch; if token weights follow from it, the micro-batch too."""
     keys = config.train
     micro_step = keys.per_device_train_batch_size * keys.num_processes
     steps = keys.steps_per_generation or keys.gradient_accumulation_steps
@@ -126,7 +127,7 @@ def batch_of(config: RunConfig) -> dict[str, int]:
         "completions_per_update": micro_step * keys.gradient_accumulation_steps,
         "completions_per_generation": keys.generation_batch_size or micro_step * steps,
     }
-    if config.algorithm.loss_type == "bnpo":
+    if LOSSES[config.algorithm.loss_type].normaliser == "micro-step":
         found["per_device_train_batch_size"] = keys.per_device_train_batch_size
     return found
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from logging import Logger, LoggerAdapter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from prefect import get_run_logger, task
 from prefect.client.schemas.objects import State
@@ -17,7 +17,7 @@ from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.training.limit_file import read_limit
-from tasks.processes.launch import RETURN_SECONDS, launch
+from tasks.processes.launch import launch_with_restarts
 from tasks.processes.resources import gpus_and_servers
 from tasks.processes.run import ProcessError, TakenError
 from tasks.processes.training_machine import check_training_machine
@@ -84,26 +84,25 @@ def run_training(
     - if a process that shares a model ran out of memory, as long as tokens per pass decrease each time;
     - if a scheduler took the machines away, as long as there is a newer checkpoint each time.
     """
-    folder, most, restarts, patience = context.partial, context.config.train.max_restarts, 0, 0.0
+    folder = context.partial
+    limit, saved = read_limit(folder), saved_updates(folder)
+
+    def after(error: ProcessError) -> Literal["done", "again", "restart"]:
+        nonlocal limit, saved
+        before, limit = limit, read_limit(folder)
+        older, saved = saved, saved_updates(folder)
+        if limit != before:
+            log.warning("memory ran out: the training starts again with %d tokens per pass", limit)
+            return "again"
+        if error.restartable and read_json(folder / TRAIN.receipt):
+            return "done"  # it was killed after everything was written
+        if isinstance(error, TakenError) and saved > older:
+            log.warning("the machines were taken away; going on from step %d on other ones: %s", saved, error)
+            return "again"
+        return "restart"
+
     command = ["-m", "grpo_core.train", str(context.run), "--output", str(folder)]
-    while True:
-        limit, saved = read_limit(folder), saved_updates(folder)
-        try:
-            return launch(context.config, command, on_line, folder, environment, patience)
-        except ProcessError as error:
-            if (lower := read_limit(folder)) != limit:
-                log.warning("memory ran out: the training starts again with %d tokens per pass", lower)
-                continue
-            if error.restartable and read_json(folder / TRAIN.receipt):
-                return None  # it was killed after everything was written
-            if isinstance(error, TakenError) and (newest := saved_updates(folder)) > saved:
-                patience = RETURN_SECONDS
-                log.warning("the machines were taken away; going on from step %d on other ones: %s", newest, error)
-                continue
-            if not error.restartable or restarts == most:
-                raise
-            restarts, patience = restarts + 1, RETURN_SECONDS
-            log.warning("restart %d of %d (train.max_restarts), from the newest checkpoint: %s", restarts, most, error)
+    launch_with_restarts(context.config, command, log, folder, environment, on_line, after)
 
 
 @contextmanager

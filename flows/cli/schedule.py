@@ -40,7 +40,7 @@ def schedule(
     """
     configure()
     if not use_running_server():
-        refuse(f"no `grpo up` serves {storage_root()}: start it, or set PREFECT_API_URL to the server to use")
+        refuse(f"no server is running for {storage_root()}; start `grpo up`, or set PREFECT_API_URL")
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import DeploymentScheduleCreate
     from prefect.client.schemas.schedules import CronSchedule

@@ -11,7 +11,7 @@ from flows.cli.terminal import refusals, say
 from flows.serving.environment import TAG, configure
 from flows.serving.find_server import server_for_command
 from grpo_core.system.processes import importing
-from tasks.stages.condition import refuse_outdated_inputs
+from tasks.stages.condition import conditions, refuse_outdated_inputs
 from tasks.stages.locks import locked
 from tasks.stages.run_directory import find_run, read_config
 from tasks.stages.table import ALL_STAGES
@@ -37,7 +37,8 @@ def stage(
     Exit status 1: the stage failed or was refused, 2: no such run, 130: Ctrl-C, 143: SIGTERM.
     """
     folder = find_run(run)
-    refuse_outdated_inputs(BY_NAME[name], folder, read_config(folder), force)
+    config = read_config(folder)
+    refuse_outdated_inputs(BY_NAME[name], folder, config, conditions(folder, config), force)
     with locked(folder):
         pass  # a run in use is refused before a server is started
     configure()

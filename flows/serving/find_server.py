@@ -220,10 +220,7 @@ def find_api_to_serve() -> str:
         stranger = ask(USUAL_API)
         of = f", serving {stranger.storage or 'another project'}, is not used unasked" if stranger else ""
         there = f" (what answers at {USUAL_API}{of})" if stranger else ""
-        raise ServerError(
-            f"no `grpo up` serves {here}{there}: start `grpo up` (it serves too), or set PREFECT_API_URL to the server "
-            "you mean"
-        )
+        raise ServerError(f"no server is running for {here}{there}; start one with `grpo up`, or set PREFECT_API_URL")
     answer = ask(url)
     if answer and answer.storage not in ("", here):
         raise ServerError(

@@ -1,6 +1,6 @@
 """Log-probabilities and advantages → per-token losses and the weights that turn them into one scalar.
 
-loss = Σ_it weight_it · L_it. The weights carry the whole normalisation of a loss type and follow from the masks alone,
+loss = Σ_it weight_it · L_it. The weights carry the whole normalisation of a loss and follow from the masks alone,
 so that an update may be cut into micro-batches in any way without changing its gradient.
 
 Shapes: B completions, T tokens. ρ is (B, T), or (B, 1) at sequence level, written "B #T"; A is (B, 1); m is the
@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_core.config.algorithm import AlgorithmConfig, LossType
+from grpo_core.config.algorithm import AlgorithmConfig
+from grpo_core.config.losses import LOSSES, Normaliser
 
 VESPO_MAX_LOG_RATIO = 20.0  # of a token and of a sequence
 VESPO_MIN_LOG_RATIO = math.log(1e-8)  # of a sequence and of a token's sampling correction
@@ -57,12 +58,13 @@ def token_losses(
     ratio = importance_ratio(log_ratio, mask, config.importance_sampling_level)
     advantage = advantages[:, None]
     metrics: dict[str, Tensor] = {}
-    correction = None
+    correction = factor = None
     if sampling_logprobs is not None and config.vllm_importance_sampling_correction:
-        correction = sampling_correction(old_logprobs, sampling_logprobs, mask, config)
+        correction = factor = sampling_correction(old_logprobs, sampling_logprobs, mask, config)
         metrics["sampling/importance_sampling_ratio/mean"] = correction
 
-    match config.loss_type:
+    term = LOSSES[config.loss_type].term
+    match term:
         case "cispo":
             loss = cispo_loss(logprobs, ratio, advantage, config.upper_clip)
             metrics["cispo_clip_ratio"] = (ratio > config.upper_clip) & (advantage > 0)
@@ -70,13 +72,16 @@ def token_losses(
             loss = sapo_loss(ratio, advantage, config.sapo_temperature_pos, config.sapo_temperature_neg)
         case "vespo":
             weight = vespo_weight(log_ratio, mask, advantage, correction, config)
+            factor = None  # the weight holds the correction
             loss = -weight * advantage * logprobs
             metrics["vespo/phi_seq_mean"] = weight
-        case _:
+        case "clipped":
             loss = clipped_loss(ratio, advantage, config.epsilon, config.upper_clip, config.delta)
             low = (ratio < 1 - config.epsilon) & (advantage < 0)
             high = (ratio > 1 + config.upper_clip) & (advantage > 0)
             metrics |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
+        case _:
+            assert_never(term)
 
     if config.off_policy_mask_threshold is not None:
         sampled = old_logprobs if sampling_logprobs is None else sampling_logprobs
@@ -85,8 +90,8 @@ def token_losses(
         metrics["off_policy_mask/kept"] = on_policy
     if keep is not None:
         loss = loss * keep
-    if correction is not None and config.loss_type != "vespo":
-        loss = loss * correction
+    if factor is not None:
+        loss = loss * factor
     if ref_logprobs is not None:
         kl = kl_to_reference(logprobs, ref_logprobs, mask, ratio if config.use_bias_correction_kl else None)
         loss = loss + config.beta * kl
@@ -120,7 +125,7 @@ def clipped_loss(
     """L = −min(min(ρ, δ)·A, clip(ρ, 1 − ε, 1 + ε_high)·A): PPO-clip as in GRPO (arXiv:2402.03300).
 
     ε_high > ε is DAPO's clip-higher (arXiv:2503.14476). δ bounds the term where A < 0, which the clip leaves free
-    (INTELLECT-2, arXiv:2505.07291). bnpo, dr_grpo, dapo and luspo differ in `token_weights` alone.
+    (INTELLECT-2, arXiv:2505.07291). Losses with this term differ in `token_weights` alone.
     """
     clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantage
     if delta is not None:
@@ -233,7 +238,7 @@ def top_entropy_mask(entropy: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], 
 
 
 def token_weights(
-    loss_type: LossType,
+    normaliser: Normaliser,
     mask: Float[Tensor, "B T"],  # the rows that the plan has for one process in one micro-step
     *,
     micro_steps: int,
@@ -244,23 +249,24 @@ def token_weights(
 ) -> Float[Tensor, "B T"]:
     """Weight of each token's loss in the process's scalar; the gradient is then averaged over the processes.
 
-    grpo, sapo          1 / (length of the completion · B · micro-steps in the update)
-    bnpo                1 / (valid tokens of the micro-step · micro-steps)
-    dr_grpo             1 / (B · max_completion_length · micro-steps)               arXiv:2503.20783
-    dapo, cispo, vespo  1 / (mean tokens of the generation batch per process and micro-step · micro-steps)
-                                                                                    arXiv:2503.14476
-    luspo               1 / (B · micro-steps)                                       arXiv:2602.05261
+    completion              1 / (length of the completion · B · micro-steps in the update)
+    micro-step              1 / (valid tokens of the micro-step · micro-steps)
+    max_completion_length   1 / (B · max_completion_length · micro-steps)
+    generation batch        1 / (mean tokens of the generation batch per process and micro-step · micro-steps)
+    number of completions   1 / (B · micro-steps)
     """
     rows = mask.shape[0]
-    match loss_type:
-        case "grpo" | "sapo":
+    match normaliser:
+        case "completion":
             denominator = mask.sum(dim=1, keepdim=True).clamp(min=1) * rows * micro_steps
-        case "bnpo":
+        case "micro-step":
             denominator = mask.sum().clamp(min=1) * micro_steps
-        case "dr_grpo":
+        case "max_completion_length":
             denominator = torch.tensor(rows * max_completion_length * micro_steps)
-        case "dapo" | "cispo" | "vespo":
+        case "generation batch":
             denominator = torch.tensor(rollout_tokens / num_processes * micro_steps / steps_per_generation)
-        case "luspo":
+        case "number of completions":
             denominator = torch.tensor(rows * micro_steps)
+        case _:
+            assert_never(normaliser)
     return mask / denominator.to(mask.device)

@@ -7,8 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from grpo_core.config.base import HIGHEST_ENTROPY, Section
-
-LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+from grpo_core.config.losses import LOSSES, LossType
 
 
 class AlgorithmConfig(Section):
@@ -88,7 +87,7 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> AlgorithmConfig:
-        problem = None
+        problem, loss = None, LOSSES[self.loss_type]
         if self.multi_objective_aggregation == "normalize_then_sum" and (
             self.advantage_estimator != "grpo" or self.scale_rewards != "group"
         ):
@@ -101,19 +100,10 @@ class AlgorithmConfig(Section):
             problem = (
                 f"delta={self.delta:g} must be above 1 + epsilon_high = {1 + self.upper_clip:g}, which clips first"
             )
-        elif self.delta is not None and self.loss_type in ("cispo", "sapo", "vespo"):
+        elif self.delta is not None and loss.term != "clipped":
             problem = f"loss_type={self.loss_type!r} does not clip in two sides; remove delta"
-        elif self.loss_type == "vespo" and self.importance_sampling_level != "token":
-            problem = "loss_type='vespo' makes its own sequence weight; use importance_sampling_level='token'"
-        elif self.loss_type == "luspo" and self.importance_sampling_level != "sequence":
-            problem = "loss_type='luspo' is defined on sequences; set importance_sampling_level='sequence'"
-        elif self.loss_type == "cispo" and self.epsilon_high is None:
-            problem = "loss_type='cispo' takes epsilon_high as the bound of the ratio itself; set it (ScaleRL: 5.0)"
-        elif self.loss_type == "vespo" and self._corrects_by_sequence:
-            problem = (
-                f"loss_type='vespo' sums the corrections of tokens; vllm_importance_sampling_mode="
-                f"{self.vllm_importance_sampling_mode!r} has none: use 'token_truncate' or 'token_mask'"
-            )
+        elif unfit := next(iter(loss.problems(self)), None):
+            problem = unfit
         elif (self.vllm_importance_sampling_clip_min or 0) > self.vllm_importance_sampling_clip_max:
             problem = (
                 f"vllm_importance_sampling_clip_min={self.vllm_importance_sampling_clip_min:g} is above "
@@ -135,7 +125,3 @@ class AlgorithmConfig(Section):
     @property
     def has_entropy_bonus(self) -> bool:
         return self.use_adaptive_entropy or self.entropy_coef > 0
-
-    @property
-    def _corrects_by_sequence(self) -> bool:
-        return self.vllm_importance_sampling_correction and self.vllm_importance_sampling_mode.startswith("sequence")

@@ -23,16 +23,13 @@ TRAINING = ("mixed_precision", "gradient_checkpointing", "per_device_train_batch
 
 @dataclass(frozen=True)
 class Throughput:
-    """Pace of earlier runs: tokens (prompts and completions) per second and process, mean length of a completion (of a
-    conversation, its environment's tokens too), the seconds of a training that are not in its updates: start,
-    evaluations, checkpoints, and the seconds in which one process samples and scores a completion; None if not known.
-    """
+    """Pace of earlier runs."""
 
-    tokens_per_second: float
-    completion_tokens: float
+    tokens_per_second: float  # of one process; prompts and completions
+    completion_tokens: float  # mean of a completion; of a conversation, its environment's tokens too
     how: str
-    other_seconds: float = 0.0
-    sample_seconds: float | None = None
+    other_seconds: float = 0.0  # of a training, outside its updates: start, evaluations, checkpoints
+    sample_seconds: float | None = None  # in which one process samples and scores a completion; None: not known
 
 
 @dataclass(frozen=True)

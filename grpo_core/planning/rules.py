@@ -160,7 +160,7 @@ class PlanInputs:
 def rollouts_of(updates: int, updates_per_epoch: int, rollouts_per_epoch: int, a: int, micro_steps: int) -> int:
     """Generation batches that the first `updates` updates read; `micro_steps`: those that one batch feeds."""
     epochs, rest = divmod(updates, updates_per_epoch)
-    return epochs * rollouts_per_epoch + min(math.ceil(rest * a / micro_steps), rollouts_per_epoch)
+    return epochs * rollouts_per_epoch + math.ceil(rest * a / micro_steps)
 
 
 def problems(inputs: PlanInputs) -> list[str]:

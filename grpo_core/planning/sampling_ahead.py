@@ -26,9 +26,9 @@ def batches_ahead(max_staleness: int) -> int:
 
 def choose_groups(finished: Iterable[int], due: Mapping[int, int], version: int, room: int, count: int) -> list[int]:
     """Choose the finished groups that a generation batch with room for `room` more takes now: in the order given,
-    unless a group that is left would get too old. Of the groups that n more batches may come before, no more may be
-    left than these batches have room for. `due`: for each group that is not taken, the number of weight hand-overs
-    after which it is taken at the latest; `version`: hand-overs so far; `count`: groups per batch."""
+    unless a group that is left would get too old. Groups that must be taken within the next n batches may number at
+    most n · count, beside the room that is left in this one. `due`: for each group that is not taken, the number of
+    weight hand-overs after which it is taken at the latest; `version`: hand-overs so far; `count`: groups per batch."""
     later = {group: max(last - version, 0) for group, last in due.items()}
     left = Counter(later.values())
     chosen: list[int] = []

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from grpo_core.algorithm.losses import token_weights
-from grpo_core.config.algorithm import LossType
+from grpo_core.config.losses import LOSSES, Normaliser
 from grpo_core.config.run import RunConfig
 from grpo_core.data.order import training_order
 from grpo_core.model.sequences import Sequences, number_prompts, pad
@@ -27,8 +27,8 @@ from grpo_core.training.balance import divide
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Completions that are trained on: those of an update, of a process, or of a pass. The rows of every tensor are the
-    same completions."""
+    """Rows to train on: a whole update, one process's share, or one pass. A row is the same completion in every
+    tensor."""
 
     sequences: Sequences
     mask: Float[Tensor, "B T"]
@@ -81,9 +81,9 @@ def _slices(rollout: Rollout, slices: Sequence[int], plan: Plan, config: RunConf
     return MicroBatch(
         sequences=sequences,
         mask=mask[own],
-        weights=_weights(config.algorithm.loss_type, mask, own, plan, config, micro_steps),
+        weights=_weights(LOSSES[config.algorithm.loss_type].normaliser, mask, own, plan, config, micro_steps),
         # A mean over tokens whatever the loss type, so that entropy_coef means the same for all.
-        entropy_weights=_weights("dapo", kept, own, plan, config, micro_steps),
+        entropy_weights=_weights("generation batch", kept, own, plan, config, micro_steps),
         advantages=rollout.advantages[rows],
         sampling_logprobs=rollout.sampling_logprobs[own],
         old_logprobs=None if rollout.old_logprobs is None else rollout.old_logprobs[own],
@@ -93,14 +93,14 @@ def _slices(rollout: Rollout, slices: Sequence[int], plan: Plan, config: RunConf
 
 
 def _weights(
-    loss_type: LossType, trained: Tensor, own: tuple[Tensor, slice], plan: Plan, config: RunConfig, micro_steps: int
+    normaliser: Normaliser, trained: Tensor, own: tuple[Tensor, slice], plan: Plan, config: RunConfig, micro_steps: int
 ) -> Tensor:
     """Return the weights of some rows' tokens; `trained`: which tokens of the whole rollout count, `own`: these
     rows, and the columns that they fill."""
     rollout_tokens = max(int(trained.sum()), 1)
     of_micro_steps = [
         token_weights(
-            loss_type,
+            normaliser,
             mask,
             micro_steps=micro_steps,
             rollout_tokens=rollout_tokens,
@@ -131,8 +131,8 @@ def concatenate(batches: Sequence[MicroBatch]) -> MicroBatch:
 def has_gradient(advantages: Tensor, mask: Tensor) -> Tensor:
     """Return which completions' policy terms have a gradient. (B,) bool
 
-    A completion without advantage, of a group whose rewards are all equal or just at its mean, adds nothing to the
-    gradient of any loss type; nor does one without a token in the loss.
+    A completion whose group has equal rewards, or whose reward equals the mean, has no advantage and adds nothing to
+    the gradient of any loss; nor does one without a token in the loss.
     """
     return (advantages != 0) & (mask.sum(1) > 0)
 
@@ -143,12 +143,12 @@ def own_rows(
     """Return the rows of an update that one process computes, at least one, so that every process has figures.
 
     Rows without a gradient are left out; with `without_advantage`, those without an advantage have one (KL, entropy
-    bonus). The weights stay, and with them the normalisation.
+    bonus). Token weights are unchanged, so the normalisation is too.
     """
     needed = batch.mask.sum(1) > 0 if without_advantage else has_gradient(batch.advantages, batch.mask)
     if not needed.any():
         needed[batch.sequences.lengths.argmin()] = True
-        # A row that no gradient needs has no old log-probabilities of its own: the current ones stand in for them.
+        # Old log-probabilities were not computed for this row: the current ones are used.
         batch = replace(batch, old_logprobs=None)
     mine = balance_rows(batch.sequences, needed.nonzero().flatten(), processes, share_prompts=share_prompts)[process]
     return take(batch, mine) if len(mine) else idle_row(take(batch, needed.nonzero().flatten()))

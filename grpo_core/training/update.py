@@ -35,11 +35,12 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
     """Accumulate the gradient of this process's rows of the batch, average it over the processes, and step.
 
     Returns global metrics. Those of tokens are means over the trained ones: without KL and entropy bonus, of
-    completions with an advantage. An adaptive entropy bonus measures the entropy of all completions, also while it
-    rests.
+    completions with an advantage. With an adaptive entropy bonus, entropy is measured over all completions, even
+    while the bonus is off.
 
     Raises NotFiniteError, with the metrics, if loss or gradient is not finite before the step, or a weight after it.
-    Only for these two answers, and for moments that rest in its memory, does the CPU wait for the device.
+    The CPU waits for the device only to read the figures and whether the weights are finite, and for optimizer moments
+    that are kept in its memory.
     """
     config, accelerator, optimizer = session.config, session.accelerator, session.optimizer
     entropy_coef = applied_entropy_coef(config.algorithm, state)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from logging import Logger, LoggerAdapter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
@@ -94,18 +94,24 @@ def launch_with_restarts(
     log: Logger | LoggerAdapter[Any],
     folder: Path,
     environment: Mapping[str, str],
+    on_line: Callable[[str], None] | None = None,
+    after: Callable[[ProcessError], Literal["done", "again", "restart"]] = lambda error: "restart",
 ) -> None:
-    """Call `launch`, and again up to train.max_restarts times if a process was killed or its machine is gone. For work
-    that is short enough to begin again. `log` gets the output's lines."""
+    """Call `launch`, and again up to train.max_restarts times if a process was killed or its machine is gone. `after`
+    is asked first: is the work done all the same, does it go on, or does this count as a restart?"""
     most, restarts, patience = config.train.max_restarts, 0, 0.0
     while True:
         try:
-            return launch(config, command, log.info, folder, environment, patience)
+            return launch(config, command, on_line or log.info, folder, environment, patience)
         except ProcessError as error:
-            if not error.restartable or restarts == most:
+            answer, patience = after(error), RETURN_SECONDS
+            if answer == "done":
+                return None
+            if answer == "restart" and (restarts == most or not error.restartable):
                 raise
-            restarts, patience = restarts + 1, RETURN_SECONDS
-            log.warning("restart %d of %d (train.max_restarts): %s", restarts, most, error)
+            if answer == "restart":
+                restarts += 1
+                log.warning("restart %d of %d (train.max_restarts): %s", restarts, most, error)
 
 
 def torchrun(train: TrainConfig, address: str, port: int, number: int = 0) -> list[str]:

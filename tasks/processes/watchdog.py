@@ -52,8 +52,7 @@ class Stillness:
             self.moves[record.rank] = now
 
     def hanging(self, records: Sequence[Record]) -> list[Record]:
-        """Return the processes that hang, first the one that is stopped or has stood still longest; empty if nothing
-        hangs.
+        """Return the processes that hang, stopped ones first, then by time without progress; empty if nothing hangs.
 
         A process that waits for others does not hang, unless all wait: then all are returned. As long as one working
         process is within its limit, nothing hangs: the others may be waiting for it without their records saying so

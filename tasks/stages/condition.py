@@ -14,7 +14,7 @@ from grpo_core import run_files
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
-from tasks.stages.dependencies import hash_values
+from tasks.stages.dependencies import Named, hash_values
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json
 from tasks.stages.lineage import lineage_inputs, what_changed
@@ -36,13 +36,14 @@ class Condition:
         return self.state == "up to date"
 
 
-def conditions(run: Path, config: RunConfig) -> dict[str, Condition]:
-    """Condition of each stage; the pipeline would run those that are not up to date.
+def conditions(run: Path, config: RunConfig, inputs: Mapping[str, Named] | None = None) -> dict[str, Condition]:
+    """Condition of each stage; the pipeline would run those that are not up to date. `inputs`: lineage inputs of all
+    stages, if they are known.
 
     A stage is stale if its lineage key differs from that of the present configuration and inputs, or if a stage that it
     was made from has been made again since, or will be.
     """
-    inputs = lineage_inputs(config)
+    inputs = inputs or lineage_inputs(config)
     stages = stages_of(config)
     receipts = {stage.name: stage.read_receipt(run) for stage in stages}
     found: dict[str, Condition] = {}
@@ -99,14 +100,15 @@ def identity(receipt: Receipt, prompts: Collection[str]) -> Any:
     return {name: made.get(name) for name in prompts} if isinstance(made, dict) else made
 
 
-def refuse_outdated_inputs(stage: Stage, run: Path, config: RunConfig, force: bool = False) -> None:
+def refuse_outdated_inputs(
+    stage: Stage, run: Path, config: RunConfig, now: Mapping[str, Condition], force: bool = False
+) -> None:
     """Raises StageError, with the commands to run first, if an input of the stage is not up to date."""
     if not stage.is_asked(config):
         raise StageError(
             f"run {run.name!r} has no stage {stage.name}: {stage.asked_by} is not set in its configuration; "
             f"{_how_to_add_stage(stage, run, config)}"
         )
-    now = conditions(run, config)
     outdated = _outdated(stage, config, now)
     if not outdated or (now[stage.name].is_up_to_date and not force):
         return
@@ -167,7 +169,7 @@ def _why_stale(
 
 
 def _why_soon_stale(stage: Stage, config: RunConfig, found: Mapping[str, Condition]) -> str:
-    """Name an input that will be made again and is then never the same; "" if there is none. For any other input, only
-    making it again shows whether it is the same."""
+    """Name an input that will be made again and always counts as new; "" if there is none. Any other input may turn out
+    the same."""
     outdated = (read.name for read in stage.inputs(config) if not found[read.name].is_up_to_date and not read.content)
     return next((f"{name} is {found[name].state}" for name in outdated), "")

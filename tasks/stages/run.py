@@ -93,13 +93,13 @@ def _write_traceback(stage: Stage, run: Path, error: Exception) -> None:
 def _run_stage(
     stage: Stage, run: Path, config: RunConfig, work: Callable[[Context], dict[str, Any]], force: bool
 ) -> State[None]:
-    log, inputs = get_run_logger(), lineage_inputs(config)[stage.name]
-    key, now = hash_values(inputs), conditions(run, config)
-    final = stage.path(run)
+    log, of_stages, final = get_run_logger(), lineage_inputs(config), stage.path(run)
+    inputs, now = of_stages[stage.name], conditions(run, config, of_stages)
+    key = hash_values(inputs)
     if now[stage.name].is_up_to_date and not force:
         log.info("%s: up to date (lineage %s), skipped", stage.name, key[:DIGITS])
         return Completed(name=SKIPPED, message=f"{final.name} already has lineage key {key}")
-    refuse_outdated_inputs(stage, run, config, force)
+    refuse_outdated_inputs(stage, run, config, now, force)
     log.info("%s: %s", stage.name, now[stage.name].reason or "up to date, made again as asked")
     partial = stage.partial(run)
     made_from = {read.name: identity(read.read_receipt(run), stage.prompts(config)) for read in stage.inputs(config)}

@@ -54,7 +54,7 @@ class Stage:
     reads: tuple[Stage, ...] = ()
     """The stages whose output it reads, if the run has them."""
     unused: Callable[[RunConfig], Collection[Stage]] = lambda config: ()
-    """Gives those of `reads` whose output makes no difference in a run."""
+    """Gives those of `reads` that a configuration ignores."""
     asked_by: str = ""
     """The configuration key that, if set, gives a run this stage; "": every run has it."""
     prompts: Callable[[RunConfig], Collection[str]] = lambda config: ()

@@ -123,7 +123,7 @@ def test_a_training_that_hangs_again_and_again_ends_with_what_it_would_have(
         where, stopped = fault.partition("-")[0], fault.endswith("stopped")
         place = r", and is stopped \(SIGSTOP\)" if stopped else r".* at .*faulty.py:\d+ \(stand_still\)"
         assert re.match(
-            rf"restart {number} of 4 \(train.max_restarts\), from the newest checkpoint: "
+            rf"restart {number} of 4 \(train.max_restarts\): "
             rf"hang: rank {last} has not moved for \d+ s in {where}[^,;]*{place}{others}",
             reason,
         ), reason

@@ -150,7 +150,7 @@ def test_a_fault_is_survived_with_the_undisturbed_metrics(place: Place, fault: C
     with standing_still(place, place.start(run)) as stage:
         fault(place.cluster)
         place.go_on.touch()
-        stage.until(rf"restart 1 of 1 \(train.max_restarts\), from the newest checkpoint: (.|\n)*{FAULTS[fault]}")
+        stage.until(rf"restart 1 of 1 \(train.max_restarts\): (.|\n)*{FAULTS[fault]}")
         if place.cluster.daemons["beta"].poll() is not None:
             stage.until(r"Slurm: job \d+ is waiting")
             place.cluster.start_node("beta")

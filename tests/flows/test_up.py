@@ -144,7 +144,7 @@ def test_an_up_that_has_ended_is_not_found_whatever_its_file_says(
         left = (tmp_path / "up.json").read_text()
     (tmp_path / "up.json").write_text(left)  # as after SIGKILL
     assert find_up() is None
-    with pytest.raises(ServerError, match=r"no `grpo up` serves .*set PREFECT_API_URL"):
+    with pytest.raises(ServerError, match=r"no server is running for .*set PREFECT_API_URL"):
         find_api_to_serve()
 
 

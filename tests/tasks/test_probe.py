@@ -15,11 +15,11 @@ from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.run_files import PASS_RATES, PROBED
 from tasks.plan import _first_epoch
 from tasks.probe import histogram, sentences
-from tasks.stages.condition import refuse_outdated_inputs
+from tasks.stages.condition import conditions, refuse_outdated_inputs
 from tasks.stages.errors import StageError
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.run import Context
-from tasks.stages.table import PLAN, PROBE, STAGES, TRAIN, VALIDATE, stages_of
+from tasks.stages.table import PLAN, PROBE, STAGES, TRAIN, VALIDATE, Stage, stages_of
 from tests.conftest import config_values, with_keys, write_sums
 from tests.tasks.stages import small_stages
 from tests.tasks.stages.small_stages import configure, do
@@ -51,20 +51,25 @@ def _pipeline(run: Path, values: dict[str, Any]) -> list[str]:
     return [stage.name for stage in stages_of(parse_config(values)) if do(stage, run, work=work[stage.name])]
 
 
+def _refuse(stage: Stage, run: Path, values: dict[str, Any]) -> None:
+    config = parse_config(values)
+    refuse_outdated_inputs(stage, run, config, conditions(run, config))
+
+
 def test_a_run_has_a_probe_if_it_asks_for_one(values: dict[str, Any], tmp_path: Path) -> None:
     assert stages_of(parse_config(values)) == STAGES
     names = [stage.name for stage in stages_of(parse_config(_with(values, probe=4)))]
     assert names == ["validate", "probe", "plan", "train", "evaluate", "register"]
     (run := tmp_path / "run").mkdir()
     with pytest.raises(StageError, match=r"has no stage probe: data.curriculum.probe is not set .* --set data.curr"):
-        refuse_outdated_inputs(PROBE, run, parse_config(values))
+        _refuse(PROBE, run, values)
     with pytest.raises(StageError, match=r"it cannot be set either: data.curriculum.probe=4 goes by pass rates"):
-        refuse_outdated_inputs(PROBE, run, parse_config({**values, "rewards": [{"function": "char_length"}]}))
+        _refuse(PROBE, run, {**values, "rewards": [{"function": "char_length"}]})
     recorded = with_keys(values, engine="recorded", recording=str(run))
     with pytest.raises(StageError, match=r"(?s)it cannot be set either: .*engine='recorded'.*remove data.curriculum"):
-        refuse_outdated_inputs(PROBE, run, parse_config(recorded))
+        _refuse(PROBE, run, recorded)
     with pytest.raises(StageError, match=r"(?s)stage validate --run run .*stage probe --run run .*stage plan"):
-        refuse_outdated_inputs(TRAIN, run, parse_config(_with(values, probe=4)))
+        _refuse(TRAIN, run, _with(values, probe=4))
 
 
 @pytest.mark.slow

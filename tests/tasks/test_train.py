@@ -12,7 +12,7 @@ import pytest
 from grpo_core.config.files import parse_config
 from grpo_core.planning.plan import Plan, make_plan
 from grpo_core.planning.rules import PlanInputs
-from tasks import train as stage
+from tasks.processes import launch as launching
 from tasks.processes.launch import RETURN_SECONDS
 from tasks.processes.run import ProcessError, TakenError
 from tasks.stages.errors import StageError
@@ -96,13 +96,13 @@ def _train(tmp_path: Path, max_restarts: int) -> None:
 def test_a_killed_training_is_started_again_as_often_as_allowed_and_waits_for_its_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stage, "launch", launches := Launches(True, True))
+    monkeypatch.setattr(launching, "launch", launches := Launches(True, True))
     _train(tmp_path, max_restarts=2)
     assert launches.patience == [0, RETURN_SECONDS, RETURN_SECONDS]
-    beginnings = [record.message.partition(",")[0] for record in caplog.records]
+    beginnings = [record.message.partition(":")[0] for record in caplog.records]
     assert beginnings == ["restart 1 of 2 (train.max_restarts)", "restart 2 of 2 (train.max_restarts)"]
     assert all("machine beta ended with status 137" in record.message for record in caplog.records)
-    monkeypatch.setattr(stage, "launch", launches := Launches(True, True))
+    monkeypatch.setattr(launching, "launch", launches := Launches(True, True))
     with pytest.raises(ProcessError, match="beta"):
         _train(tmp_path, max_restarts=1)
 
@@ -116,7 +116,7 @@ def test_machines_that_are_taken_away_count_as_no_restart_as_long_as_each_start_
         (tmp_path / "checkpoints" / f"step-{steps.pop(0):06d}").mkdir(parents=True, exist_ok=True)
         raise TakenError("Slurm ended job 7 (PREEMPTED)", restartable=True)
 
-    monkeypatch.setattr(stage, "launch", taken)
+    monkeypatch.setattr(launching, "launch", taken)
     with pytest.raises(TakenError):
         _train(tmp_path, max_restarts=0)
     assert not steps
@@ -130,13 +130,13 @@ def test_a_training_that_was_killed_when_it_had_written_everything_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "result.json").write_text('{"counted": {}}')
-    monkeypatch.setattr(stage, "launch", launches := Launches(True))
+    monkeypatch.setattr(launching, "launch", launches := Launches(True))
     _train(tmp_path, max_restarts=0)
     assert len(launches.patience) == 1
 
 
 def test_a_training_that_fails_by_itself_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "launch", launches := Launches(False))
+    monkeypatch.setattr(launching, "launch", launches := Launches(False))
     with pytest.raises(ProcessError):
         _train(tmp_path, max_restarts=3)
     assert len(launches.patience) == 1

@@ -35,8 +35,7 @@ class Trl017Inputs(PlanInputs):
 
     @property
     def updates_done(self) -> int:
-        """Updates after which the run ends: the epochs that `total_updates` takes, each mu updates per chunk of prompts
-        that it really has."""
+        """Updates after which the run ends: mu per full chunk of prompts, for the epochs in `total_updates`."""
         planned = math.ceil(self.total_updates / self.updates_per_epoch)
         epochs = planned if self.max_steps else math.ceil(self.num_train_epochs)
         chunks = self.num_prompts // (self.prompt_batch // self.num_generations)

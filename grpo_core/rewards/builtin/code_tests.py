@@ -87,8 +87,8 @@ def _assertion(test: str) -> UnitTest:
             )
     if len(split.asked) != 1:
         raise UnitTestError(
-            f"the test {test!r} asks the program for {len(split.asked)} values; one is needed, to be compared with "
-            "values that the program does not make"
+            f"the test {test!r} asks the program for {len(split.asked)} values; ask it for one, and compare that with "
+            "a constant"
         )
     if not any(map(_is_value, ast.walk(around))) and not _takes_literals(split.asked[0]):
         raise UnitTestError(

@@ -52,9 +52,9 @@ from grpo_core.rollout.vllm.shared_weights import (
 class VLLMEngine:
     """Satisfies `types.Engine` with an in-process `vllm.LLM`.
 
-    Made for a model under a LoRA adapter, it keeps the base as loaded and takes over the adapter alone, unless vLLM
-    cannot compute with it; before the first `sync_weights` it samples from the base. A base of 4 bits is taken over
-    once, as the weights that its codes stand for.
+    For a LoRA model, it keeps the base weights and receives only the adapter, unless vLLM cannot compute with it;
+    before the first `sync_weights` it samples from the base. A base of 4 bits is taken over once, as the weights that
+    its codes stand for.
     """
 
     def __init__(self, config: RunConfig, model_path: Path | str, model: nn.Module, max_length: int):
@@ -125,13 +125,13 @@ class VLLMEngine:
         self.copies: Copies | None = None  # that bring the weights; None: vLLM's own loader has to
         self.copied_from: list[int] = []
         self.shares_with: nn.Module | None = None  # the model whose weights are the engine's own
-        self.shares_base = False  # the weights under an adapter
         if quantised:  # sample with the weights that are trained, not with the base before quantisation
             self._reload(iter(base_weights(model).items()))
         elif adapted and not is_sharded(model):
             copies = self._find_copies(base_weights(model))
             frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-            self.shares_base = copies is not None and copies_change_nothing(copies) and share_memory(copies, frozen)
+            if copies is not None and copies_change_nothing(copies):
+                share_memory(copies, frozen)
         elif not isinstance(model, PeftModel) and not is_sharded(model):
             weights = model.state_dict()
             copies = self._find_copies(weights)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from grpo_core.algorithm.losses import token_losses, token_weights, top_entropy_mask
 from grpo_core.config.algorithm import AlgorithmConfig
+from grpo_core.config.losses import LOSSES
+from tests.grpo_core.algorithm.plain_losses import Cut, Token, plain
 from tests.grpo_core.algorithm.test_losses_golden import ENTROPY, LOSS_TYPES, MASK, weights_of
 
 
@@ -48,36 +50,26 @@ class Batch:
         return loss.item(), gradient
 
 
+OPTIONS: dict[str, Any] = {
+    "epsilon": [0.0, 0.2],
+    "epsilon_high": [None, 0.28],
+    "importance_sampling_level": ["token", "sequence"],
+    "beta": [0.0, 0.3],
+    "use_bias_correction_kl": [False, True],
+    "off_policy_mask_threshold": [None, 0.2],
+    "vllm_importance_sampling_correction": [True, True, False],
+    "vllm_importance_sampling_clip_max": [1.3, 3.0],
+    "vllm_importance_sampling_clip_min": [None, 0.7],
+    "vllm_importance_sampling_mode": ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
+}
+
+
 @st.composite
 def configs(draw: st.DrawFn, loss_type: str) -> AlgorithmConfig:
-    options: dict[str, Any] = {
-        "loss_type": loss_type,
-        "epsilon": draw(st.sampled_from([0.0, 0.2])),
-        "epsilon_high": draw(st.sampled_from([None, 0.28])),
-        "importance_sampling_level": draw(st.sampled_from(["token", "sequence"])),
-        "beta": draw(st.sampled_from([0.0, 0.3])),
-        "use_bias_correction_kl": draw(st.booleans()),
-        "off_policy_mask_threshold": draw(st.sampled_from([None, 0.2])),
-        "vllm_importance_sampling_correction": draw(st.sampled_from([True, True, False])),
-        "vllm_importance_sampling_clip_max": draw(st.sampled_from([1.3, 3.0])),
-        "vllm_importance_sampling_clip_min": draw(st.sampled_from([None, 0.7])),
-    }
-    modes = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-    match loss_type:
-        case "cispo":
-            options["epsilon_high"] = draw(st.sampled_from([0.9, 1.5]))
-        case "sapo":
-            options["sapo_temperature_pos"] = draw(st.sampled_from([1.0, 2.0]))
-        case "luspo":
-            options["importance_sampling_level"] = "sequence"
-        case "vespo":
-            options["importance_sampling_level"] = "token"
-            modes = modes[:2]
-            options["vespo_k_pos"] = draw(st.sampled_from([0.1, 2.0]))
-            options["vespo_lambda_neg"] = draw(st.sampled_from([0.0, 2.0]))
-    if loss_type not in ("cispo", "sapo", "vespo"):
-        options["delta"] = draw(st.sampled_from([None, 1.5]))
-    return AlgorithmConfig(**options, vllm_importance_sampling_mode=draw(st.sampled_from(modes)))
+    loss = plain(loss_type)
+    options = OPTIONS | {key: [value] for key, value in loss.needs.items()} | dict(loss.drawn)
+    drawn: dict[str, Any] = {key: draw(st.sampled_from(values)) for key, values in options.items()}
+    return AlgorithmConfig(loss_type=loss_type, **drawn)
 
 
 @st.composite
@@ -103,33 +95,20 @@ def _plain_row(batch: Batch, i: int, lp: list[float], fixed: list[float]) -> flo
     engine = None if batch.sampling is None else batch.sampling[i].tolist()
     high, low = c.vllm_importance_sampling_clip_max, c.vllm_importance_sampling_clip_min or 0.0
     corrected = engine is not None and c.vllm_importance_sampling_correction
-    total = 0.0
+    weight = math.exp(sum(fixed[u] - old[u] for u in range(n)))
+    for u in range(n):
+        weight *= max(_plain_correction(c, old[u] - engine[u], low, high), 1e-8) if corrected else 1
+    loss, total = plain(c.loss_type), 0.0
     for t in range(n):
         span = range(n) if c.importance_sampling_level == "sequence" else [t]
         ratio = math.exp(sum(lp[u] - old[u] for u in span) / len(span))
         fixed_ratio = math.exp(sum(fixed[u] - old[u] for u in span) / len(span))
-        if c.loss_type == "cispo":
-            policy = -min(fixed_ratio, c.epsilon_high) * advantage * lp[t]
-        elif c.loss_type == "sapo":
-            tau = c.sapo_temperature_pos if advantage > 0 else c.sapo_temperature_neg
-            policy = -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage
-        elif c.loss_type == "vespo":
-            k, decay = (c.vespo_k_pos, c.vespo_lambda_pos) if advantage >= 0 else (c.vespo_k_neg, c.vespo_lambda_neg)
-            decay = max(decay, 1e-4)
-            w = math.exp(sum(fixed[u] - old[u] for u in range(n)))
-            for u in range(n):
-                w *= max(_plain_correction(c, old[u] - engine[u], low, high), 1e-8) if corrected else 1
-            w = min(max(w, 1e-8), math.exp(20))
-            policy = -(w**k) * math.exp(decay * (1 - w)) * advantage * lp[t]
-        else:
-            above = 1 + (c.epsilon if c.epsilon_high is None else c.epsilon_high)
-            bounded = ratio if c.delta is None or ratio < c.delta else c.delta
-            policy = -min(bounded * advantage, min(max(ratio, 1 - c.epsilon), above) * advantage)
+        policy = loss.term(c, Token(advantage, lp[t], ratio, fixed_ratio, weight))
         if c.off_policy_mask_threshold is not None and advantage < 0:
             behaviour = old if engine is None else engine
             if sum(behaviour[u] - fixed[u] for u in range(n)) / n > c.off_policy_mask_threshold:
                 policy = 0.0
-        if corrected and c.loss_type != "vespo":
+        if corrected and not loss.holds_correction:
             span = range(n) if c.vllm_importance_sampling_mode.startswith("sequence") else [t]
             policy *= _plain_correction(c, sum(old[u] - engine[u] for u in span), low, high)
         kl = math.exp(ref[t] - lp[t]) - (ref[t] - lp[t]) - 1
@@ -153,13 +132,8 @@ def _plain_loss(
     b, valid, step = len(batch.mask), int(batch.mask.sum()), 1e-6
     loss, gradient = 0.0, []
     for i, lp in enumerate(batch.logprobs.tolist()):
-        weight = {
-            "grpo": 1 / max(int(batch.mask[i].sum()), 1) / b / a,
-            "bnpo": 1 / max(valid, 1) / a,
-            "dr_grpo": 1 / (b * limit) / a,
-            "dapo": 1 / (rollout_tokens / w * a / s),
-            "luspo": 1 / b / a,
-        }[{"sapo": "grpo", "cispo": "dapo", "vespo": "dapo"}.get(batch.config.loss_type, batch.config.loss_type)]
+        cut = Cut(int(batch.mask[i].sum()), valid, b, a, rollout_tokens, s, w, limit)
+        weight = 1 / plain(batch.config.loss_type).divisor(cut)
         loss += weight * _plain_row(batch, i, lp, lp)
         gradient.append([])
         for t in range(len(lp)):
@@ -178,7 +152,7 @@ def test_loss_and_gradient_are_those_of_plain_loops(
     batch = data.draw(batches(loss_type))
     tokens = int(batch.mask.sum()) + others
     weights = token_weights(
-        loss_type,
+        LOSSES[loss_type].normaliser,
         batch.mask,
         micro_steps=a,
         rollout_tokens=tokens,
@@ -209,7 +183,7 @@ def test_a_batch_split_in_any_way_has_the_loss_and_gradient_of_the_whole(loss_ty
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss_type", [loss_type for loss_type in LOSS_TYPES if loss_type != "bnpo"])
+@pytest.mark.parametrize("loss_type", [name for name, loss in LOSSES.items() if loss.normaliser != "micro-step"])
 @given(data=st.data(), processes=st.integers(1, 3), micro_steps=st.integers(1, 3), per_device=st.integers(1, 2))
 def test_processes_and_micro_steps_weigh_their_rows_so_that_the_update_stays_the_same(
     loss_type: Any, data: st.DataObject, processes: int, micro_steps: int, per_device: int
@@ -217,12 +191,13 @@ def test_processes_and_micro_steps_weigh_their_rows_so_that_the_update_stays_the
     b = processes * micro_steps * per_device
     batch = data.draw(batches(loss_type, rows=b))
     common = {"rollout_tokens": max(int(batch.mask.sum()), 1), "max_completion_length": 9}
-    one = token_weights(loss_type, batch.mask, micro_steps=1, steps_per_generation=1, num_processes=1, **common)
+    normaliser = LOSSES[loss_type].normaliser
+    one = token_weights(normaliser, batch.mask, micro_steps=1, steps_per_generation=1, num_processes=1, **common)
     loss, gradient = batch.loss(list(range(b)), one)
     cut = {"micro_steps": micro_steps, "steps_per_generation": micro_steps, "num_processes": processes}
     order = data.draw(st.permutations(range(b)))
     parts = [order[start : start + per_device] for start in range(0, b, per_device)]
-    results = [batch.loss(part, token_weights(loss_type, batch.mask[part], **cut, **common)) for part in parts]
+    results = [batch.loss(part, token_weights(normaliser, batch.mask[part], **cut, **common)) for part in parts]
     assert sum(value for value, _ in results) / processes == pytest.approx(loss, rel=1e-5, abs=1e-6)
     assert torch.allclose(sum(grad for _, grad in results) / processes, gradient, rtol=1e-5, atol=1e-6)
 

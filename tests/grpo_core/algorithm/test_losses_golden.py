@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
 
 from grpo_core.algorithm.losses import TokenLosses, token_losses, token_weights, top_entropy_mask
-from grpo_core.config.algorithm import AlgorithmConfig, LossType
+from grpo_core.config.algorithm import AlgorithmConfig
+from grpo_core.config.losses import LOSSES, LossType
+from tests.grpo_core.algorithm.plain_losses import PLAIN_LOSSES, plain
 
 LOSS_TYPES = get_args(LossType)
 
@@ -23,7 +27,7 @@ ADVANTAGES = [1.0, -0.5]
 
 def weights_of(loss_type: Any, mask: torch.Tensor, micro_steps: int = 1) -> torch.Tensor:
     return token_weights(
-        loss_type,
+        LOSSES[loss_type].normaliser,
         mask,
         micro_steps=micro_steps,
         rollout_tokens=7,
@@ -96,6 +100,26 @@ PLAIN = [
     ("dapo", {"top_entropy_quantile": 0.4}, -0.223759, [0, -0.116962, 0, 0, 0, 0, 0.064631, 0]),
 ]
 
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_loss_is_entered_wherever_one_has_to_be(loss_type: LossType) -> None:
+    assert loss_type in LOSSES, "enter it in LOSSES, grpo_core/config/losses.py"
+    rows = re.findall(r"^\| .*", (ROOT / "docs/reference/algorithm.md").read_text(), re.MULTILINE)
+    of_loss = [row for row in rows if f"`{loss_type}`" in row.split(" | ")[0]]
+    metrics = (ROOT / "docs/reference/metrics.md").read_text()
+    missing = {
+        "its plain form: PLAIN_LOSSES, tests/grpo_core/algorithm/plain_losses.py": loss_type not in PLAIN_LOSSES,
+        "an independent implementation's numbers: PLAIN, in this file": loss_type not in [name for name, *_ in PLAIN],
+        "formula and weight: both tables of losses in docs/reference/algorithm.md": len(of_loss) != 2,
+        "its source, in one of these rows": LOSSES[loss_type].source not in "".join(of_loss),
+        "its metrics: docs/reference/metrics.md": any(
+            f"`{name}`" not in metrics for name in getattr(PLAIN_LOSSES.get(loss_type), "metrics", ())
+        ),
+    }
+    assert [place for place, is_missing in missing.items() if is_missing] == []
+
 
 @pytest.mark.parametrize(("loss_type", "settings", "loss", "gradient"), PLAIN)
 def test_loss_and_gradient_are_those_of_trl(
@@ -164,6 +188,13 @@ def test_the_off_policy_mask_measures_drift_from_the_sampling_engine_as_trl_does
     assert _mean(losses.metrics["off_policy_mask/kept"]) == pytest.approx(4 / 7 if threshold == 0.2 else 1)
 
 
+def test_a_completion_that_has_drifted_just_to_the_threshold_is_kept() -> None:
+    config = AlgorithmConfig(off_policy_mask_threshold=0.25)
+    rows = torch.full((1, 2), -1.5), torch.full((1, 2), -1.25), torch.ones(1, 2)
+    kept = token_losses(*rows, torch.tensor([-1.0]), config).metrics["off_policy_mask/kept"]
+    assert kept.tolist() == [[1.0, 1.0]]
+
+
 @pytest.mark.parametrize(
     ("settings", "metric", "value"),
     [
@@ -188,20 +219,13 @@ def test_vespo_reports_its_weight_of_each_completion() -> None:
 
 
 def test_each_loss_type_reports_the_metrics_that_it_has_and_none_that_carries_a_gradient() -> None:
-    own = {"cispo": {"cispo_clip_ratio"}, "sapo": set(), "vespo": {"vespo/phi_seq_mean"}}
-    clips = {"clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"}
     shared = {"kl", "sampling/importance_sampling_ratio/mean", "off_policy_mask/kept"}
-    needs: dict[str, dict[str, Any]] = {
-        "cispo": {"epsilon_high": 5.0},
-        "luspo": {"importance_sampling_level": "sequence"},
-        "vespo": {"vllm_importance_sampling_mode": "token_truncate"},
-    }
     for loss_type in LOSS_TYPES:
-        options = {"loss_type": loss_type, **needs.get(loss_type, {})}
-        plain = _golden(options, sampled=False)[2]
-        assert plain.metrics.keys() == own.get(loss_type, clips)
+        loss = plain(loss_type)
+        options = {"loss_type": loss_type, **loss.needs}
+        assert _golden(options, sampled=False)[2].metrics.keys() == loss.metrics
         full = _golden({**options, "beta": 0.1, "off_policy_mask_threshold": 1.0})[2]
-        assert full.metrics.keys() == own.get(loss_type, clips) | shared
+        assert full.metrics.keys() == loss.metrics | shared
         assert full.correction is not None
         assert full.correction.equal(full.metrics["sampling/importance_sampling_ratio/mean"])
         for values in (*full.metrics.values(), full.correction):

@@ -16,6 +16,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.training.batch import MicroBatch
 from grpo_core.training.session import Session, load_session
 from tests.conftest import config_values, make_run
+from tests.grpo_core.algorithm.plain_losses import PLAIN_LOSSES, plain
 from tests.grpo_core.model.exactness import (
     distance,
     first_update,
@@ -33,11 +34,8 @@ TRUNCATIONS: list[dict[str, Any]] = [
 ]
 TEMPERATURES = [0.05, 0.7, 1.0, 1.6]
 LOSSES: list[dict[str, Any]] = [
-    *({"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo")),
-    {"loss_type": "cispo", "epsilon_high": 5.0},
+    *({"loss_type": name, **loss.needs} for name, loss in PLAIN_LOSSES.items()),
     {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-    {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-    {"loss_type": "vespo"},
 ]
 MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 CACHES = ["group cache", "plain cache"]
@@ -48,7 +46,7 @@ def _combinations(count: int) -> Iterator[Any]:
     draw = random.Random(0)
     for number in range(count):
         loss = LOSSES[number % len(LOSSES)]
-        modes = MODES[:2] if loss["loss_type"] == "vespo" else MODES
+        modes = plain(loss["loss_type"]).drawn.get("vllm_importance_sampling_mode", MODES)
         algorithm = {
             **loss,
             "vllm_importance_sampling_mode": modes[number % len(modes)],

@@ -31,7 +31,7 @@ BATCH = MicroBatch(SEQUENCES, PER_TOKEN, PER_TOKEN, PER_COMPLETION, PER_TOKEN, N
 
 def weights(mask: torch.Tensor) -> torch.Tensor:
     return token_weights(
-        "grpo",
+        "completion",
         mask,
         micro_steps=1,
         rollout_tokens=1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.comparison import compare_policies
 from grpo_core.evaluation.outcomes import deciding_metric, outcomes
+from grpo_core.rollout.requests import evaluation_request
 from tasks.registry.gate import Contestant, Verdict, decide
 
 VALUES: dict[str, Any] = {
@@ -60,6 +62,15 @@ SAMPLES = _samples({"base": EVEN, "champion": EVEN, "trained": {"maths": 0.8, "c
 
 def _config(**promotion: Any) -> RunConfig:
     return parse_config({**copy.deepcopy(VALUES), "promotion": promotion})
+
+
+def test_a_held_out_prompt_is_answered_within_its_sources_limit_and_the_evaluations() -> None:
+    values = copy.deepcopy(VALUES) | {"evaluation": {"max_completion_length": 20}}
+    for source, limit in zip(values["data"]["sources"], (5, 30), strict=True):
+        source["max_completion_length"] = limit
+    prompts: Any = SimpleNamespace(rows=[{"source": "maths"}, {"source": "code"}], ids=[[1], [2]])
+    requests = [evaluation_request(parse_config(values), prompts, row) for row in range(2)]
+    assert [request.max_tokens for request in requests] == [5, 20]
 
 
 def _alone(source: str) -> pl.DataFrame:

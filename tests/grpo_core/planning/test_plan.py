@@ -177,6 +177,17 @@ def test_stepping_through_a_plan_does_exactly_what_it_says(inputs: PlanInputs) -
     assert not plan.on_policy or set(updates_of.values()) == {1}
 
 
+@pytest.mark.parametrize(
+    ("micro_steps", "slices", "iterations", "on_policy"),
+    [(2, 2, 1, True), (4, 2, 1, True), (4, 2, 2, True), (1, 2, 1, False), (3, 2, 1, False), (6, 2, 2, False)],
+)
+def test_a_plan_is_on_policy_if_no_rollout_reaches_into_a_second_update(
+    micro_steps: int, slices: int, iterations: int, on_policy: bool
+) -> None:
+    keys = {"gradient_accumulation_steps": micro_steps, "num_iterations": iterations}
+    assert make_plan(_inputs(96, 4, 8, steps_per_generation=slices, **keys)).on_policy == on_policy
+
+
 @given(valid_inputs(), st.integers(0, 2**31 - 1))
 def test_an_epoch_samples_no_prompt_twice_and_trains_every_completion_once_a_pass(
     inputs: PlanInputs, seed: int

@@ -16,8 +16,8 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from grpo_core.algorithm.losses import token_losses
-from grpo_core.config.algorithm import LossType
 from grpo_core.config.files import parse_config
+from grpo_core.config.losses import LossType
 from grpo_core.config.run import RunConfig
 from grpo_core.data.order import training_order
 from grpo_core.model.loading import load_model
@@ -27,7 +27,9 @@ from grpo_core.rollout.types import Rollout
 from grpo_core.training.batch import MicroBatch, join, own_rows, update_batch
 from grpo_core.training.out_of_memory import OutOfMemoryRetry
 from grpo_core.training.state import TrainingState
+from grpo_core.training.update import update
 from tests.conftest import config_values
+from tests.grpo_core.algorithm.plain_losses import Cut, plain
 from tests.grpo_core.model.exactness import _plain_pass, distance, gradient_and_metrics
 
 BOUND = 2e-6  # relative, of a sum over eight processes
@@ -35,11 +37,6 @@ MICRO_STEP = 16  # completions of all processes
 G = 4
 LONGEST = 24
 START = TrainingState(tokens_per_pass=100)
-NEEDED: dict[str, dict[str, Any]] = {
-    "cispo": {"epsilon_high": 5.0},
-    "luspo": {"importance_sampling_level": "sequence"},
-    "vespo": {"vllm_importance_sampling_mode": "token_truncate"},
-}
 
 
 @pytest.fixture
@@ -59,7 +56,7 @@ def _options(loss_type: LossType, draw: random.Random) -> dict[str, Any]:
         "entropy_coef": draw.choice([0.0, 0.3]),
         "top_entropy_quantile": draw.choice([1.0, 0.5]),
         "mask_truncated_completions": draw.choice([False, True]),
-        **NEEDED.get(loss_type, {}),
+        **plain(loss_type).needs,
     }
 
 
@@ -132,21 +129,17 @@ def _rollout(session: Any, silent: float) -> Rollout:
 
 def _normalisers(rollout: Rollout, plan: Plan, config: RunConfig) -> Tensor:
     """What a token's loss in each row of the first update is divided by, as docs/reference/algorithm.md says."""
-    micro_steps = plan.gradient_accumulation_steps
-    lengths, completions = rollout.completion_mask.sum(1), MICRO_STEP * micro_steps
-    order = torch.from_numpy(training_order(plan, config.seed, 0))[:micro_steps]  # (A, W, b)
-    match config.algorithm.loss_type:
-        case "dapo" | "cispo" | "vespo":
-            found = (lengths.sum() * micro_steps / plan.steps_per_generation).expand(order.shape)
-        case "grpo" | "sapo":
-            found = lengths[order].clamp(min=1) * completions
-        case "dr_grpo":
-            found = torch.full(order.shape, LONGEST * completions)
-        case "luspo":
-            found = torch.full(order.shape, completions)
-        case "bnpo":
-            found = lengths[order].sum(2, keepdim=True).clamp(min=1) * micro_steps * plan.num_processes
-    return found.expand(order.shape).flatten()
+    lengths = rollout.completion_mask.sum(1).int()
+    order = torch.from_numpy(training_order(plan, config.seed, 0))[: plan.gradient_accumulation_steps]  # (A, W, b)
+    common = (order.shape[0], int(lengths.sum()), plan.steps_per_generation, plan.num_processes, LONGEST)
+    return torch.tensor(
+        [
+            plain(config.algorithm.loss_type).divisor(Cut(length, sum(of_micro_step), order.shape[2], *common))
+            * plan.num_processes
+            for of_micro_step in lengths[order].flatten(0, 1).tolist()
+            for length in of_micro_step
+        ]
+    )
 
 
 def _plain_gradient(session: Any, rollout: Rollout, batch: MicroBatch) -> list[Tensor]:
@@ -193,6 +186,28 @@ def test_the_gradient_over_processes_is_the_plain_one(policy: Policy, loss_type:
             assert all((gradient == 0).all() for gradient in mean)
         else:
             assert distance(mean, expected) < BOUND, (options, silent, processes)
+
+
+def test_an_update_without_a_gradient_reads_no_old_log_probabilities(policy: Policy) -> None:
+    """None are computed for its completions."""
+    torch.manual_seed(0)
+    config, plan = _set_up({"gradient_accumulation_steps": 1, "num_iterations": 2}, 1)
+    session = _session(policy, config, plan, 0)
+    rollout = _rollout(session, silent=1.0)
+    rollout = replace(rollout, old_logprobs=torch.full_like(rollout.sampling_logprobs, math.nan))
+    metrics = update(session, update_batch([(rollout, 0)], plan, config), START)
+    assert [name for name, value in metrics.items() if not math.isfinite(value)] == []
+
+
+def test_each_roll_back_halves_the_learning_rate(policy: Policy) -> None:
+    torch.manual_seed(0)
+    config, plan = _set_up({"gradient_accumulation_steps": 1}, 1)
+    session = _session(policy, config, plan, 0)
+    session.learning_rate = lambda updates: 0.5
+    batch = update_batch([(_rollout(session, silent=0.0), 0)], plan, config)
+    rates = [update(session, batch, replace(START, roll_backs=number))["learning_rate"] for number in range(3)]
+    assert rates == [0.5, 0.25, 0.125]
+    assert session.optimizer.param_groups[0]["lr"] == 0.125
 
 
 def test_an_update_has_the_same_rows_on_each_number_of_processes_and_each_is_computed_once(policy: Policy) -> None:

@@ -40,9 +40,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "adapter": ("Qwen2", {}, WINDOW | {"use_peft": True, "lora_r": 4}),
     "on-policy": ("Qwen2", {}, {}),
 }
-ALL_LOSSES: dict[str, dict[str, Any]] = {"dapo": {}} | {
-    loss: {"loss_type": loss, **keys} for loss, keys in LOSSES.items()
-}
 
 
 def _values(model: Path, folder: Path, processes: int, sharding: str, keys: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +59,7 @@ def _advantages(name: str) -> Tensor:
 def _losses(name: str, processes: int) -> dict[str, dict[str, Any]]:
     """All loss types where heads are tied, and with experts where `make e2e` has more processes."""
     every = name == "tied" or (name == "experts" and processes > 2)
-    return ALL_LOSSES if every else {"dapo": {}}
+    return LOSSES if every else {"dapo": {}}
 
 
 def _gradients(

@@ -21,6 +21,7 @@ from benchmarks.command import python_path
 from grpo_core.training.limit_file import read_limit
 from grpo_core.training.loop import train
 from tests.conftest import config_values, make_model, make_run, with_keys, write_sums
+from tests.grpo_core.algorithm.plain_losses import PLAIN_LOSSES
 from tests.grpo_core.training.launching import REWARD, finish, kill_tree, processes, started
 from tests.grpo_core.training.several import exit_statuses, in_processes, in_two_processes
 from tests.grpo_core.training.test_loop import CALM_ADAM, EVERYTHING
@@ -35,15 +36,7 @@ WINDOWED = {"head_dim": 32, "sliding_window": 4}
 LORA = {"use_peft": True, "lora_r": 4, "beta": 0.1}
 RECOMPUTED = {"gradient_checkpointing": True, "num_iterations": 2}
 BNPO = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 4}  # its weights follow from the micro-batch
-LOSSES: dict[str, dict[str, Any]] = {
-    "grpo": {},
-    "bnpo": {},
-    "dr_grpo": {},
-    "sapo": {},
-    "cispo": {"epsilon_high": 5.0},
-    "luspo": {"importance_sampling_level": "sequence"},
-    "vespo": {"vllm_importance_sampling_mode": "token_truncate", "importance_sampling_level": "token"},
-}
+LOSSES = {name: {"loss_type": name, **loss.needs} for name, loss in PLAIN_LOSSES.items()}
 
 
 @pytest.fixture
@@ -100,7 +93,7 @@ def score(completion_ids):
             "four processes, experts, KL": ("Qwen3Moe", EXPERTS, TOGETHER, 4, "full"),
             "two machines, tied head": ("Qwen2", TIED, EVERYTHING | TOGETHER, 4, "hybrid"),
             "two machines, adapter": ("Qwen3", {}, LORA, 4, "hybrid"),
-            **{loss: ("Qwen3", {}, {"loss_type": loss, **changes}, 2, "full") for loss, changes in LOSSES.items()},
+            **{loss: ("Qwen3", {}, keys, 2, "full") for loss, keys in LOSSES.items()},
         }.items()
     ],
 )

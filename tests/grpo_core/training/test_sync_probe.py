@@ -108,6 +108,14 @@ def test_an_engine_that_gets_only_half_of_the_weights_is_found() -> None:
     assert lagging is not None
 
 
+def test_a_late_lag_is_found_however_far_the_policy_has_come() -> None:
+    """A fiftieth of the way from the base, 0.2, would hide the missing 0.1."""
+    probe = Probe([], [], "no")
+    places = [(0.0, 0.0), (10.0, 10.0), (10.1, 10.0 + 1e-6)]  # of the policy, and of the engine
+    lags = [probe.compare(Scores(torch.full((8,), at), torch.full((1, 8), engine)))[1] for at, engine in places]
+    assert [lag > 1 for lag in lags] == [False, False, True]
+
+
 def test_changes_too_small_to_tell_anything_add_up() -> None:
     """A tenth of the rounding is 0.001: 96 times 1.05e-5."""
     probe, trainer, engine = Probe([], [], "bf16"), torch.zeros(TOKENS), torch.full((1, TOKENS), 0.01)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, T
 from grpo_core import distributed
 from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.training import TrainConfig
-from grpo_core.training import update
+from grpo_core.training import loop, update
+from grpo_core.training.checkpoint import Checkpoints
 from grpo_core.training.optimizer import make_optimizer
 from grpo_core.training.state import TrainingState
 from tests.grpo_core.training.several import in_two_processes
@@ -95,6 +97,35 @@ def test_patience_ends_when_that_of_transformers_ends_and_the_best_step_is_the_f
         .with_evaluation({}, -1.0, 0.0, None)
         .stopped_early
     )
+
+
+@pytest.mark.parametrize(
+    ("threshold", "evaluated"),
+    [(0.0, [2, 4, 5]), (0.25, [2, 4, 5]), (0.5, [2, 4])],
+)
+def test_a_training_is_evaluated_after_its_last_update_or_until_it_gains_less_than_the_threshold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threshold: float, evaluated: list[int]
+) -> None:
+    """Each evaluation is 0.375 better than the one before."""
+    train = TrainConfig(eval_steps=2, max_steps=5, early_stopping_patience=1, early_stopping_threshold=threshold)
+    session: Any = SimpleNamespace(
+        config=SimpleNamespace(train=train),
+        plan=SimpleNamespace(max_steps=5),
+        accelerator=SimpleNamespace(num_processes=1),
+    )
+    steps: list[int] = []
+
+    def evaluate(session: Any, state: TrainingState, folder: Path) -> dict[str, float]:
+        steps.append(state.updates)
+        return {"eval_reward": 0.375 * len(steps)}
+
+    monkeypatch.setattr(loop, "evaluate_policy", evaluate)
+    monkeypatch.setattr(loop, "keep_best", lambda *_: None)
+    state, checkpoints = TrainingState(tokens_per_pass=1), cast("Checkpoints", None)
+    while not state.is_done(session.plan):
+        state = loop.evaluate_if_due(session, state.with_update(1.0, 1), tmp_path, checkpoints)
+        state = replace(state, unrecorded=None)
+    assert steps == evaluated
 
 
 def test_an_adaptive_bonus_is_raised_at_or_below_its_target_and_lowered_above_within_its_bounds() -> None:

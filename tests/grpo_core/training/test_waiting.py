@@ -12,14 +12,15 @@ from accelerate.state import AcceleratorState, PartialState
 from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from grpo_core.config.algorithm import LossType
 from grpo_core.config.files import parse_config
+from grpo_core.config.losses import LossType
 from grpo_core.distributed import average_gradients
 from grpo_core.training.roll_out import compute_logprobs
 from grpo_core.training.session import load_session
 from grpo_core.training.state import TrainingState
 from grpo_core.training.update import update
 from tests.conftest import config_values, make_run
+from tests.grpo_core.algorithm.plain_losses import plain
 from tests.grpo_core.model.exactness import first_update, rollout_with
 from tests.pretend_gpu import Gpu, pretend_gpu
 
@@ -32,11 +33,6 @@ EVERYTHING = {
     "off_policy_mask_threshold": 0.1,
     "importance_sampling_level": "sequence",
     "mixed_precision": "bf16",
-}
-NEEDED: dict[str, dict[str, Any]] = {
-    "cispo": {"epsilon_high": 5.0},
-    "luspo": {"importance_sampling_level": "sequence"},
-    "vespo": {"vllm_importance_sampling_mode": "token_truncate", "importance_sampling_level": "token"},
 }
 
 
@@ -67,7 +63,7 @@ def test_no_pass_waits_for_the_one_before(
         compute_logprobs(session, session.policy, rollout, rollout.completion_mask.sum(1) > 0)
         assert len(_own(gpu)) == 1, "the log-probabilities are read"
         for loss_type in loss_types:
-            different = {**keys, "loss_type": loss_type, **NEEDED.get(loss_type, {})}
+            different = {**keys, "loss_type": loss_type, **plain(loss_type).needs}
             config = parse_config(config_values(smooth_model_folder, tmp_path, **different))
             batch = first_update(session, rollout)
             gpu.waits.clear()

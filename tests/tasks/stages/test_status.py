@@ -14,11 +14,13 @@ from mlflow import MlflowClient
 from typer.testing import CliRunner
 
 from flows.cli.main import app
-from tasks.stages.condition import conditions
+from grpo_core.config.files import parse_config
+from tasks.stages.condition import Condition, conditions, refuse_outdated_inputs
 from tasks.stages.errors import Interrupted, StageError
 from tasks.stages.run import ERRORS, Context
 from tasks.stages.run_directory import UnknownRunError, find_run, read_config
-from tasks.stages.table import EVALUATE, TRAIN, VALIDATE
+from tasks.stages.table import EVALUATE, STAGES, TRAIN, VALIDATE
+from tests.conftest import config_values
 from tests.tasks.stages.small_stages import Values, configure, do, outdated, pipeline
 
 
@@ -44,6 +46,14 @@ def test_an_interrupted_training_says_how_much_is_saved_and_status_does_until_it
     values["algorithm"] = {"epsilon": 0.1}
     configure(run, values)
     assert outdated(run)["train"] == "not done yet"
+
+
+def test_a_stage_that_is_up_to_date_needs_its_inputs_up_to_date_only_if_it_is_made_again(tmp_path: Path) -> None:
+    config = parse_config(config_values(tmp_path, tmp_path))
+    now = {stage.name: Condition("up to date") for stage in STAGES} | {"validate": Condition("missing", "it is gone")}
+    refuse_outdated_inputs(EVALUATE, tmp_path, config, now)
+    with pytest.raises(StageError, match=r"grpo stage validate .*# missing: it is gone"):
+        refuse_outdated_inputs(EVALUATE, tmp_path, config, now, force=True)
 
 
 @pytest.mark.slow
