@@ -118,7 +118,7 @@ def test_a_loss_is_entered_wherever_one_has_to_be(loss_type: LossType) -> None:
             f"`{name}`" not in metrics for name in getattr(PLAIN_LOSSES.get(loss_type), "metrics", ())
         ),
     }
-    assert [place for place, is_missing in missing.items() if is_missing] == []
+    assert not any(missing.values()), "\n".join(place for place, is_missing in missing.items() if is_missing)
 
 
 @pytest.mark.parametrize(("loss_type", "settings", "loss", "gradient"), PLAIN)
