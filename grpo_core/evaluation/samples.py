@@ -22,6 +22,7 @@ from grpo_core.system.tables import read_parquet
 if TYPE_CHECKING:
     from grpo_core.rollout.collect import Sample
 
+Columns = dict[str, dict[str, list[Any]]]  # of samples.parquet, by set
 GROUP = "group"  # the column with the value of evaluation.group_column
 SHOWN = ("opening", "conversation", "turns", "tool_calls", "failed_tool_calls", "environment_failure")
 
@@ -42,14 +43,14 @@ def answer_columns(policy: str, samples: Sequence[Sample], rewards: Sequence[Rew
     return columns | {f"{policy}/{name}": texts for name, texts in logged_columns(samples).items()}
 
 
-def answers_of(policy: str, samples: Path, columns: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, dict[str, Any]]:
-    """A policy's columns of each set, from the samples.parquet of another run. `columns`: those of the prompts, by set.
+def answers_of(policy: str, samples: Path, prompts: Columns) -> Columns:
+    """A policy's columns of each set, from the samples.parquet of another run. `prompts`: the columns of the prompts.
     Raises GrpoError if the rows are not of these prompts."""
     table, found = read_parquet(samples).sort("set", "row", "sample"), {}
-    for name, prompts in columns.items():
+    for name, columns in prompts.items():
         of_set = table.filter(set=name)
-        if of_set["row"].to_list() != prompts["row"] or of_set["sample"].to_list() != prompts["sample"]:
-            raise GrpoError(f"{samples}: {of_set.height} rows of the set {name!r}, not those of {len(prompts['row'])}")
+        if of_set["row"].to_list() != columns["row"] or of_set["sample"].to_list() != columns["sample"]:
+            raise GrpoError(f"{samples}: {of_set.height} rows of the set {name!r}, not those of {len(columns['row'])}")
         found[name] = of_set.select(pl.col(f"^{policy}/.*$")).to_dict(as_series=False)
     return found
 

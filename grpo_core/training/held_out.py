@@ -34,14 +34,13 @@ WEIGHTS = "weights.safetensors"
 def evaluate_policy(session: Session, state: TrainingState, folder: Path) -> dict[str, float]:
     """Return metrics of the current policy; every process answers its part of the prompts, and all get the whole. The
     rewards on each prompt are written to `folder`, one file per evaluated update."""
-    held_out, engine = session.held_out, session.engine
-    assert held_out is not None and engine is not None
-    sync_weights(session, state)
-    rows = own_range(len(held_out.ids))
-    requests = [evaluation_request(session.config, held_out, row) for row in rows]
+    held_out, sampler = session.held_out, session.sampler
+    assert held_out is not None and sampler is not None
+    sync_weights(session, sampler, state)
+    requests = [evaluation_request(session.config, held_out, row) for row in own_range(len(held_out.ids))]
     sampling = evaluation_sampling(session.config)
     scoring = replace(session.scoring, state=TrainerState.after(state.updates, session.plan))
-    samples, *_ = share_samples(lambda: sample_and_score(engine, requests, rows, sampling, held_out, scoring))
+    samples, *_ = share_samples(lambda: sample_and_score(sampler.engine, requests, sampling, held_out, scoring))
     if session.accelerator.is_main_process:
         _write(samples, session, folder / f"step-{state.updates:06d}.parquet")
     sources = [row.get("source", "") for row in held_out.rows]
