@@ -22,7 +22,7 @@ from grpo_core.rewards.trl_arguments import UNKNOWN_PLAN, TrainerState
 from grpo_core.rollout.collect import Sample, Scoring, sample_and_score, share_samples
 from grpo_core.rollout.factory import make_engine
 from grpo_core.rollout.fallbacks import fallbacks
-from grpo_core.rollout.loading import check_lengths, read_prompts, start
+from grpo_core.rollout.loading import check_lengths, read_prompts, start_configured
 from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
 from grpo_core.rollout.types import Engine, Request, Sampling
 
@@ -53,7 +53,7 @@ def load_sampling(
     in `files`, by set. `state`: what rewards are told of the training."""
     # vLLM, which samples in the evaluation after a training on a recording, has operations that could not be repeated.
     repeated = config.train.deterministic and config.rollout.engine == "transformers"
-    config, processes = start(config, deterministic=repeated)
+    config, processes = start_configured(config, deterministic=repeated)
     config = config.model_copy(update={"rollout": config.rollout.in_evaluation})
     shard = sharding(config.train, frozen=True) if processes.num_processes > 1 else None
     prompts = read_prompts(config, files)

@@ -31,7 +31,7 @@ class PromptSets:
     sets: dict[str, Prompts]
 
 
-def start(config: RunConfig, *, deterministic: bool) -> tuple[RunConfig, Accelerator]:
+def start_configured(config: RunConfig, *, deterministic: bool) -> tuple[RunConfig, Accelerator]:
     """Start this process as one of its group. Returns the configuration with the precision of its device."""
     expect(config.train.hang_timeout, phase_limits(config))
     accelerator = start_processes(longest_wait(config), deterministic=deterministic)

@@ -13,7 +13,6 @@ from grpo_core.data.order import Group, Schedule
 from grpo_core.distributed import max_over_processes, sum_over_processes
 from grpo_core.model.loading import as_reference
 from grpo_core.model.policy import PassInputs, Policy
-from grpo_core.model.sharded import is_sharded
 from grpo_core.model.to_device import move
 from grpo_core.planning.sampling_notes import truncating_keys
 from grpo_core.rewards.trl_arguments import TrainerState
@@ -149,7 +148,7 @@ def _computed(
     def work(parts: list[Tensor]) -> None:
         passes = [(policy.prepare(own.take(part)), move([mine[part]], device)[0]) for part in parts]  # all ahead
         # All processes gather a sharded model's weights for each pass.
-        missing = max_over_processes(len(parts)) - len(parts) if is_sharded(policy.model) else 0
+        missing = max_over_processes(len(parts)) - len(parts) if policy.is_sharded else 0
         for inputs, places in passes:
             found[:, places, : inputs.shape[1]] = compute(inputs)
             moved()

@@ -35,7 +35,7 @@ from grpo_core.rollout.collect import Scoring
 from grpo_core.rollout.conversations_ahead import ConversationsAhead
 from grpo_core.rollout.factory import make_engine
 from grpo_core.rollout.fallbacks import fallbacks
-from grpo_core.rollout.loading import check_lengths, read_prompts, start
+from grpo_core.rollout.loading import check_lengths, read_prompts, start_configured
 from grpo_core.rollout.types import Engine, Lookahead
 from grpo_core.training.optimizer import learning_rate, make_optimizer
 from grpo_core.training.out_of_memory import OutOfMemoryRetry
@@ -79,7 +79,7 @@ def load_session(run: Path) -> Session:
     """Load and prepare everything that the run directory's configuration names. Raises TrainingError if the device's
     memory does not hold it together with gradients and optimizer state."""
     config, plan = load_config(run / run_files.CONFIG), load_plan(run / run_files.PLAN)
-    config, accelerator = start(config, deterministic=config.train.deterministic)
+    config, accelerator = start_configured(config, deterministic=config.train.deterministic)
     if accelerator.distributed_type not in DATA_PARALLEL:
         raise TrainingError(
             f"Accelerate is configured for {accelerator.distributed_type.value}, and this training divides model and "
@@ -133,28 +133,11 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     longest = prompts.max_length + config.rollout.max_completion_length  # of the sequences that are trained
     evaluated = 0 if held_out is None else held_out.max_length + config.evaluation_length
     max_length = max(SHORTEST + 1, longest, evaluated)
-    bf16 = config.train.mixed_precision == "bf16"
-    base = _load_model(config, accelerator, frozen=config.model.use_peft, in_bf16=bf16 and config.model.use_peft)
+    adapts, bf16 = config.model.use_peft, config.train.mixed_precision == "bf16"
+    base = _load_model(config, accelerator, frozen=adapts, in_bf16=bf16 and adapts)
     check_lengths(base, max_length)
     model = with_adapter(base, config.model)
-    policy = Policy(
-        model,
-        config.rollout.temperature,
-        max_length=max_length,
-        bf16=bf16,
-        gradient_checkpointing=config.train.gradient_checkpointing,
-        torch_compile=config.train.torch_compile,
-    )
-    if accelerator.device.type in FUSED and policy.output_layer is not None:
-        from grpo_core.model.fused_logprobs import compile_kernels
-
-        compile_kernels(
-            len(policy.output_layer.weight),
-            torch.bfloat16 if bf16 else torch.float32,
-            accelerator.device,
-            entropy_gradient=config.algorithm.has_entropy_bonus,
-        )
-    policy.packs = not any_process(not policy.packs)  # processes divide rows by the cost of a pass, so they must agree
+    policy = _policy(model, config, accelerator, max_length)
     start = copy_of_trainable_state(policy.model) if config.model.adapter and config.algorithm.beta else None
     model_path = config.model.name_or_path
     engine = None if is_recorded else make_engine(config, model_path, policy.model, tokenizer, max_length)
@@ -185,6 +168,29 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         start=start,
         rates=_first_rates(run, config, len(prompts.rows)),
     )
+
+
+def _policy(model: Any, config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy:
+    bf16 = config.train.mixed_precision == "bf16"
+    policy = Policy(
+        model,
+        config.rollout.temperature,
+        max_length=max_length,
+        bf16=bf16,
+        gradient_checkpointing=config.train.gradient_checkpointing,
+        torch_compile=config.train.torch_compile,
+    )
+    if accelerator.device.type in FUSED and policy.output_layer is not None:
+        from grpo_core.model.fused_logprobs import compile_kernels
+
+        compile_kernels(
+            len(policy.output_layer.weight),
+            torch.bfloat16 if bf16 else torch.float32,
+            accelerator.device,
+            entropy_gradient=config.algorithm.has_entropy_bonus,
+        )
+    policy.packs = not any_process(not policy.packs)  # processes divide rows by the cost of a pass, so they must agree
+    return policy
 
 
 def _first_rates(run: Path, config: RunConfig, num_prompts: int) -> PassRates | None:

@@ -22,7 +22,6 @@ from grpo_core.distributed import (
 )
 from grpo_core.errors import NotFiniteError
 from grpo_core.model.policy import PassInputs
-from grpo_core.model.sharded import is_sharded
 from grpo_core.system.progress import moved, phase
 from grpo_core.training.batch import MicroBatch, idle_row, own_rows, take
 from grpo_core.training.interrupt import commit
@@ -35,11 +34,11 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
     """Accumulate the gradient of this process's rows of the batch, average it over the processes, and step.
 
     Returns global metrics. Those of tokens are means over the trained ones: without KL and entropy bonus, of
-    completions with an advantage. An adaptive entropy bonus measures the entropy of all completions, also while it
-    rests.
+    completions with an advantage. With an adaptive bonus, entropy is measured over all completions, even while the
+    bonus is off.
 
     Raises NotFiniteError, with the metrics, if loss or gradient is not finite before the step, or a weight after it.
-    Only for these two answers, and for moments that rest in its memory, does the CPU wait for the device.
+    The CPU waits for the device only to read loss and gradient norm, and when moments are kept in host memory.
     """
     config, accelerator, optimizer = session.config, session.accelerator, session.optimizer
     entropy_coef = applied_entropy_coef(config.algorithm, state)
@@ -56,7 +55,7 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
         session.policy.zero_grad()  # of both copies: memory may have run out between the two
         tally = _Tally(accelerator.device)
         rows = [take(batch, part) for part in parts]
-        if is_sharded(session.policy.master):  # all processes gather the weights for each pass
+        if session.policy.is_sharded:  # all processes gather the weights for each pass
             rows += [idle_row(batch)] * (max_over_processes(len(rows)) - len(rows))
         # All ahead, so that no pass waits for the CPU: what the model reads, and what the loss reads.
         passes = [(session.policy.prepare(some.sequences), some.to(accelerator.device)) for some in rows]
@@ -80,7 +79,7 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
     optimizer.step()
     optimizer.zero_grad()
     broken = not torch.stack([own_shard(parameter).isfinite().all() for parameter in parameters]).all()
-    if is_sharded(session.policy.master):  # else all processes have the same weights
+    if session.policy.is_sharded:  # else all processes have the same weights
         broken = any_process(broken)
     if broken:
         raise NotFiniteError(f"step {state.updates + 1}: the weights after the update are not finite", metrics)
