@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ import polars as pl
 from grpo_core.config.columns import ANSWER
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import plain
+from grpo_core.data.units import group_of, whole_row
 from grpo_core.errors import GrpoError
 from grpo_core.rewards.builtin.record import written
 from grpo_core.rewards.contract import Reward
@@ -74,22 +73,10 @@ def prompt_columns(name: str, rows: Sequence[Mapping[str, Any]], config: RunConf
     if config.data.sources:
         columns["source"] = [row["source"] for row in rows]
     if config.environment.factories:  # an environment begins with the whole row: the same prompt may be another task
-        columns["task"] = [_content(row) for row in rows]
+        columns["task"] = [whole_row(row) for row in rows]
     places: dict[str, list[Any]] = {
         "set": [name] * n * len(rows),
         "row": [row for row in range(len(rows)) for _ in range(n)],
         "sample": list(range(n)) * len(rows),
     }
     return places | {column: [value for value in values for _ in range(n)] for column, values in columns.items()}
-
-
-def group_of(row: Mapping[str, Any], column: str) -> str:
-    """Value of `evaluation.group_column` as text. Raises GrpoError if the row has none."""
-    if row.get(column) is None:
-        raise GrpoError(f"evaluation.group_column = {column!r}: an evaluated prompt has no value in this column")
-    return str(row[column])
-
-
-def _content(row: Mapping[str, Any]) -> str:
-    """Hash of a row's values."""
-    return hashlib.blake2b(json.dumps(row, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
