@@ -55,8 +55,9 @@ def evaluate(
     session = load_sampling(config, files, config.evaluation_length, state)
     config, processes, rewards = session.config, session.processes, session.scoring.rewards
     follows_plan = any(reward.reads_state for reward in rewards)
-    # With one that does, the earlier rewards are of another training's end.
-    taken = [] if earlier is None or follows_plan else [policy for policy in ("base", "champion") if policy in known]
+    if follows_plan:  # the earlier rewards are of another training's end
+        earlier = None
+    taken = [policy for policy in ("base", "champion") if earlier and policy in known]
     if champion and "champion" not in taken and (part := _incompatible_part(session.base, champion, session.scoring)):
         if processes.is_main_process:
             print(f"the champion is left out: it has another {part} than {config.model.name_or_path}", flush=True)

@@ -15,8 +15,7 @@ from grpo_core.rollout.types import Completion, Request, Sampling, token_limit
 
 @dataclass
 class Rows:
-    """B completions of up to T tokens. A finished one that is still decoded overwrites the place after its last token,
-    hence T + 1 places."""
+    """B completions of up to T tokens. A finished row may be decoded once more; that token goes into place T + 1."""
 
     places: Tensor  # (B, 2) int64: the request's number, and the completion's number in it
     limits: Tensor  # (B,) int64, tokens

@@ -16,7 +16,7 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
     """Draw one token per row. Returns it and its log-probability at the sampling temperature. (B, V), (B,) → (B,), (B,)
 
     Min-p, top-k and top-p decide which tokens can be drawn. The log-probability is over the whole vocabulary all the
-    same, as the trainer's is: otherwise their difference would hold what truncation left out, on-policy too.
+    same, as the trainer's is: otherwise the two would differ by the truncated mass even on-policy.
 
     The token is the one at which the running sum of the probabilities passes the uniform. First the block is found,
     then the token in it: summing a whole vocabulary in float64, so that the sum does not reach a uniform below 1 too

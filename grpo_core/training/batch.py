@@ -27,8 +27,8 @@ from grpo_core.training.balance import divide
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Completions that are trained on: those of an update, of a process, or of a pass. The rows of every tensor are the
-    same completions."""
+    """Rows to train on: a whole update, one process's share, or one pass. The rows of every tensor are the same
+    completions."""
 
     sequences: Sequences
     mask: Float[Tensor, "B T"]
@@ -131,7 +131,7 @@ def concatenate(batches: Sequence[MicroBatch]) -> MicroBatch:
 def has_gradient(advantages: Tensor, mask: Tensor) -> Tensor:
     """Return which completions' policy terms have a gradient. (B,) bool
 
-    A completion without advantage, of a group whose rewards are all equal or just at its mean, adds nothing to the
+    A completion without advantage, whose group has equal rewards or whose reward equals the mean, adds nothing to the
     gradient of any loss type; nor does one without a token in the loss.
     """
     return (advantages != 0) & (mask.sum(1) > 0)
@@ -143,12 +143,12 @@ def own_rows(
     """Return the rows of an update that one process computes, at least one, so that every process has figures.
 
     Rows without a gradient are left out; with `without_advantage`, those without an advantage have one (KL, entropy
-    bonus). The weights stay, and with them the normalisation.
+    bonus). Token weights are unchanged, so the normalisation is too.
     """
     needed = batch.mask.sum(1) > 0 if without_advantage else has_gradient(batch.advantages, batch.mask)
     if not needed.any():
         needed[batch.sequences.lengths.argmin()] = True
-        # A row that no gradient needs has no old log-probabilities of its own: the current ones stand in for them.
+        # Old log-probabilities were not computed for this row; use the current ones.
         batch = replace(batch, old_logprobs=None)
     mine = balance_rows(batch.sequences, needed.nonzero().flatten(), processes, share_prompts=share_prompts)[process]
     return take(batch, mine) if len(mine) else idle_row(take(batch, needed.nonzero().flatten()))

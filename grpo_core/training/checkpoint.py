@@ -257,7 +257,7 @@ class Checkpoints:
         return {"model": trainable_state(self.model), "optimizer": moments, "reference": reference}
 
     def best_steps(self) -> set[int]:
-        """Best evaluated steps by the checkpoints: a training that continues from one of them may load that policy."""
+        """Steps that any checkpoint names as its best; their policies must be kept."""
         steps = [_manifest(folder).get("best_step") for folder in self._all()]
         steps.append(self.in_flight and self.in_flight.state.best_step)
         return {step for step in steps if step is not None}

@@ -52,8 +52,8 @@ class TrainingState:
     def with_rollout(self, rollout: Rollout, plan: Plan) -> TrainingState:
         """Return the state after a generation batch was sampled.
 
-        If it is sampled again, after a roll-back to a place between its updates, it is counted once: its later updates
-        train on other samples of the same prompts.
+        A batch sampled again after a roll-back is counted once: its later updates train on other samples of the same
+        prompts.
         """
         if rollout.index < self.rollouts and self.rollout is None:
             return replace(self, rollout=rollout)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from grpo_core.rollout.types import Engine, Request, Sampling
 
-SEQUENCES = (
-    16  # few and short, since both sides compute them at each sync; all weights but other tokens' rows take part
-)
+# Few and short, since both sides compute them at each sync. Every weight is exercised except embedding rows of unused
+# tokens.
+SEQUENCES = 16
 TOKENS = 16  # of a prompt's end, and of its continuation
 SHORTEST = 2  # tokens of a sequence: one of each
 # By mixed_precision: mean |difference| between engine and trainer that is always allowed, ...
