@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from grpo_core.evaluation.outcomes import paired_units, per_unit
+from grpo_core.data.units import paired_units, per_unit
 from grpo_core.evaluation.sequential import has_fallen_behind
 from grpo_core.evaluation.statistics import BINARY, estimate, paired_difference, seen_bounds, tail
 from tasks.registry.gate import level_of

@@ -86,9 +86,9 @@ def measure(
     run = make_run(folder / "run", values)
     with _engine_made_as(engine, run):
         session = load_session(run)
-        sampler, probe = session.engine, session.probe
-        assert sampler is not None and probe is not None
-        begin_probing(session)
+        assert session.sampler is not None
+        sampler, sampling, probe = session.sampler, session.sampler.engine, session.sampler.probe
+        begin_probing(session, sampler)
         progress = TrainingState(tokens_per_pass=100)
         rollout, *_ = roll_out(session, 0, progress)
         generator = torch.Generator().manual_seed(0)
@@ -103,11 +103,11 @@ def measure(
                 torch._foreach_copy_(trained, start)
             session.policy.refresh()
             transport.loss = None
-            _await_servers(sampler)
+            _await_servers(sampling)
             transport.first, transport.has_lost = {}, False
-            sampler.sync_weights(session.policy.model)
+            sampling.sync_weights(session.policy.model)
             probe.noticed = probe.reference = None
-            before = probe_logprobs(session)
+            before = probe_logprobs(session, sampler)
             probe.compare(before)
             transport.loss = LOSSES.get(loss)
             optimizer = make_optimizer(session.model, session.config.train)
@@ -116,13 +116,13 @@ def measure(
             for number in range(1, 1 + (updates_lost if loss else updates)):
                 update(at_rate, batch, replace(progress, updates=number - 1))
                 try:
-                    drifts.append(sync_weights(at_rate, replace(progress, updates=number)))
+                    drifts.append(sync_weights(at_rate, sampler, replace(progress, updates=number)))
                 except (EngineError, TrainingError) as error:
                     noticed, by = number, "checksums" if isinstance(error, EngineError) else "probe"
                 lost = number if lost is None and transport.has_lost else lost
                 if noticed:
                     break
-                after = probe_logprobs(session)
+                after = probe_logprobs(session, sampler)
                 movements.append((after.trainer - before.trainer).abs().mean().item())
                 before = after
             movement = sum(movements) / max(1, len(movements) - 1)
@@ -131,8 +131,8 @@ def measure(
         with planted(sampler, transport):
             rows = [train(learning_rate, loss) for learning_rate in learning_rates for loss in ("", *losses)]
             transport.loss = None
-            _await_servers(sampler)
-        sampler.close()
+            _await_servers(sampling)
+        sampling.close()
     return rows
 
 

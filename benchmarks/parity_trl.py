@@ -36,7 +36,7 @@ from torch import Tensor  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
 
 from benchmarks.parity_cases import BASE, BY_DESIGN, CASES, brevity, digits, write_model, write_run  # noqa: E402
-from grpo_core.data.order import rollout_prompts, training_order  # noqa: E402
+from grpo_core.data.order import Schedule, training_order  # noqa: E402
 from grpo_core.planning.plan import Plan  # noqa: E402
 from grpo_core.rollout.types import Completion, Finished, Rollout  # noqa: E402
 from grpo_core.training.log import TrainingLog  # noqa: E402
@@ -150,11 +150,12 @@ def compared(folder: Path, keys: dict[str, Any], share_prompts: bool) -> dict[st
 
 def train_here(run: Path, share_prompts: bool) -> tuple[Trained, Kept]:
     session = load_session(run)
-    assert session.policy.packs and session.engine is not None
+    assert session.policy.packs and session.sampler is not None
+    engine = session.sampler.engine
     session.policy.packs = share_prompts
     plan, seed, trained = session.plan, session.config.seed, Trained()
     rollouts: list[Rollout] = []
-    generate = session.engine.generate
+    generate = engine.generate
 
     def noisy(*arguments: Any) -> Iterator[list[Finished]]:
         """Add noise to the log-probabilities, as an engine of low precision would."""
@@ -174,13 +175,13 @@ def train_here(run: Path, share_prompts: bool) -> tuple[Trained, Kept]:
     records: Any = mock.create_autospec(TrainingLog, instance=True)
     records.completions.side_effect = lambda step, rollout, samples: rollouts.append(rollout)
     state = TrainingState(tokens_per_pass=session.memory.tokens, entropy_coef=session.config.algorithm.entropy_coef)
-    with recorded(session.model, trained), mock.patch.object(session.engine, "generate", noisy):
+    with recorded(session.model, trained), mock.patch.object(engine, "generate", noisy):
         while state.updates < plan.max_steps:
             state = advance(session, state, records)
             trained.losses.append(torch.tensor((state.unrecorded or {})["loss"]))
             state = replace(state, unrecorded=None)
     trained.advantages = [rollout.advantages for rollout in rollouts]
-    rows = [session.prompts.rows[row] for n in range(plan.rollouts) for row in rollout_prompts(plan, seed, n)]
+    rows = [session.prompts.rows[row] for n in range(plan.rollouts) for row in Schedule(plan, seed).prompts(n)]
     order = [torch.from_numpy(training_order(plan, seed, n)).flatten() for n in range(plan.rollouts)]
     return trained, Kept(plan, rows, rollouts, order)
 

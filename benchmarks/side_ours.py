@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,7 +83,7 @@ def prompt_lengths(workload: Workload) -> PromptLengths:
 def replayed(workload: Workload, folder: Path) -> Iterator[None]:
     """Make generation batches of the stored completions, if there are any. The engine answers all other requests, such
     as those of the probe."""
-    from grpo_core.rollout.collect import collect
+    from grpo_core.rollout.collect import BatchRequest, collect
     from grpo_core.training import roll_out
 
     if workload.mode != "replay":
@@ -91,9 +91,8 @@ def replayed(workload: Workload, folder: Path) -> Iterator[None]:
         return
     engine = SimpleNamespace(generate=stored(folder))
 
-    def collect_stored(*arguments: Any) -> Any:
-        index, config, plan, prompts, scoring, _, *more = arguments
-        return collect(index, config, plan, prompts, scoring, engine, *more)
+    def collect_stored(request: BatchRequest, *more: Any) -> Any:
+        return collect(replace(request, engine=engine), *more)
 
     with mock.patch.object(roll_out, "collect", collect_stored):
         yield

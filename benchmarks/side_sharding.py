@@ -27,7 +27,8 @@ import torch
 from torch import distributed as dist
 
 from benchmarks.side_ours import stored
-from grpo_core.rollout.collect import collect
+from grpo_core.data.order import Schedule
+from grpo_core.rollout.collect import BatchRequest, collect
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.torch_releases import GATHER, REDUCE
 from grpo_core.training import session as sessions
@@ -63,7 +64,8 @@ def measured(folder: Path, run: Path, turns: int, tokens: int | None = None) -> 
     if tokens is not None:
         session.memory.tokens = tokens
     state = TrainingState(tokens_per_pass=session.memory.tokens)
-    generated, *_ = collect(0, session.config, session.plan, session.prompts, session.scoring, engine)
+    schedule = Schedule(session.plan, session.config.seed)
+    generated, *_ = collect(BatchRequest(0, schedule, session.config, session.prompts, session.scoring, engine))
     rollout = Rollout(**vars(generated), old_logprobs=None, ref_logprobs=None, keep=None)
     batch = update_batch([(rollout, 0)], session.plan, session.config)
     all_of_them = torch.ones(len(generated.prompt_ids), dtype=torch.bool)

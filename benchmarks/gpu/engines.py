@@ -73,12 +73,12 @@ def gap(scratch: Path, report: Report) -> None:
     with with_options():
         session: Any = load_session(_run(scratch, "run", work))
     report(Row("seconds to load trainer and engine", f"{time.perf_counter() - began:.0f}"))
-    report(Row("what falls back", "; ".join(fallbacks(session.engine, session.policy)) or "nothing"))
-    equals(report, "weights are the trainer's own memory", session.engine.shares_with is not None, True)
-    head = session.engine.llm.llm_engine.vllm_config.model_config.head_dtype
+    report(Row("what falls back", "; ".join(fallbacks(session.sampler.engine, session.policy)) or "nothing"))
+    equals(report, "weights are the trainer's own memory", session.sampler.engine.shares_with is not None, True)
+    head = session.sampler.engine.llm.llm_engine.vllm_config.model_config.head_dtype
     equals(report, "the engine's logits", head, torch.float32)
-    begin_probing(session)
-    at_most(report, "probe: the base's weights on both sides", session.probe.first_drift, DRIFT)
+    begin_probing(session, session.sampler)
+    at_most(report, "probe: the base's weights on both sides", session.sampler.probe.first_drift, DRIFT)
     first = _beside_trainer(report, session, work, "base")
     again = _beside_trainer(report, session, work, "again")
     equals(report, "the same seeds give the same completions", again == first, True)
@@ -91,25 +91,30 @@ def gap(scratch: Path, report: Report) -> None:
 
     for number in (1, 2):
         move()
-        at_most(report, f"probe after update {number}", sync_weights(session, TrainingState(updates=number)), DRIFT)
+        at_most(
+            report,
+            f"probe after update {number}",
+            sync_weights(session, session.sampler, TrainingState(updates=number)),
+            DRIFT,
+        )
     with torch.no_grad():
         session.policy.master.model.norm.weight.mul_(6.0)
     session.policy.refresh()
-    sync_weights(session, TrainingState(updates=3))
+    sync_weights(session, session.sampler, TrainingState(updates=3))
     moved = _beside_trainer(report, session, work, "moved, logits six times as wide")
     equals(report, "completions change with the weights", moved != first, True)
-    if session.engine.shares_with is not None:
+    if session.sampler.engine.shares_with is not None:
         unshare_memory(session.policy.model)
     noticed = "not in 3 updates"
     with mock.patch.object(VLLMEngine, "sync_weights", lambda *_: "shared"):
         try:
             for number in (4, 5, 6):
                 move()
-                sync_weights(session, TrainingState(updates=number))
+                sync_weights(session, session.sampler, TrainingState(updates=number))
         except TrainingError as error:
             noticed = str(error)
     report(Row("planted, old weights: noticed", noticed[:160], "an error", noticed != "not in 3 updates"))
-    session.engine.close()
+    session.sampler.engine.close()
 
 
 def _beside_trainer(report: Report, session: Any, work: Workload, what: str) -> list[list[int]]:
@@ -118,7 +123,7 @@ def _beside_trainer(report: Report, session: Any, work: Workload, what: str) -> 
 
     prompts = session.prompts.ids
     requests = [Request(ids, work.group, seed=1000 * number) for number, ids in enumerate(prompts)]
-    stream = session.engine.generate(requests, Sampling(work.completion, temperature=1.0))
+    stream = session.sampler.engine.generate(requests, Sampling(work.completion, temperature=1.0))
     answers = {number: found for done in stream for number, found in done}
     said = [(number, completion) for number in range(len(prompts)) for completion in answers[number]]
     sequences = Sequences(

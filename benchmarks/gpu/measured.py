@@ -141,7 +141,7 @@ def measure(
             stack.enter_context(mock.patch.object(loaded_by, "first_limit", lambda *_: TOO_MANY))
         loop.train(run, run / "training")
     session: Any = sessions[0]
-    report(Row("what falls back", "; ".join(fallbacks(session.engine, session.policy)) or "nothing"))
+    report(Row("what falls back", "; ".join(fallbacks(session.sampler.engine, session.policy)) or "nothing"))
     counted = seconds[work.warm_up : work.steps - profiled]
     took = median(counted)
     spread = f"[{1e3 * min(counted):.0f}, {1e3 * max(counted):.0f}]"

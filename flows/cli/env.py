@@ -80,8 +80,8 @@ def try_environment(
         # A conversation's seed is the number of its row, so the row keeps its position.
         prompts = Prompts([dict(values)] * (row + 1), [prompt_ids] * (row + 1), len(prompt_ids))
         try:
-            requests, scoring = [Request(prompt_ids, 1, 0)], Scoring(tokenizer, rewards, setting)
-            (sample,), _ = sample_and_score(engine, requests, [row], Sampling(most), prompts, scoring)
+            requests, scoring = [Request(prompt_ids, 1, 0, row=row)], Scoring(tokenizer, rewards, setting)
+            (sample,), _ = sample_and_score(engine, requests, Sampling(most), prompts, scoring)
         finally:
             setting.environments.close()
         _summarize(terminal, run, sample)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -13,6 +14,7 @@ from grpo_core.planning.plan import Plan
 
 # Rows of epochs, in training order, as a curriculum has arranged them (`data.curriculum`); None without one.
 Arranged = Mapping[int, np.ndarray] | None
+Group = tuple[int, int]  # the generation batch whose turn its prompt is, and the dataset row
 LONGEST_COUNT = 10**8  # prompts, which take some seconds to count
 
 
@@ -40,31 +42,47 @@ def source_rows(plan: Plan) -> list[range]:
     return [range(start, end) for start, end in itertools.pairwise([0, *ends])]
 
 
-def rollout_prompts(plan: Plan, seed: int, rollout: int, arranged: Arranged = None) -> list[int]:
-    """Dataset rows of generation batch `rollout`: a chunk of its epoch's rows, the rest of which is dropped. (P,)"""
-    epoch, chunk = divmod(rollout, plan.rollouts_per_epoch)
-    rows = epoch_rows(plan, seed, epoch) if arranged is None else arranged[epoch]
-    size = plan.prompts_per_generation
-    return rows[chunk * size : (chunk + 1) * size].tolist()
-
-
-def fresh_prompts(
-    plan: Plan, seed: int, rollout: int, used: Collection[int], replaced: Sequence[int], arranged: Arranged = None
-) -> list[int | None]:
-    """Choose for each dataset row in `replaced`, whose group of generation batch `rollout` is replaced, another row of
-    the same source, none of them among `used`; None if the source has no more. With a curriculum, they are prompts of
-    that epoch."""
-    sources = source_rows(plan)
-    rows = np.arange(sources[-1].stop)
-    if arranged is not None:
-        rows = np.unique(arranged[rollout // plan.rollouts_per_epoch])
-    order = np.random.default_rng([seed, rollout, 2]).permutation(rows)
-    fresh = {rows: _unused(order, rows, used) for rows in sources}
-    return [next(fresh[next(rows for rows in sources if row in rows)], None) for row in replaced]
-
-
 def _unused(order: np.ndarray, rows: range, used: Collection[int]) -> Iterator[int]:
     return (row for row in map(int, order) if row in rows and row not in used)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which dataset rows each generation batch takes."""
+
+    plan: Plan
+    seed: int
+    arranged: Arranged = None
+
+    def prompts(self, index: int) -> list[int]:
+        """Dataset rows of generation batch `index`: a chunk of its epoch's rows, the rest of which is dropped. (P,)"""
+        epoch, chunk = divmod(index, self.plan.rollouts_per_epoch)
+        rows = epoch_rows(self.plan, self.seed, epoch) if self.arranged is None else self.arranged[epoch]
+        size = self.plan.prompts_per_generation
+        return rows[chunk * size : (chunk + 1) * size].tolist()
+
+    def groups(self, index: int) -> list[Group]:
+        """The groups whose turn generation batch `index` is. (P,)"""
+        return [(index, row) for row in self.prompts(index)]
+
+    def fresh(self, index: int, used: Collection[int], replaced: Sequence[int]) -> list[int | None]:
+        """Choose for each dataset row in `replaced`, whose group of generation batch `index` is replaced, another row
+        of the same source, none of them among `used`; None if the source has no more. With a curriculum, they are
+        prompts of that epoch."""
+        sources = source_rows(self.plan)
+        rows = np.arange(sources[-1].stop)
+        if self.arranged is not None:
+            rows = np.unique(self.arranged[index // self.plan.rollouts_per_epoch])
+        order = np.random.default_rng([self.seed, index, 2]).permutation(rows)
+        fresh = {rows: _unused(order, rows, used) for rows in sources}
+        return [next(fresh[next(rows for rows in sources if row in rows)], None) for row in replaced]
+
+    def window(self, index: int, left: Sequence[Group], ahead: int) -> list[list[Group]]:
+        """Return the groups that should have begun when generation batch `index` is taken: those `left` by the batch
+        before, then batch by batch those that begin now (at a start: all of the first batches). `ahead`: generation
+        batches that are sampled ahead of the one that is taken."""
+        first, last = index + len(left) // self.plan.prompts_per_generation, index + ahead
+        return [list(left), *(self.groups(turn) for turn in range(first, min(last + 1, self.plan.rollouts)))]
 
 
 def source_counts(plan: Plan, seed: int) -> dict[str, dict[str, float]]:

@@ -11,12 +11,11 @@ import polars as pl
 
 from grpo_core.config.metrics import DECIDING, evaluated_metrics, reward_means
 from grpo_core.config.run import RunConfig
+from grpo_core.data.units import paired_units, per_unit
 from grpo_core.evaluation.outcomes import (
     bounds_of,
     majority,
     outcomes,
-    paired_units,
-    per_unit,
     prompt_numbers,
     samples_of,
     unit_name,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -18,6 +17,7 @@ from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.metrics import Deciding, evaluated_metric
 from grpo_core.config.run import RunConfig
+from grpo_core.data.units import number_equal
 from grpo_core.evaluation.samples import GROUP
 from grpo_core.evaluation.statistics import BINARY, Bounds, pass_at_k
 from grpo_core.rewards.composition import range_of_sum, weighted_sum
@@ -149,32 +149,6 @@ def distinct_prompts(samples: pl.DataFrame, set: str) -> Set[str]:
 def _numbers(samples: pl.DataFrame, set: str, columns: Sequence[str]) -> np.ndarray:
     column = next(name for name in columns if name in samples.columns)
     return number_equal(samples_of(samples, set).filter(pl.col("sample") == 0).sort("row")[column].to_list())
-
-
-def number_equal(values: Iterable[Any]) -> np.ndarray:
-    """Number the values in the order in which they first occur; equal ones have the same number. (N,)"""
-    numbers: dict[str, int] = {}
-    return np.array([numbers.setdefault(repr(value), len(numbers)) for value in values], dtype=int)
-
-
-def per_unit(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Outcomes of rows (N,) → of units (U,): the mean over the rows that have the same number and a value.
-
-    Rows of the same unit are not independent: counted one by one, they would look like more evidence.
-    """
-    scored = ~np.isnan(values)
-    distinct, places = np.unique(numbers, return_inverse=True)
-    sums = np.bincount(places[scored], values[scored], minlength=len(distinct))
-    counts = np.bincount(places[scored], minlength=len(distinct))
-    return np.divide(sums, counts, out=np.full(len(distinct), np.nan), where=counts > 0)
-
-
-def paired_units(before: np.ndarray, after: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Outcomes of two policies on rows (N,) → on units (U,): means over those of a unit's rows that have a value of
-    both policies, since prompts of a group may differ in difficulty."""
-    unpaired = np.isnan(before) | np.isnan(after)
-    one, other = (per_unit(np.where(unpaired, np.nan, values), numbers) for values in (before, after))
-    return one, other
 
 
 def majority(

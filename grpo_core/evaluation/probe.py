@@ -27,7 +27,7 @@ def probe(run: Path, output: Path) -> dict[str, Any]:
     with importing():
         from grpo_core.data.order import derive_seed
         from grpo_core.distributed import own_range, wait_for_all
-        from grpo_core.evaluation.base_policy import load_base
+        from grpo_core.evaluation.sampling import load_sampling
         from grpo_core.rewards.composition import passed
         from grpo_core.rollout.collect import Sample, share_samples
         from grpo_core.rollout.requests import training_sampling
@@ -35,30 +35,30 @@ def probe(run: Path, output: Path) -> dict[str, Any]:
 
     config = load_config(run / run_files.CONFIG)
     check_curriculum(config)
-    base = load_base(config, {"train": run_files.prompts(run, "train")}, config.rollout.max_completion_length)
-    ids, n, is_main = base.sets["train"].ids, config.data.curriculum.probe, base.processes.is_main_process
+    session = load_sampling(config, {"train": run_files.prompts(run, "train")}, config.rollout.max_completion_length)
+    ids, n, is_main = session.sets["train"].ids, config.data.curriculum.probe, session.processes.is_main_process
     sampling = training_sampling(config.rollout)
 
     def sample(prompts: range) -> tuple[list[Sample], float]:
         rows = [prompts[place] for place in own_range(len(prompts))]
         # Three numbers, so that no other request has this seed: four are a training's, two an evaluation's.
-        requests = [Request(ids[row], n, derive_seed(config.seed, row, n)) for row in rows]
-        return base.sample("train", requests, rows, sampling)
+        requests = [Request(ids[row], n, derive_seed(config.seed, row, n), row=row) for row in rows]
+        return session.sample("train", requests, sampling)
 
     rates = no_rates(len(ids))
     for first in range(0, len(ids), PROMPTS):
         prompts = range(first, min(first + PROMPTS, len(ids)))
         samples, *_ = share_samples(partial(sample, prompts))
         given, of = np.array([sample.rewards for sample in samples]), [sample.row for sample in samples]
-        sources = [base.sets["train"].rows[row].get("source") for row in of]
+        sources = [session.sets["train"].rows[row].get("source") for row in of]
         rates = with_samples(rates, np.array(of), passed(given, config, sources), step=0)
         if is_main:
             print(f"probe: {prompts[-1] + 1:,} of {len(ids):,} prompts, {n} completions each", flush=True)
     wait_for_all()
-    base.engine.close()
+    session.engine.close()
     if is_main:
         write_rates(rates, output / run_files.PASS_RATES)
-    base.processes.end_training()
+    session.processes.end_training()
     return summary(rates) if is_main else {}
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import operator
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +17,14 @@ from grpo_core import run_files
 from grpo_core.config.files import load_config
 from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
-from grpo_core.evaluation.samples import answer_columns, answers_of, prompt_columns, samples_table
+from grpo_core.evaluation.samples import Columns, answers_of, prompt_columns, samples_table
 from grpo_core.fingerprint import environment_parts, reward_parts
 from grpo_core.planning.plan import load_plan
 from grpo_core.rewards.trl_arguments import TrainerState
 from grpo_core.system.processes import importing
 
 if TYPE_CHECKING:
-    from grpo_core.rollout.collect import Sample
+    from grpo_core.rollout.collect import Scoring
 
 
 def evaluate(
@@ -42,81 +43,47 @@ def evaluate(
     """
     begun = time.monotonic()
     with importing():
-        from grpo_core.distributed import own_range, wait_for_all
-        from grpo_core.evaluation.base_policy import load_base
+        from grpo_core.distributed import wait_for_all
         from grpo_core.evaluation.comparison import compare_policies
         from grpo_core.evaluation.outcomes import deciding_metric
-        from grpo_core.model.divergence import mean_kl
-        from grpo_core.model.loading import load_model
-        from grpo_core.rollout.collect import share_samples
-        from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
+        from grpo_core.evaluation.sampling import answers_of_base, answers_of_model, load_sampling
 
     config = load_config(run / run_files.CONFIG)
     files = {name: run_files.prompts(run, file) for name, file in config.evaluation_files.items()}
     plan = load_plan(run / run_files.PLAN)
     state = TrainerState.after(plan.max_steps, plan)
-    loaded = load_base(config, files, config.evaluation_length, state)
-    config, processes, engine, base = loaded.config, loaded.processes, loaded.engine, loaded.model
-    sets, rewards, is_main = loaded.sets, loaded.scoring.rewards, processes.is_main_process
-    sampling, n = evaluation_sampling(config), config.evaluation.num_samples
+    session = load_sampling(config, files, config.evaluation_length, state)
+    config, processes, rewards = session.config, session.processes, session.scoring.rewards
     follows_plan = any(reward.reads_state for reward in rewards)
     if follows_plan:  # the earlier rewards are of another training's end
         earlier = None
-    as_base = {"dtype": loaded.dtype, "device": processes.device, "shard": loaded.shard}
-    columns = {name: prompt_columns(name, prompts.rows, config) for name, prompts in sets.items()}
-    policies: list[str] = []
-
-    def sample_share(name: str) -> tuple[list[Sample], float]:
-        prompts = sets[name]
-        rows = own_range(len(prompts.ids))
-        return loaded.sample(name, [evaluation_request(config, prompts, row, n) for row in rows], rows, sampling)
-
-    def sample(policy: str, model: Any) -> None:
-        policies.append(policy)
-        for name, prompts in sets.items():
-            if is_main:
-                print(f"evaluating the {policy} policy on {len(prompts.ids)} prompts ({name})", flush=True)
-            samples, *_ = share_samples(partial(sample_share, name))
-            columns[name] |= answer_columns(policy, samples, rewards)
-            if model is not base:
-                asked = [sample.prompt_ids for sample in samples]
-                completed = [sample.completion.ids for sample in samples]
-                masks = [sample.completion.mask for sample in samples]
-                columns[name][f"{policy}/kl"] = mean_kl(model, base, asked, completed, masks)
-
-    def sample_from(policy: str, folder: Path) -> None:
-        """Sample a policy, whose weights go when this returns: one beside the base is enough."""
-        model = load_model(folder, **as_base)
-        engine.sync_weights(model)
-        sample(policy, model)
-
-    def take(policy: str, answers: Path) -> None:
-        policies.append(policy)
-        for name, of_set in answers_of(policy, answers, columns).items():
-            columns[name] |= of_set
-
-    start_seconds = time.monotonic() - begun
-    if earlier and "base" in known:
-        take("base", earlier)
-    else:
-        sample("base", base)
-    if earlier and "champion" in known:
-        take("champion", earlier)
-    elif champion is not None:
-        part = _incompatible_part(base, champion, loaded.scoring.tokenizer)
-        if not part:
-            sample_from("champion", champion)
-        elif is_main:
+    taken = [policy for policy in ("base", "champion") if earlier and policy in known]
+    if champion and "champion" not in taken and (part := _incompatible_part(session.base, champion, session.scoring)):
+        if processes.is_main_process:
             print(f"the champion is left out: it has another {part} than {config.model.name_or_path}", flush=True)
-    sample_from("trained", run / run_files.TRAINING / run_files.MODEL)
+        champion = None
+    prompts = {name: prompt_columns(name, of_set.rows, config) for name, of_set in session.sets.items()}
+    start_seconds = time.monotonic() - begun
+
+    answers: dict[str, Columns] = {}
+    folders = {"base": None, "champion": champion, "trained": run / run_files.TRAINING / run_files.MODEL}
+    for policy, folder in folders.items():
+        if earlier and policy in taken:
+            answers[policy] = answers_of(policy, earlier, prompts)
+        elif policy == "base":
+            answers[policy] = answers_of_base(session)
+        elif folder is not None:
+            answers[policy] = answers_of_model(session, policy, folder)
     wait_for_all()
-    engine.close()
-    if not is_main:
+    session.engine.close()
+    if not processes.is_main_process:
         processes.end_training()
         return {}
 
+    policies = [*answers]
     scores = [f"{policy}/rewards/{reward.name}" for policy in policies for reward in rewards]
-    table = pl.concat([samples_table(values, scores) for values in columns.values()], how="diagonal")
+    columns = [functools.reduce(operator.or_, (of[name] for of in (prompts, *answers.values()))) for name in prompts]
+    table = pl.concat([samples_table(of_set, scores) for of_set in columns], how="diagonal")
     table.write_parquet(output / run_files.SAMPLES)
     found = compare_policies(table, config, policies)
     default_metric = deciding_metric(table, config.accuracy_reward)
@@ -129,7 +96,7 @@ def evaluate(
         "accuracy_reward": config.accuracy_reward,
         "deciding_metric": default_metric,
         "temperature": config.evaluation.temperature,
-        "num_samples": n,
+        "num_samples": config.evaluation.num_samples,
         "confidence": config.evaluation.confidence,
         "start_seconds": round(start_seconds, 3),
         "sets": found,
@@ -162,7 +129,7 @@ def outcomes_key(config: RunConfig, files: Mapping[str, Path], state: TrainerSta
     return digest.hexdigest()
 
 
-def _incompatible_part(base: Any, folder: Path, tokenizer: Any) -> str:
+def _incompatible_part(base: Any, folder: Path, scoring: Scoring) -> str:
     """Part of the policy in `folder` that keeps the base's engine from sampling from it; "" if there is none."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -175,5 +142,6 @@ def _incompatible_part(base: Any, folder: Path, tokenizer: Any) -> str:
     if shapes[0] != shapes[1]:
         return "architecture"
     own = from_pretrained(AutoTokenizer, folder)
+    tokenizer = scoring.tokenizer
     same = (own.get_vocab(), own.chat_template) == (tokenizer.get_vocab(), tokenizer.chat_template)
     return "" if same else "tokenizer"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ import polars as pl
 from grpo_core.config.columns import ANSWER
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import plain
+from grpo_core.data.units import group_of, whole_row
 from grpo_core.errors import GrpoError
 from grpo_core.rewards.builtin.record import written
 from grpo_core.rewards.contract import Reward
@@ -22,6 +21,7 @@ from grpo_core.system.tables import read_parquet
 if TYPE_CHECKING:
     from grpo_core.rollout.collect import Sample
 
+Columns = dict[str, dict[str, list[Any]]]  # of samples.parquet, by set
 GROUP = "group"  # the column with the value of evaluation.group_column
 SHOWN = ("opening", "conversation", "turns", "tool_calls", "failed_tool_calls", "environment_failure")
 
@@ -42,14 +42,14 @@ def answer_columns(policy: str, samples: Sequence[Sample], rewards: Sequence[Rew
     return columns | {f"{policy}/{name}": texts for name, texts in logged_columns(samples).items()}
 
 
-def answers_of(policy: str, samples: Path, columns: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, dict[str, Any]]:
-    """A policy's columns of each set, from the samples.parquet of another run. `columns`: those of the prompts, by set.
+def answers_of(policy: str, samples: Path, prompts: Columns) -> Columns:
+    """A policy's columns of each set, from the samples.parquet of another run. `prompts`: the columns of the prompts.
     Raises GrpoError if the rows are not of these prompts."""
     table, found = read_parquet(samples).sort("set", "row", "sample"), {}
-    for name, prompts in columns.items():
+    for name, columns in prompts.items():
         of_set = table.filter(set=name)
-        if of_set["row"].to_list() != prompts["row"] or of_set["sample"].to_list() != prompts["sample"]:
-            raise GrpoError(f"{samples}: {of_set.height} rows of the set {name!r}, not those of {len(prompts['row'])}")
+        if of_set["row"].to_list() != columns["row"] or of_set["sample"].to_list() != columns["sample"]:
+            raise GrpoError(f"{samples}: {of_set.height} rows of the set {name!r}, not those of {len(columns['row'])}")
         found[name] = of_set.select(pl.col(f"^{policy}/.*$")).to_dict(as_series=False)
     return found
 
@@ -73,22 +73,10 @@ def prompt_columns(name: str, rows: Sequence[Mapping[str, Any]], config: RunConf
     if config.data.sources:
         columns["source"] = [row["source"] for row in rows]
     if config.environment.factories:  # an environment begins with the whole row: the same prompt may be another task
-        columns["task"] = [_content(row) for row in rows]
+        columns["task"] = [whole_row(row) for row in rows]
     places: dict[str, list[Any]] = {
         "set": [name] * n * len(rows),
         "row": [row for row in range(len(rows)) for _ in range(n)],
         "sample": list(range(n)) * len(rows),
     }
     return places | {column: [value for value in values for _ in range(n)] for column, values in columns.items()}
-
-
-def group_of(row: Mapping[str, Any], column: str) -> str:
-    """Value of `evaluation.group_column` as text. Raises GrpoError if the row has none."""
-    if row.get(column) is None:
-        raise GrpoError(f"evaluation.group_column = {column!r}: an evaluated prompt has no value in this column")
-    return str(row[column])
-
-
-def _content(row: Mapping[str, Any]) -> str:
-    """Hash of a row's values."""
-    return hashlib.blake2b(json.dumps(row, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()

@@ -58,8 +58,8 @@ def plain_output_layer(model: Any) -> nn.Linear | None:
         return None
     if getattr(model.config.get_text_config(), "final_logit_softcapping", None):
         return None
-    ids = torch.arange(4, device=layer.weight.device)[None]
-    found = call_as_forward(model, lambda ids: layer(decoder(model)(input_ids=ids).last_hidden_state), ids)
+    ids, inner = torch.arange(4, device=layer.weight.device)[None], decoder(model)
+    found = call_as_forward(model, lambda ids: layer(inner(input_ids=ids).last_hidden_state), ids)
     return layer if torch.allclose(found, forward(model, input_ids=ids).logits) else None
 
 
@@ -102,14 +102,14 @@ def check_padding(model: Any, max_length: float) -> None:
     """Raises ConfigError if padding on the right changes the hidden states of a row, as it can in sparse attention when
     sequences are longer than the number of keys that it selects: tried on the run's longest sequence, or where that is
     longer than LONGEST, on as many tokens with the model's own lengths shortened. The check is strictest in float32."""
-    config = decoder(model).config
-    width = probe_width(config, max_length, LONGEST)
+    inner = decoder(model)
+    config, width = inner.config, probe_width(inner.config, max_length, LONGEST)
     length = 3 * width // 4
     rows = random_ids(model, (2, length)).to(model.device)
     padded = nn.functional.pad(rows, (0, width - length))
 
     def states(ids: Tensor) -> Tensor:
-        return decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
+        return inner(input_ids=ids, use_cache=False).last_hidden_state
 
     def differ() -> tuple[Tensor, Tensor]:
         bare = call_as_forward(model, states, rows)
@@ -167,10 +167,11 @@ def make_packable(model: Any, kinds: Sequence[Kind], *, max_length: float = math
 
 def _first_match(model: Any, kinds: Sequence[Kind], sequences: Sequences) -> tuple[Kind | None, str]:
     """Do as `make_packable` says. The sequences are of one length, their prompts too."""
-    ids, config, start = sequences.input_ids.to(model.device), decoder(model).config, int(sequences.prompt_lengths[0])
+    inner, ids, start = decoder(model), sequences.input_ids.to(model.device), int(sequences.prompt_lengths[0])
+    config = inner.config
 
     def states() -> Tensor:
-        return decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[:, start - 1 : -1].flatten(0, 1)
+        return inner(input_ids=ids, use_cache=False).last_hidden_state[:, start - 1 : -1].flatten(0, 1)
 
     plain, usual = call_as_forward(model, states), config._attn_implementation
     reasons: list[str] = []
@@ -179,7 +180,7 @@ def _first_match(model: Any, kinds: Sequence[Kind], sequences: Sequences) -> tup
             use_attention(config)
             batch = to_device(pack_batch(sequences, kind), model.device)
             with torch.set_grad_enabled(kind != "padded"):  # so that a kernel that cannot be compiled fails here
-                packed = call_as_forward(model, packed_states, decoder(model), batch)
+                packed = call_as_forward(model, packed_states, inner, batch)
                 if packed.requires_grad:
                     packed.sum().backward()
             difference, allowed = _difference(packed, plain), TOLERANCE[plain.dtype]

@@ -13,13 +13,11 @@ from grpo_core.model.capabilities import (
     LONGEST,
     PROBED,
     ROUNDING,
-    decoder,
     probe_width,
     random_ids,
     shortened,
 )
 from grpo_core.model.sequences import Sequences
-from grpo_core.model.sharded import is_sharded
 
 SHORTEST = 16  # tokens of a probe that are tried at least when memory runs out
 COMPARED = 2**17  # elements of the smallest trained parameters, whose gradients are compared
@@ -31,7 +29,7 @@ def why_not_packed(policy: Any) -> str:
     """Reason why packed passes give other gradients than padded rows; "" if they give the same."""
     if not (parameters := _parameters(policy)):
         return ""
-    config, dtype = decoder(policy.model).config, parameters[0].dtype
+    config, dtype = policy.decoder.config, parameters[0].dtype
     packed = _gradient(policy, parameters, PROBED)
     policy.packs, usual = False, config._attn_implementation
     try:
@@ -74,7 +72,7 @@ def check_recomputing(policy: Any) -> None:
 def _parameters(policy: Any) -> list[Tensor]:
     """The smallest trained parameters: one at least, up to COMPARED elements. None of a sharded model, whose gradients
     come in shards, nor of a frozen one."""
-    if is_sharded(policy.master):
+    if policy.is_sharded:
         return []
     trained = sorted((each for each in policy.model.parameters() if each.requires_grad), key=Tensor.numel)
     filled = torch.tensor([each.numel() for each in trained]).cumsum(0).tolist()
@@ -84,7 +82,7 @@ def _parameters(policy: Any) -> list[Tensor]:
 def _gradient(policy: Any, parameters: list[Tensor], longest: int, sequences: int = 3) -> Tensor:
     """Gradient of a random projection of hidden states, of the first of three completions of two prompts. The first
     fills the run's longest sequence, or `longest` tokens that are to the model what it is. (elements,)"""
-    width = probe_width(decoder(policy.model).config, policy.max_length, longest)
+    width = probe_width(policy.decoder.config, policy.max_length, longest)
     prompt, completion = width // 2, width - width // 2
     prompts, completions = torch.tensor([prompt, prompt, min(prompt, 3)]), torch.tensor([completion, prompt, 1])
     ids = random_ids(policy.model, (3, width))

@@ -82,8 +82,9 @@ class Policy(nn.Module):
     ):
         super().__init__()
         self.master = master
-        sharded = is_sharded(master)
-        self.model = model = working_copy(master) if bf16 and not sharded else master
+        self.is_sharded = is_sharded(master)
+        self.model = model = working_copy(master) if bf16 and not self.is_sharded else master
+        self.decoder = decoder(model)
         self.temperature, self.max_length = temperature, max_length
         self.output_layer = plain_output_layer(model)
         self.rounds_logits = bf16 and not gives_float32_logits(model)
@@ -92,7 +93,7 @@ class Policy(nn.Module):
         found, self.why_not = None, OWN_LOGITS
         if self.output_layer is not None:
             # In float32, where rounding does not change the routing of experts; kernels are tried in their own dtype.
-            with nullcontext() if on_gpu or sharded else in_float32(model):
+            with nullcontext() if on_gpu or self.is_sharded else in_float32(model):
                 found, self.why_not = make_packable(model, kinds, max_length=max_length)
         self.packs, self.attention = found is not None, found or kinds[0]
         self.recomputable, self.recomputed = _outermost_layers(model), 0
@@ -196,8 +197,8 @@ class Policy(nn.Module):
     def hidden_states(self, tokens: PackedBatch | PaddedRows) -> Float[Tensor, "N h"]:
         """Last hidden states that predict the completion tokens, row by row."""
         if isinstance(tokens, PackedBatch):
-            return packed_states(decoder(self.model), tokens)
-        states = decoder(self.model)(input_ids=tokens.input_ids, use_cache=False).last_hidden_state
+            return packed_states(self.decoder, tokens)
+        states = self.decoder(input_ids=tokens.input_ids, use_cache=False).last_hidden_state
         return states.flatten(0, 1).index_select(0, tokens.predicts)
 
     @contextmanager

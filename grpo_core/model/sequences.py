@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 
 def number_prompts(prompts: Iterable[Sequence[int]]) -> Tensor:
-    """Number of each prompt; those with equal token ids have the same. (B,) int64"""
+    """Number of each prompt, which is known by its token ids: equal ids have the same number, whichever dataset rows
+    they come from, and the same row another if an environment added to it. (B,) int64"""
     numbers: dict[tuple[int, ...], int] = {}
     return torch.tensor([numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts])
 
@@ -32,7 +33,7 @@ class Sequences:
     input_ids: Int64[Tensor, "B L"]
     prompt_lengths: Int64[Tensor, " B"]
     completion_lengths: Int64[Tensor, " B"]  # their largest is T
-    prompt_of: Int64[Tensor, " B"]  # see number_prompts
+    prompt_of: Int64[Tensor, " B"]  # number of the prompt's token ids, not of its dataset row: see number_prompts
 
     @property
     def lengths(self) -> Tensor:

@@ -33,27 +33,22 @@ class Answer:
 Answers = Generator[list[Answer], None, None]
 
 
-def completions_of(engine: Sampler, requests: Sequence[Request], rows: Sequence[int], sampling: Sampling) -> Answers:
+def completions_of(engine: Sampler, requests: Sequence[Request], sampling: Sampling) -> Answers:
     """Yield completions of one turn."""
     first = _places(requests)
     for finished in engine.generate(requests, sampling):
         yield [
-            Answer(first[number] + member, rows[number], requests[number].prompt_ids, completion)
+            Answer(first[number] + member, requests[number].row, requests[number].prompt_ids, completion)
             for number, completions in finished
             for member, completion in enumerate(completions)
         ]
 
 
 def conversations_of(
-    engine: Sampler,
-    requests: Sequence[Request],
-    rows: Sequence[int],
-    sampling: Sampling,
-    prompts: Prompts,
-    setting: Setting,
+    engine: Sampler, requests: Sequence[Request], sampling: Sampling, prompts: Prompts, setting: Setting
 ) -> Answers:
     """Yield conversations with tools or environments; each member of a request's group has its own."""
-    asked = [row for row, request in zip(rows, requests, strict=True) for _ in range(request.num_completions)]
+    rows = [request.row for request in requests for _ in range(request.num_completions)]
     if isinstance(engine, TakingSampler):
         first = _places(requests)
         ended: Iterable[list[tuple[int, Conversation]]] = (
@@ -63,11 +58,11 @@ def conversations_of(
     else:
         seeds = [request.seed + i for request in requests for i in range(request.num_completions)]
         limits = [token_limit(request, sampling) for request in requests for _ in range(request.num_completions)]
-        plays = [setting.converse(prompts.rows[row], row, limit) for row, limit in zip(asked, limits, strict=True)]
+        plays = [setting.converse(prompts.rows[row], row, limit) for row, limit in zip(rows, limits, strict=True)]
         ended = play(engine, plays, seeds, sampling)
     for talks in ended:
         yield [
-            Answer(place, asked[place], talk.prompt_ids or prompts.ids[asked[place]], _completion(talk), talk)
+            Answer(place, rows[place], talk.prompt_ids or prompts.ids[rows[place]], _completion(talk), talk)
             for place, talk in talks
         ]
 

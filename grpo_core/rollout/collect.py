@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from bisect import bisect_right
@@ -20,7 +19,7 @@ from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.metrics import of_source
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import decode_completions, text_of
-from grpo_core.data.order import Arranged, derive_seed, fresh_prompts, rollout_prompts, source_rows
+from grpo_core.data.order import Group, Schedule, source_rows
 from grpo_core.data.prompts import Prompts
 from grpo_core.distributed import gathered, own_range, processes_per_machine
 from grpo_core.environments.conversation import Said, conversation_metrics
@@ -34,11 +33,11 @@ from grpo_core.rewards.composition import counted, passed
 from grpo_core.rewards.contract import Reward
 from grpo_core.rewards.scoring import score_arriving
 from grpo_core.rewards.trl_arguments import UNKNOWN_PLAN, Logged, TrainerState
-from grpo_core.rollout.ahead import Ahead, Group, TakingSampler, requests_of, windows
+from grpo_core.rollout.ahead import Ahead, TakingSampler, windows
 from grpo_core.rollout.answers import Answer, completions_of, conversations_of
 from grpo_core.rollout.batch_metrics import age_metrics, length_metrics, logged_metrics, reward_metrics
 from grpo_core.rollout.process_work import TOKENS, work_metrics
-from grpo_core.rollout.requests import own_limit, training_sampling
+from grpo_core.rollout.requests import group_requests, training_sampling
 from grpo_core.rollout.types import Completion, Engine, GenerationBatch, Request, Sampler, Sampling
 from grpo_core.system.progress import phase, seconds_of_work
 
@@ -69,131 +68,131 @@ class Scoring:
     state: TrainerState = UNKNOWN_PLAN
 
 
+@dataclass(frozen=True)
+class BatchRequest:
+    """Generation batch `index`, which is to be sampled. Another `attempt` draws other samples of the same prompts."""
+
+    index: int
+    schedule: Schedule
+    config: RunConfig
+    prompts: Prompts
+    scoring: Scoring
+    engine: Engine
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """Scored completions of some groups, G of each, over all processes."""
+
+    samples: list[Sample]
+    generate_seconds: float
+    score_seconds: float
+    work: list[dict[str, float]]  # of each process, see work_metrics
+
+
 def collect(
-    index: int,
-    config: RunConfig,
-    plan: Plan,
-    prompts: Prompts,
-    scoring: Scoring,
-    engine: Engine,
-    attempt: int = 0,
-    groups: Ahead | Sequence[Group] = (),
-    arranged: Arranged = None,
+    request: BatchRequest, groups: Ahead | Sequence[Group] = ()
 ) -> tuple[GenerationBatch, list[Sample], list[Group]]:
-    """Return generation batch `index`, its samples in the same order, and the groups that are begun but not in it.
+    """Return a generation batch, its samples in the same order, and the groups that are begun but not in it.
 
-    Every process samples and scores its part, and all get the whole. Another `attempt` draws other samples of the same
-    prompts. `groups`: those that are sampled ahead, from which to take; or those to sample, by default those whose turn
-    it is. `arranged`: see `rollout_prompts`.
+    Every process samples and scores its part, and all get the whole. `groups`: groups sampled ahead to take from, or
+    groups to sample now (default: those scheduled for this batch).
     """
-    g = plan.num_generations
-    sampling = training_sampling(config.rollout)
-    seconds = {"time/generate": 0.0, "time/score": 0.0}
-    work: list[list[dict[str, float]]] = []  # of each process, in each draw
-
-    def draw(groups: Sequence[Group]) -> list[Sample]:
-        """Return G scored completions of each group, over all processes."""
-        mine = own_range(len(groups) * g)
-        requests, rows = _requests(groups, prompts, g, config, attempt, mine)
-        return scored(engine, requests, rows, [groups[completion // g][0] for completion in mine])
-
-    def take(ahead: Ahead) -> tuple[list[Sample], list[Group]]:
-        """Return G scored completions per group that is taken now, over all processes, and the groups that are left."""
-        process = PartialState()
-        begun = windows(ahead.begun, plan, config.seed, index, ahead.max_staleness, process.num_processes, arranged)
-        window = begun[process.process_index]
-        requests = requests_of(window, prompts, plan, config, attempt)
-        ahead.lookahead.begin(requests, sampling, ahead.max_staleness)
-        sampler = TakingSampler(ahead.lookahead, len(own_range(plan.prompts_per_generation)))
-        rows, turns = [row for _, row in window], [turn for turn, _ in window for _ in range(g)]
-        samples = scored(sampler, requests, rows, turns)
-        taken = {(sample.turn, sample.row) for sample in samples}
-        return samples, [group for window in begun for group in window if group not in taken]
-
-    def scored(
-        sampler: Sampler, requests: Sequence[Request], rows: Sequence[int], turns: Sequence[int]
-    ) -> list[Sample]:
-        """Return all processes' samples, this one's for `requests`; `turns`: of each of its completions."""
-
-        def sample() -> tuple[list[Sample], float]:
-            found, seconds = sample_and_score(sampler, requests, rows, sampling, prompts, scoring)
-            return [replace(each, turn=turns[each.place]) for each in found], seconds
-
-        start = time.perf_counter()
-        drawn, generated, worked = share_samples(sample)
-        seconds["time/generate"] += generated
-        seconds["time/score"] += time.perf_counter() - start - generated
-        work.append(worked)
-        return drawn
-
-    scheduled = rollout_prompts(plan, config.seed, index, arranged)
     if isinstance(groups, Ahead):
-        samples, left = take(groups)
+        first, left = _take(request, groups)
     else:
-        samples, left = draw(groups or [(index, row) for row in scheduled]), []
-    sampled, resampling = list(samples), dict[str, float]()
-    if config.rollout.dynamic_sample:
-        first_reward = _advantages(samples, config, plan).rewards.nanmean().item()
-        sampled += _replace_silent(samples, draw, index, config, plan, arranged)
+        first, left = _draw(request, groups or request.schedule.groups(request.index)), []
+    samples, draws, resampling = first.samples, [first], dict[str, float]()
+    if request.config.rollout.dynamic_sample:
+        samples, others = _replace_silent(request, samples)
+        draws += others
+        first_reward = _advantages(first.samples, request.config).rewards.nanmean().item()
         if not math.isnan(first_reward):
             resampling["dynamic_sampling/first_reward"] = first_reward
-        resampling["dynamic_sampling/resampled_groups"] = (len(sampled) - len(samples)) / g
+        resampling["dynamic_sampling/resampled_groups"] = (
+            sum(len(draw.samples) for draw in others) / request.schedule.plan.num_generations
+        )
+    work = [sum(map(Counter, own), Counter()) for own in zip(*(draw.work for draw in draws), strict=True)]
     metrics = {
         **conversation_metrics([sample.said for sample in samples if sample.said]),
-        **seconds,
-        **work_metrics([sum(map(Counter, own), Counter()) for own in zip(*work, strict=True)], processes_per_machine()),
+        "time/generate": sum(draw.generate_seconds for draw in draws),
+        "time/score": sum(draw.score_seconds for draw in draws),
+        **work_metrics(work, processes_per_machine()),
         **resampling,
     }
-    return generation_batch(index, config, plan, samples, sampled, metrics, arranged), samples, left
+    sampled = [sample for draw in draws for sample in draw.samples]
+    return generation_batch(request.index, request.schedule, request.config, samples, sampled, metrics), samples, left
 
 
-def _replace_silent(
-    samples: list[Sample],
-    draw: Callable[[Sequence[Group]], list[Sample]],
-    index: int,
-    config: RunConfig,
-    plan: Plan,
-    arranged: Arranged,
-) -> list[Sample]:
-    """Replace groups among `samples` whose completions all have the same reward by groups of other prompts, as often as
-    the configuration allows. Returns all samples drawn for that, some of which may have been replaced in turn."""
-    g, drawn = plan.num_generations, list[Sample]()
-    used = {*rollout_prompts(plan, config.seed, index, arranged), *(sample.row for sample in samples)}
-    for _ in range(config.rollout.max_resample_times):
-        silent = (_advantages(samples, config, plan).group_std == 0).nonzero().flatten().tolist()
-        replaced = [samples[group * g].row for group in silent]
-        found = fresh_prompts(plan, config.seed, index, used, replaced, arranged)
+def _draw(request: BatchRequest, groups: Sequence[Group]) -> _Draw:
+    """Sample the groups now."""
+    return _scored(request, request.engine, groups, own_range(len(groups) * request.config.rollout.num_generations))
+
+
+def _take(request: BatchRequest, ahead: Ahead) -> tuple[_Draw, list[Group]]:
+    """Take as many groups that are sampled ahead as a generation batch has. Returns them, and the groups left."""
+    process = PartialState()
+    begun = windows(ahead, request.schedule, request.index, process.num_processes)
+    window = begun[process.process_index]
+    sampler = TakingSampler(ahead, len(own_range(request.schedule.plan.prompts_per_generation)))
+    draw = _scored(request, sampler, window, range(len(window) * request.config.rollout.num_generations))
+    taken = {(sample.turn, sample.row) for sample in draw.samples}
+    return draw, [group for window in begun for group in window if group not in taken]
+
+
+def _scored(request: BatchRequest, sampler: Sampler, groups: Sequence[Group], mine: range) -> _Draw:
+    """Return all processes' samples of their groups, and of this one's the completions `mine`."""
+    config, start = request.config, time.perf_counter()
+    requests = group_requests(config, request.prompts, groups, mine, request.attempt)
+    turns = [groups[completion // config.rollout.num_generations][0] for completion in mine]
+
+    def sample() -> tuple[list[Sample], float]:
+        sampling = training_sampling(config.rollout)
+        found, seconds = sample_and_score(sampler, requests, sampling, request.prompts, request.scoring)
+        return [replace(each, turn=turns[each.place]) for each in found], seconds
+
+    samples, generating, work = share_samples(sample)
+    return _Draw(samples, generating, time.perf_counter() - start - generating, work)
+
+
+def _replace_silent(request: BatchRequest, samples: Sequence[Sample]) -> tuple[list[Sample], list[_Draw]]:
+    """Return the samples with other prompts' groups in the place of those whose completions all have the same reward,
+    replaced as often as the configuration allows, and all that was drawn for that."""
+    g, samples, draws = request.config.rollout.num_generations, [*samples], list[_Draw]()
+    used = {*request.schedule.prompts(request.index), *(sample.row for sample in samples)}
+    for _ in range(request.config.rollout.max_resample_times):
+        silent = (_advantages(samples, request.config).group_std == 0).nonzero().flatten().tolist()
+        found = request.schedule.fresh(request.index, used, [samples[group * g].row for group in silent])
         fresh = {group: row for group, row in zip(silent, found, strict=True) if row is not None}
         if not fresh:
             break
         used.update(fresh.values())
-        replacements = draw([(index, row) for row in fresh.values()])
-        drawn += replacements
-        for group, start in zip(fresh, range(0, len(replacements), g), strict=True):
-            samples[group * g : (group + 1) * g] = replacements[start : start + g]
-    return drawn
+        draws.append(_draw(request, [(request.index, row) for row in fresh.values()]))
+        for group, start in zip(fresh, range(0, len(draws[-1].samples), g), strict=True):
+            samples[group * g : (group + 1) * g] = draws[-1].samples[start : start + g]
+    return samples, draws
 
 
 def generation_batch(
     index: int,
+    schedule: Schedule,
     config: RunConfig,
-    plan: Plan,
     samples: Sequence[Sample],
     sampled: Sequence[Sample],
     metrics: dict[str, float],
-    arranged: Arranged = None,
 ) -> GenerationBatch:
     """Make generation batch `index` of `samples`, groups in a row, with advantages. `sampled`: these, and those of
     groups that were replaced; `metrics`: of the sampling.
 
     Raises NotFiniteError if the log-probability of a token is not finite.
     """
-    advantages, completions = _advantages(samples, config, plan), [sample.completion for sample in samples]
+    advantages, completions = _advantages(samples, config), [sample.completion for sample in samples]
     metrics = {
-        **_metrics_of(range(len(samples)), samples, advantages, plan.num_generations),
+        **_metrics_of(range(len(samples)), samples, advantages, config.rollout.num_generations),
         **reward_metrics(config.rewards, _matrix(samples)),
         **logged_metrics([sample.logged for sample in sampled]),
-        **_source_metrics(samples, advantages, plan),
+        **_source_metrics(samples, advantages, schedule.plan),
         **age_metrics(completions),
         **metrics,
     }
@@ -203,7 +202,7 @@ def generation_batch(
     trained = [_trained_mask(completion, config.algorithm) for completion in completions]
     return GenerationBatch(
         index=index,
-        scheduled_rows=rollout_prompts(plan, config.seed, index, arranged),
+        scheduled_rows=schedule.prompts(index),
         prompt_ids=[sample.prompt_ids for sample in samples],
         completion_ids=pad([completion.ids for completion in completions], torch.int64),
         completion_mask=pad(trained, torch.float32),
@@ -214,7 +213,7 @@ def generation_batch(
         sampled_completions=len(sampled),
         sampled_tokens=sum(sample.completion.sampled_tokens for sample in sampled),
         sampled_rows=torch.tensor([sample.row for sample in sampled]),
-        passed=torch.from_numpy(passed(_matrix(sampled), config, _sources(sampled, plan))),
+        passed=torch.from_numpy(passed(_matrix(sampled), config, _sources(sampled, schedule.plan))),
         metrics=metrics,
     )
 
@@ -253,11 +252,11 @@ def _matrix(samples: Sequence[Sample]) -> np.ndarray:
     return np.array([sample.rewards for sample in samples], dtype=np.float64)
 
 
-def _advantages(samples: Sequence[Sample], config: RunConfig, plan: Plan) -> Advantages:
+def _advantages(samples: Sequence[Sample], config: RunConfig) -> Advantages:
     return group_advantages(
         torch.from_numpy(counted(_matrix(samples), config.rewards)),
         torch.tensor([reward.weight for reward in config.rewards], dtype=torch.float64),
-        plan.num_generations,
+        config.rollout.num_generations,
         config.algorithm.scale_rewards,
         aggregation=config.algorithm.multi_objective_aggregation,
         estimator=config.algorithm.advantage_estimator,
@@ -267,12 +266,11 @@ def _advantages(samples: Sequence[Sample], config: RunConfig, plan: Plan) -> Adv
 def sample_and_score(
     engine: Sampler,
     requests: Sequence[Request],
-    rows: Sequence[int],
     sampling: Sampling,
     prompts: Prompts,
     scoring: Scoring,
 ) -> tuple[list[Sample], float]:
-    """Return the requests' completions, scored, and the seconds until the last was sampled; `rows`: of the requests.
+    """Return the requests' completions, scored, and the seconds until the last was sampled.
 
     Asynchronous rewards work on the requests that are finished while the others are sampled. A conversation whose
     environment fails gets None from every reward.
@@ -284,9 +282,9 @@ def sample_and_score(
     def sampled() -> Generator[list[Answer], None, None]:
         nonlocal ended
         answers = (
-            completions_of(engine, requests, rows, sampling)
+            completions_of(engine, requests, sampling)
             if setting is None
-            else conversations_of(engine, requests, rows, sampling, prompts, setting)
+            else conversations_of(engine, requests, sampling, prompts, setting)
         )
         for found in answers:
             held.extend(answer.conversation.environment for answer in found if answer.conversation)
@@ -340,23 +338,6 @@ def share_samples(
         if isinstance(problem, RolloutError):
             raise problem
     return [sample for sample in found if isinstance(sample, Sample)], seconds, [work for _, work in shares]
-
-
-def _requests(
-    groups: Sequence[Group], prompts: Prompts, g: int, config: RunConfig, attempt: int, mine: range
-) -> tuple[list[Request], list[int]]:
-    """Return requests for the completions `mine` of the groups, and their dataset rows.
-
-    A group may straddle two processes; its seeds continue where the other process's end.
-    """
-    requests: list[Request] = []
-    request_rows: list[int] = []
-    for position, members in itertools.groupby(mine, lambda completion: completion // g):
-        (turn, row), (first, *others) = groups[position], members
-        seeds, limit = derive_seed(config.seed, turn, attempt, row) + first % g, own_limit(config, prompts.rows[row])
-        requests.append(Request(prompts.ids[row], 1 + len(others), seeds, limit))
-        request_rows.append(row)
-    return requests, request_rows
 
 
 def _trained_mask(completion: Completion, config: AlgorithmConfig) -> list[float]:

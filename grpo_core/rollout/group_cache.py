@@ -60,7 +60,7 @@ class GroupCache:
     def __init__(
         self, model: Any, prompts: list[list[int]], copies: list[int], max_tokens: int, *, captures: bool = False
     ):
-        self.model = model
+        self.model, self.decoder = model, decoder(model)
         device = next(model.parameters()).device
         self.layers: dict[int, Layer] = {}
         self.lengths = torch.tensor([len(ids) for ids in prompts], device=device)
@@ -89,7 +89,7 @@ class GroupCache:
 
         # Padded on the right, where a causal model's other positions do not see it: no mask.
         positions = torch.arange(self.input_ids.shape[1], device=rows.device)[None]
-        hook = decoder(self.model).register_forward_hook(last_only)
+        hook = self.decoder.register_forward_hook(last_only)
         try:
             logits = self._forward(self.input_ids, positions)
         finally:
@@ -206,7 +206,7 @@ class GroupCache:
         hidden = ((places < self.first[:, None]) | (places > self.next))[:, None, None]
         self.own_bias = torch.zeros(hidden.shape, device=positions.device).masked_fill(hidden, -torch.inf)
         options = {"use_cache": False, "logits_to_keep": 1, "group_cache": self}
-        with _attention_of_ours(self.model):
+        with _attention_of_ours(self.decoder.config):
             return self.model(input_ids=input_ids, position_ids=positions, **options).logits[:, -1].float()
 
     def _replay(self, token: Tensor) -> Tensor:
@@ -256,8 +256,7 @@ ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
 
 
 @contextmanager
-def _attention_of_ours(model: Any) -> Iterator[None]:
-    config = decoder(model).config
+def _attention_of_ours(config: Any) -> Iterator[None]:
     former = config._attn_implementation
     config._attn_implementation = NAME
     try:

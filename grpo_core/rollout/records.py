@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from grpo_core.config.run import RunConfig
+from grpo_core.data.order import Schedule
 from grpo_core.data.recording import read_batch
 from grpo_core.planning.plan import Plan
 from grpo_core.rollout.collect import Sample, generation_batch
@@ -82,4 +83,5 @@ def replay(index: int, config: RunConfig, plan: Plan) -> tuple[GenerationBatch, 
         Sample(row, prompt_ids, Completion(ids, logprobs, truncated, mask, age), text, rewards)
         for row, prompt_ids, text, ids, logprobs, truncated, mask, age, rewards in rows
     ]
-    return generation_batch(index, config, plan, samples, samples, {"time/generate": 0.0, "time/score": 0.0}), samples
+    seconds = {"time/generate": 0.0, "time/score": 0.0}
+    return generation_batch(index, Schedule(plan, config.seed), config, samples, samples, seconds), samples

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
-from grpo_core.data.order import derive_seed
+from grpo_core.data.order import Group, derive_seed
 from grpo_core.data.prompts import Prompts
 from grpo_core.rollout.types import Request, Sampling
 
@@ -41,4 +42,20 @@ def evaluation_request(config: RunConfig, prompts: Prompts, row: int, num_sample
     """Return the request for completions of a held-out prompt; its seeds depend only on run seed and row."""
     limit = own_limit(config, prompts.rows[row])
     limit = limit and min(limit, config.evaluation_length)
-    return Request(prompts.ids[row], num_samples, derive_seed(config.seed, row), limit)
+    return Request(prompts.ids[row], num_samples, derive_seed(config.seed, row), limit, row=row)
+
+
+def group_requests(
+    config: RunConfig, prompts: Prompts, groups: Sequence[Group], mine: range, attempt: int
+) -> list[Request]:
+    """Return requests for the completions `mine` of the groups, each of one group. Another `attempt` draws others.
+
+    A group may straddle two processes; its seeds continue where the other process's end. They do not depend on when
+    the group is sampled.
+    """
+    g, requests = config.rollout.num_generations, list[Request]()
+    for position, members in itertools.groupby(mine, lambda completion: completion // g):
+        (turn, row), (first, *others) = groups[position], members
+        seed, limit = derive_seed(config.seed, turn, attempt, row) + first % g, own_limit(config, prompts.rows[row])
+        requests.append(Request(prompts.ids[row], 1 + len(others), seed, limit, row=row))
+    return requests

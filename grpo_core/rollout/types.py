@@ -35,7 +35,7 @@ class Request:
     """`num_completions` of one prompt; completion i is drawn with `seed + i`, whatever else is in the batch.
     `max_tokens`: a lower limit than the sampling's; None: the sampling's. `conversation`: the same number for all turns
     of a conversation, so that an engine with several caches samples them where the earlier turns are cached. `row`: the
-    dataset row of a conversation."""
+    prompt's dataset row."""
 
     prompt_ids: list[int]
     num_completions: int

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 from safetensors.torch import load_file, save_file
 
 from grpo_core.config.metrics import of_source
+from grpo_core.data.units import number_units, per_unit
 from grpo_core.distributed import own_range, read_tensors, write_tensors
 from grpo_core.model.loading import load_trainable_state, trainable_state
-from grpo_core.model.sharded import is_sharded
 from grpo_core.rewards.composition import weighted_sum
 from grpo_core.rewards.trl_arguments import TrainerState
 from grpo_core.rollout.batch_metrics import logged_metrics
@@ -34,44 +34,45 @@ WEIGHTS = "weights.safetensors"
 def evaluate_policy(session: Session, state: TrainingState, folder: Path) -> dict[str, float]:
     """Return metrics of the current policy; every process answers its part of the prompts, and all get the whole. The
     rewards on each prompt are written to `folder`, one file per evaluated update."""
-    held_out, engine = session.held_out, session.engine
-    assert held_out is not None and engine is not None
-    sync_weights(session, state)
-    rows = own_range(len(held_out.ids))
-    requests = [evaluation_request(session.config, held_out, row) for row in rows]
+    held_out, sampler = session.held_out, session.sampler
+    assert held_out is not None and sampler is not None
+    sync_weights(session, sampler, state)
+    requests = [evaluation_request(session.config, held_out, row) for row in own_range(len(held_out.ids))]
     sampling = evaluation_sampling(session.config)
     scoring = replace(session.scoring, state=TrainerState.after(state.updates, session.plan))
-    samples, *_ = share_samples(lambda: sample_and_score(engine, requests, rows, sampling, held_out, scoring))
+    samples, *_ = share_samples(lambda: sample_and_score(sampler.engine, requests, sampling, held_out, scoring))
     if session.accelerator.is_main_process:
         _write(samples, session, folder / f"step-{state.updates:06d}.parquet")
-    sources = [row.get("source", "") for row in held_out.rows]
-    metrics = _figures(samples, [*range(len(samples))], sources, session)
+    sources, units = [row.get("source", "") for row in held_out.rows], number_units(held_out.rows, session.config)
+    metrics = _figures(samples, [*range(len(samples))], sources, units, session)
     metrics |= {f"eval_{name}": value for name, value in logged_metrics([sample.logged for sample in samples]).items()}
     for name in session.config.evaluated_sources:
         own = [place for place, source in enumerate(sources) if source == name]
-        metrics |= of_source(_figures(samples, own, sources, session), name)
+        metrics |= of_source(_figures(samples, own, sources, units, session), name)
     return metrics
 
 
 def _figures(
-    samples: Sequence[Sample], places: Sequence[int], sources: Sequence[str], session: Session
+    samples: Sequence[Sample], places: Sequence[int], sources: Sequence[str], units: np.ndarray, session: Session
 ) -> dict[str, float]:
-    """Metrics of the samples at these places, as far as they were scored. `sources`: of all samples."""
+    """Metrics of the samples at these places, as far as they were scored: means over units, as in the report.
+    `sources` and `units`: of all samples."""
     own = [samples[place] for place in places]
     matrix = np.array([sample.rewards for sample in own])  # (N, K)
-    sums = weighted_sum(matrix, session.config.rewards)
     by_name = dict(zip([reward.name for reward in session.scoring.rewards], matrix.T, strict=True))
     judge = session.config.accuracy_reward
     judges = [judge if isinstance(judge, str) else judge[sources[place]] for place in places]
     right = np.array([by_name[name][n] for n, name in enumerate(judges)])
     figures = {
-        "eval_reward": sums[~np.isnan(sums)],
-        "eval_accuracy": right[~np.isnan(right)] == 1,
-        **{f"eval_rewards/{name}/mean": values[~np.isnan(values)] for name, values in by_name.items()},
-        "eval_completions/mean_length": np.array([sample.completion.sampled_tokens for sample in own]),
-        "eval_completions/clipped_ratio": np.array([sample.completion.truncated for sample in own]),
+        "eval_reward": weighted_sum(matrix, session.config.rewards),
+        "eval_accuracy": np.where(np.isnan(right), np.nan, right == 1),
+        **{f"eval_rewards/{name}/mean": values for name, values in by_name.items()},
+        "eval_completions/mean_length": np.array([float(sample.completion.sampled_tokens) for sample in own]),
+        "eval_completions/clipped_ratio": np.array([float(sample.completion.truncated) for sample in own]),
     }
-    return {name: float(values.mean()) for name, values in figures.items() if len(values)}
+    of_units = {name: per_unit(values, units[[*places]]) for name, values in figures.items()}
+    scored = {name: values[~np.isnan(values)] for name, values in of_units.items()}
+    return {name: float(values.mean()) for name, values in scored.items() if len(values)}
 
 
 def _write(samples: Sequence[Sample], session: Session, path: Path) -> None:
@@ -97,9 +98,9 @@ def keep_best(session: Session, state: TrainingState, folder: Path, checkpoints:
     final = _best(folder, state.best_step)
     temporary = final.with_suffix(".tmp")
     weights, is_main = trainable_state(session.model), session.accelerator.is_main_process
-    if is_main or is_sharded(session.model):
+    if is_main or session.policy.is_sharded:
         temporary.mkdir(parents=True, exist_ok=True)
-    if is_sharded(session.model):
+    if session.policy.is_sharded:
         write_tensors(weights, temporary)
     elif is_main:
         save_file({name: value.contiguous() for name, value in weights.items()}, temporary / WEIGHTS)

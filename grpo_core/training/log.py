@@ -98,7 +98,7 @@ class TrainingLog:
         }
         if self.plan.sources:
             columns["source"] = [self.session.prompts.rows[sample.row]["source"] for sample in samples]
-        if self.session.lookahead is not None:
+        if self.session.sampler and self.session.sampler.lookahead:
             columns["scheduled_batch"] = [sample.turn for sample in samples]
             columns["ages"] = pa.array([sample.completion.ages for sample in samples], pa.list_(pa.int64()))
         columns |= token_columns(samples) | conversation_columns(samples)
@@ -158,7 +158,7 @@ class TrainingLog:
             "max_staleness": state.max_staleness,
             "tokens_per_pass": self.session.memory.tokens,
             "recomputed_layers": recomputed,
-            "weights_reached_engine": self.session.probe.handover if self.session.probe else "",
+            "weights_reached_engine": self.session.sampler.probe.handover if self.session.sampler else "",
             "ran_out_of_memory": self.session.memory.reduced is not None
             or (recomputed > 0 and not self.session.config.train.gradient_checkpointing),
             "metrics": self.last,

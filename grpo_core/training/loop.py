@@ -197,8 +197,8 @@ def _finish(session: Session, state: TrainingState, log: TrainingLog) -> dict[st
     # While this thread waits, gloo's can let go of the last tensors, for which it needs the GIL; destroying the process
     # group joins it with the GIL held.
     wait_for_all()
-    if session.engine is not None:
-        session.engine.close()
+    if session.sampler is not None:
+        session.sampler.engine.close()
     session.accelerator.end_training()
     return result
 

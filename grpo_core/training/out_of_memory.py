@@ -12,7 +12,6 @@ from torch import Tensor
 from grpo_core.errors import TrainingError
 from grpo_core.model.policy import Policy
 from grpo_core.model.sequences import Sequences, pack
-from grpo_core.model.sharded import is_sharded
 
 CPU_TOKENS = 2048  # per pass on a CPU; with more, a layer's output leaves the cache before the next layer reads it
 
@@ -68,7 +67,7 @@ class OutOfMemoryRetry:
                 largest = max(sequences.tokens_of(part, share_prompts=share_prompts) for part in parts)
                 keeps = (
                     torch.is_grad_enabled()
-                    and not is_sharded(self.policy.master)
+                    and not self.policy.is_sharded
                     and self.policy.recomputed < len(self.policy.recomputable)
                 )
                 if largest <= longest and not keeps:
@@ -77,7 +76,7 @@ class OutOfMemoryRetry:
                         "pass; shorten max_completion_length, set train.gradient_checkpointing or model.use_peft, or "
                         f"take a smaller model ({error})"
                     ) from error
-                if is_sharded(self.policy.master) and largest > longest:
+                if self.policy.is_sharded and largest > longest:
                     fewer = max(largest // 2, longest)
                     raise SharedModelError(largest, fewer, self._advice(fewer), error) from error
             # After the exception is gone: it holds the activations of the attempt that failed.

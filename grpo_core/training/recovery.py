@@ -21,8 +21,8 @@ def resume(session: Session, checkpoints: Checkpoints) -> TrainingState:
     """Load the newest undamaged checkpoint and return its state; without one, the state at the start."""
     config = session.config
     require_same_folder(checkpoints.directory.parent, session.accelerator)
-    if session.engine is not None:
-        begin_probing(session)  # while both have the base's weights: a checkpoint changes them
+    if session.sampler is not None:
+        begin_probing(session, session.sampler)  # while both have the base's weights: a checkpoint changes them
     state = checkpoints.restore()
     if state is None:
         state = TrainingState(
@@ -91,7 +91,7 @@ def roll_back(session: Session, checkpoints: Checkpoints, log: TrainingLog, stat
         restored, rollout=None, roll_backs=state.roll_backs + 1, streaks={}, max_staleness=state.max_staleness
     )
     checkpoints.save(restored, session.config.train.save_total_limit, healthy=True)
-    if session.lookahead is not None:
-        session.lookahead.drop_begun()  # other samples are drawn from here on
+    if session.sampler and session.sampler.lookahead:
+        session.sampler.lookahead.drop_begun()  # other samples are drawn from here on
     log.rewind(restored)
     return restored

@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from grpo_core.algorithm.losses import top_entropy_mask
+from grpo_core.data.order import Group, Schedule
 from grpo_core.distributed import max_over_processes, sum_over_processes
 from grpo_core.model.loading import as_reference
 from grpo_core.model.policy import PassInputs, Policy
-from grpo_core.model.sharded import is_sharded
 from grpo_core.model.to_device import move
 from grpo_core.planning.sampling_notes import truncating_keys
 from grpo_core.rewards.trl_arguments import TrainerState
-from grpo_core.rollout.ahead import Ahead, Group
-from grpo_core.rollout.collect import Sample, collect
+from grpo_core.rollout.ahead import Ahead
+from grpo_core.rollout.collect import BatchRequest, Sample, collect
 from grpo_core.rollout.records import replay
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.sampling import kept_probability
-from grpo_core.rollout.types import Engine, GenerationBatch, Rollout
+from grpo_core.rollout.types import GenerationBatch, Rollout
 from grpo_core.system.progress import moved, phase
 from grpo_core.training.batch import balance_rows, has_gradient, join
 from grpo_core.training.curriculum import curriculum_metrics
-from grpo_core.training.session import Session
+from grpo_core.training.session import Sampler, Session
 from grpo_core.training.state import TrainingState
 from grpo_core.training.weight_sync import sync_weights
 
@@ -34,34 +34,35 @@ BIAS = 1.1  # factor of probability from which a sampled token counts as biased
 
 def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollout, list[Sample], list[Group]]:
     """Make generation batch `index`: sync weights, sample, score, advantages, old and reference log-probabilities.
-    Returns also its samples, and the groups that are left for later batches. Without an engine it is replayed."""
-    if session.engine is None:
+    Also returns the samples and the groups left for later batches. On a recording, the batch is replayed."""
+    if session.sampler is None:
         session.policy.refresh()
         batch, samples, left = *replay(index, session.config, session.plan), list[Group]()
     else:
-        batch, samples, left = _sample(session, session.engine, index, state)
+        batch, samples, left = _sample(session, session.sampler, index, state)
     old_logprobs, keep = _old_logprobs(session, batch)
     ref_logprobs = _ref_logprobs(session, batch)
-    if session.engine is not None and index == 0 and (keys := truncating_keys(session.config)):
+    if session.sampler is not None and index == 0 and (keys := truncating_keys(session.config)):
         batch = replace(batch, metrics=batch.metrics | _truncation_metrics(session, batch, keys))
     return Rollout(**vars(batch), old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, keep=keep), samples, left
 
 
 def _sample(
-    session: Session, engine: Engine, index: int, state: TrainingState
+    session: Session, sampler: Sampler, index: int, state: TrainingState
 ) -> tuple[GenerationBatch, list[Sample], list[Group]]:
     """Sample generation batch `index` from the current policy."""
-    s, drift = session, sync_weights(session, state)
+    s, drift = session, sync_weights(session, sampler, state)
     is_new = index == state.rollouts  # else it is sampled again after a roll-back
     groups: Ahead | Sequence[Group] = ()
-    if s.lookahead is not None:
-        groups = Ahead(s.lookahead, state.begun, state.max_staleness) if is_new else state.taken
+    if sampler.lookahead is not None:
+        groups = Ahead(sampler.lookahead, state.begun, state.max_staleness) if is_new else state.taken
     scoring = replace(s.scoring, state=TrainerState.after(state.updates, s.plan))
+    schedule = Schedule(s.plan, s.config.seed, state.arranged)
     batch, samples, left = collect(
-        index, s.config, s.plan, s.prompts, scoring, engine, state.roll_backs, groups, state.arranged
+        BatchRequest(index, schedule, s.config, s.prompts, scoring, sampler.engine, state.roll_backs), groups
     )
     metrics = {**batch.metrics, "sampling/sync_drift": drift, **curriculum_metrics(session, state, index)}
-    if s.lookahead is not None:
+    if sampler.lookahead is not None:
         metrics["sampling/max_staleness"] = float(state.max_staleness)
     batch = replace(batch, metrics=metrics)
     return batch, samples, left if is_new else state.begun
@@ -147,7 +148,7 @@ def _computed(
     def work(parts: list[Tensor]) -> None:
         passes = [(policy.prepare(own.take(part)), move([mine[part]], device)[0]) for part in parts]  # all ahead
         # All processes gather a sharded model's weights for each pass.
-        missing = max_over_processes(len(parts)) - len(parts) if is_sharded(policy.model) else 0
+        missing = max_over_processes(len(parts)) - len(parts) if policy.is_sharded else 0
         for inputs, places in passes:
             found[:, places, : inputs.shape[1]] = compute(inputs)
             moved()

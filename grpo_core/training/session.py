@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,20 +17,16 @@ from grpo_core import run_files
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.data.curriculum import PassRates, no_rates, read_rates
-from grpo_core.data.prompts import Prompts, load_prompts, load_tokenizer
+from grpo_core.data.prompts import Prompts
 from grpo_core.data.recording import check_recording, check_tokens
-from grpo_core.distributed import any_process, from_main, start_processes
-from grpo_core.environments.setting import Setting, make_setting
+from grpo_core.distributed import any_process, from_main
+from grpo_core.environments.setting import Setting
 from grpo_core.errors import TrainingError
-from grpo_core.model.capabilities import check_padding
 from grpo_core.model.checkpoint_fit import left_out
 from grpo_core.model.loading import copy_of_trainable_state, load_model, with_adapter
 from grpo_core.model.logprobs import FUSED
 from grpo_core.model.parallelize import sharding
 from grpo_core.model.policy import Policy
-from grpo_core.model.positions import check_context
-from grpo_core.model.precision import in_float32, with_precision_of
-from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.adapter import check_adapter
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.rewards.composition import check_curriculum, has_pass_rates
@@ -40,15 +35,23 @@ from grpo_core.rollout.collect import Scoring
 from grpo_core.rollout.conversations_ahead import ConversationsAhead
 from grpo_core.rollout.factory import make_engine
 from grpo_core.rollout.fallbacks import fallbacks
+from grpo_core.rollout.loading import check_lengths, read_prompts, start_configured
 from grpo_core.rollout.types import Engine, Lookahead
-from grpo_core.rollout.waiting import longest_wait, phase_limits
-from grpo_core.system.progress import expect
 from grpo_core.training.optimizer import learning_rate, make_optimizer
 from grpo_core.training.out_of_memory import OutOfMemoryRetry
 from grpo_core.training.pass_limit import first_limit
 from grpo_core.training.sync_probe import SHORTEST, Probe, probe_batch
 
 DATA_PARALLEL = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """What samples from the policy, and what checks that it has the policy's weights."""
+
+    engine: Engine
+    lookahead: Lookahead | None  # samples ahead of the training: the engine, or conversations with it
+    probe: Probe
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,8 @@ class Session:
     reference: Policy | None  # its own model; None without KL, and with an adapter, whose base is the reference
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]  # by the number of updates done
-    engine: Engine | None  # None: the training is on a recording
-    lookahead: Lookahead | None  # samples ahead of the training: the engine, or conversations with it
+    sampler: Sampler | None  # None: the training is on a recording
     memory: OutOfMemoryRetry
-    probe: Probe | None  # with an engine
     start: dict[str, Tensor] | None = None  # the adapter that the training started from, if the reference has it
     rates: PassRates | None = None  # at the start of the training; None if no reward tells what passes
 
@@ -78,8 +79,7 @@ def load_session(run: Path) -> Session:
     """Load and prepare everything that the run directory's configuration names. Raises TrainingError if the device's
     memory does not hold it together with gradients and optimizer state."""
     config, plan = load_config(run / run_files.CONFIG), load_plan(run / run_files.PLAN)
-    expect(config.train.hang_timeout, phase_limits(config))
-    accelerator = start_processes(longest_wait(config), deterministic=config.train.deterministic)
+    config, accelerator = start_configured(config, deterministic=config.train.deterministic)
     if accelerator.distributed_type not in DATA_PARALLEL:
         raise TrainingError(
             f"Accelerate is configured for {accelerator.distributed_type.value}, and this training divides model and "
@@ -91,7 +91,6 @@ def load_session(run: Path) -> Session:
             f"use `torchrun --nproc-per-node {plan.num_processes}`, or change train.num_processes "
             "and plan again"
         )
-    config = with_precision_of(config, accelerator.device)
     if accelerator.device.type == "cuda" and accelerator.is_main_process:
         for note in config.gpu_notes:
             print(note, flush=True)
@@ -120,12 +119,10 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     if is_recorded:
         check_recording(config, plan, run)
     rewards = [] if is_recorded else rewards_of(config)
-    tokenizer = load_tokenizer(config.model)
-    setting = make_setting(config, tokenizer)
-    encode = setting.encode if setting else None
-    read = partial(load_prompts, tokenizer=tokenizer, options=config.data.chat_template_kwargs, encode=encode)
-    prompts = read(run_files.prompts(run, "train"))
-    held_out = read(run_files.prompts(run, "eval")) if config.train.eval_steps else None
+    names = ["train", "eval"] if config.train.eval_steps else ["train"]
+    loaded = read_prompts(config, {name: run_files.prompts(run, name) for name in names})
+    tokenizer, setting = loaded.tokenizer, loaded.setting
+    prompts, held_out = loaded.sets["train"], loaded.sets.get("eval")
     if is_recorded:
         check_tokens(config, plan, tokenizer, prompts.rows)
         if setting:  # it was for the tokens of its prompts
@@ -134,34 +131,13 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     set_seed(config.seed)
     # vLLM cannot score a sequence of its greatest length: it needs room for one more token.
     longest = prompts.max_length + config.rollout.max_completion_length  # of the sequences that are trained
-    lengths = [SHORTEST + 1, longest]
-    if held_out is not None:
-        lengths.append(held_out.max_length + config.evaluation_length)
-    max_length = max(lengths)
-    bf16 = config.train.mixed_precision == "bf16"
-    base = _load_model(config, accelerator, frozen=config.model.use_peft, in_bf16=bf16 and config.model.use_peft)
-    check_context(base.config, max_length)
-    with nullcontext() if is_sharded(base) else in_float32(base):
-        check_padding(base, max_length)
+    evaluated = 0 if held_out is None else held_out.max_length + config.evaluation_length
+    max_length = max(SHORTEST + 1, longest, evaluated)
+    adapts, bf16 = config.model.use_peft, config.train.mixed_precision == "bf16"
+    base = _load_model(config, accelerator, frozen=adapts, in_bf16=bf16 and adapts)
+    check_lengths(base, max_length)
     model = with_adapter(base, config.model)
-    policy = Policy(
-        model,
-        config.rollout.temperature,
-        max_length=max_length,
-        bf16=bf16,
-        gradient_checkpointing=config.train.gradient_checkpointing,
-        torch_compile=config.train.torch_compile,
-    )
-    if accelerator.device.type in FUSED and policy.output_layer is not None:
-        from grpo_core.model.fused_logprobs import compile_kernels
-
-        compile_kernels(
-            len(policy.output_layer.weight),
-            torch.bfloat16 if bf16 else torch.float32,
-            accelerator.device,
-            entropy_gradient=config.algorithm.has_entropy_bonus,
-        )
-    policy.packs = not any_process(not policy.packs)  # processes divide rows by the cost of a pass, so they must agree
+    policy = _policy(model, config, accelerator, max_length)
     start = copy_of_trainable_state(policy.model) if config.model.adapter and config.algorithm.beta else None
     model_path = config.model.name_or_path
     engine = None if is_recorded else make_engine(config, model_path, policy.model, tokenizer, max_length)
@@ -183,17 +159,38 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         reference=reference,
         optimizer=optimizer,
         learning_rate=partial(learning_rate, config.train, plan),
-        engine=engine,
-        lookahead=_lookahead(engine, config, setting, prompts),
         memory=OutOfMemoryRetry(
             first_limit(config, plan, prompts.max_length, accelerator),
             policy,
-            prompts.max_length + config.rollout.max_completion_length,
+            longest,
         ),
-        probe=_probe(engine, config, prompts, max(lengths)) if engine is not None else None,
+        sampler=None if engine is None else _sampler(engine, config, setting, prompts, max_length),
         start=start,
         rates=_first_rates(run, config, len(prompts.rows)),
     )
+
+
+def _policy(model: Any, config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy:
+    bf16 = config.train.mixed_precision == "bf16"
+    policy = Policy(
+        model,
+        config.rollout.temperature,
+        max_length=max_length,
+        bf16=bf16,
+        gradient_checkpointing=config.train.gradient_checkpointing,
+        torch_compile=config.train.torch_compile,
+    )
+    if accelerator.device.type in FUSED and policy.output_layer is not None:
+        from grpo_core.model.fused_logprobs import compile_kernels
+
+        compile_kernels(
+            len(policy.output_layer.weight),
+            torch.bfloat16 if bf16 else torch.float32,
+            accelerator.device,
+            entropy_gradient=config.algorithm.has_entropy_bonus,
+        )
+    policy.packs = not any_process(not policy.packs)  # processes divide rows by the cost of a pass, so they must agree
+    return policy
 
 
 def _first_rates(run: Path, config: RunConfig, num_prompts: int) -> PassRates | None:
@@ -202,15 +199,13 @@ def _first_rates(run: Path, config: RunConfig, num_prompts: int) -> PassRates | 
     return no_rates(num_prompts) if has_pass_rates(config) else None
 
 
-def _probe(engine: Engine, config: RunConfig, prompts: Prompts, longest: int) -> Probe:
-    contexts, continuations = from_main(probe_batch(engine, prompts.ids, longest - 1))
-    return Probe(contexts, continuations, config.train.mixed_precision, config.rollout.max_sync_drift)
-
-
-def _lookahead(engine: Any, config: RunConfig, setting: Setting | None, prompts: Prompts) -> Lookahead | None:
-    if not config.rollout.max_staleness or engine is None:
-        return None
-    return engine if setting is None else ConversationsAhead(engine, setting, prompts)
+def _sampler(engine: Any, config: RunConfig, setting: Setting | None, prompts: Prompts, max_length: int) -> Sampler:
+    lookahead = None
+    if config.rollout.max_staleness:
+        lookahead = engine if setting is None else ConversationsAhead(engine, setting, prompts)
+    contexts, continuations = from_main(probe_batch(engine, prompts.ids, max_length - 1))
+    probe = Probe(contexts, continuations, config.train.mixed_precision, config.rollout.max_sync_drift)
+    return Sampler(engine, lookahead, probe)
 
 
 def _load_model(config: RunConfig, accelerator: Accelerator, *, frozen: bool, in_bf16: bool) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_core.data.curriculum import PassRates, with_samples
+from grpo_core.data.order import Group
 from grpo_core.planning.plan import Plan
 from grpo_core.rollout.types import Rollout
 
@@ -22,8 +23,8 @@ class TrainingState:
     updates: int = 0
     tokens_per_pass: int | None = None  # of a forward pass, at most, after memory has run out; None if it has not
     rollout: Rollout | None = None  # the generation batch in use
-    taken: list[tuple[int, int]] = field(default_factory=list)  # the groups of that batch; see rollout.ahead.Group
-    begun: list[tuple[int, int]] = field(default_factory=list)  # groups sampled ahead, for later batches
+    taken: list[Group] = field(default_factory=list)  # the groups of that batch
+    begun: list[Group] = field(default_factory=list)  # groups sampled ahead, for later batches
     rates: PassRates | None = None  # of the completions so far; None if no reward tells what passes
     arranged: dict[int, np.ndarray] | None = None  # rows of epochs by a curriculum, see data.order; None without one
     unrecorded: dict[str, float] | None = None  # metrics of the last update until its evaluation is complete

@@ -22,7 +22,6 @@ from grpo_core.distributed import (
 )
 from grpo_core.errors import NotFiniteError
 from grpo_core.model.policy import PassInputs
-from grpo_core.model.sharded import is_sharded
 from grpo_core.system.progress import moved, phase
 from grpo_core.training.batch import MicroBatch, idle_row, own_rows, take
 from grpo_core.training.interrupt import commit
@@ -57,7 +56,7 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
         session.policy.zero_grad()  # of both copies: memory may have run out between the two
         tally = _Tally(accelerator.device)
         rows = [take(batch, part) for part in parts]
-        if is_sharded(session.policy.master):  # all processes gather the weights for each pass
+        if session.policy.is_sharded:  # all processes gather the weights for each pass
             rows += [idle_row(batch)] * (max_over_processes(len(rows)) - len(rows))
         # All ahead, so that no pass waits for the CPU: what the model reads, and what the loss reads.
         passes = [(session.policy.prepare(some.sequences), some.to(accelerator.device)) for some in rows]
@@ -81,7 +80,7 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
     optimizer.step()
     optimizer.zero_grad()
     broken = not torch.stack([own_shard(parameter).isfinite().all() for parameter in parameters]).all()
-    if is_sharded(session.policy.master):  # else all processes have the same weights
+    if session.policy.is_sharded:  # else all processes have the same weights
         broken = any_process(broken)
     if broken:
         raise NotFiniteError(f"step {state.updates + 1}: the weights after the update are not finite", metrics)

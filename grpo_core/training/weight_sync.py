@@ -9,19 +9,18 @@ from grpo_core.distributed import failing_together, maxima_over_processes
 from grpo_core.errors import EngineError, NotFiniteError, RolloutError, TrainingError
 from grpo_core.model.sequences import Sequences, pad
 from grpo_core.system.progress import phase
-from grpo_core.training.session import Session
+from grpo_core.training.session import Sampler, Session
 from grpo_core.training.state import TrainingState
 from grpo_core.training.sync_probe import Probe, Scores
 
 
-def begin_probing(session: Session) -> None:
+def begin_probing(session: Session, sampler: Sampler) -> None:
     """Score the probe while engine and trainer both have the base's weights: how far they differ then is rounding, and
     bounds how far they may differ later. At a resumed start, too, they have the base's weights first.
 
     Raises TrainingError on every process if one finds a difference too large for rounding.
     """
-    probe, scores = session.probe, probe_logprobs(session)
-    assert probe is not None
+    probe, scores = sampler.probe, probe_logprobs(session, sampler)
     if not scores.trainer.isfinite().all():
         raise TrainingError("before the first update: the base model's log-probabilities are not finite")
     probe.compare(scores)
@@ -36,19 +35,18 @@ def begin_probing(session: Session) -> None:
 
 
 @phase("weight sync")
-def sync_weights(session: Session, state: TrainingState) -> float:
+def sync_weights(session: Session, sampler: Sampler, state: TrainingState) -> float:
     """Hand the policy's weights to the engine. Returns the mean |difference| of the probe's log-probabilities.
 
     Raises on every process: EngineError if one finds that weights did not arrive; TrainingError if one finds that its
     engine would sample from another policy than the one that is trained: too far from it, unchanged although the policy
     has moved, or lagging behind it.
     """
-    probe, engine = session.probe, session.engine
-    assert probe is not None and engine is not None
+    probe = sampler.probe
     session.policy.refresh()
     with failing_together(kind=EngineError):
-        how = engine.sync_weights(session.policy.model)
-    scores = probe_logprobs(session)
+        how = sampler.engine.sync_weights(session.policy.model)
+    scores = probe_logprobs(session, sampler)
     if not scores.trainer.isfinite().all():
         raise NotFiniteError(f"after step {state.updates}: the policy's log-probabilities are not finite")
     drift, unfollowed, lag = _largest(session, scores.drift, *probe.compare(scores))
@@ -73,12 +71,11 @@ def sync_weights(session: Session, state: TrainingState) -> float:
     )
 
 
-def probe_logprobs(session: Session) -> Scores:
+def probe_logprobs(session: Session, sampler: Sampler) -> Scores:
     """Log-probabilities of the probe batch, by the trainer and by the engine, with the weights that each has."""
-    probe = session.probe
-    assert probe is not None and session.engine is not None
+    probe = sampler.probe
     with failing_together(kind=RolloutError):
-        engine = session.engine.compute_logprobs(probe.sequences)
+        engine = sampler.engine.compute_logprobs(probe.sequences)
     lengths = [len(said) for said in probe.continuations] * (len(engine) // len(probe.continuations))
     scored = [value for row, n in zip(engine, lengths, strict=True) for value in row[-n:]]
     trainer = torch.cat([row[:n] for row, n in zip(_trainer_logprobs(session, probe), lengths, strict=False)])

@@ -12,6 +12,7 @@ import polars as pl
 
 from grpo_core.config.evaluation import HELD_OUT, Guard, PromotionConfig
 from grpo_core.config.run import RunConfig
+from grpo_core.data.units import paired_units
 from grpo_core.evaluation.outcomes import (
     bounds_of,
     deciding_metric,
@@ -19,7 +20,6 @@ from grpo_core.evaluation.outcomes import (
     grouped,
     left_unscored,
     outcomes,
-    paired_units,
     prompt_numbers,
     rewards_in,
     samples_of,

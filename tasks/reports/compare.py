@@ -12,7 +12,8 @@ import numpy as np
 from grpo_core.config.base import flatten
 from grpo_core.config.evaluation import EVALUATED_BY, HELD_OUT
 from grpo_core.config.metrics import DECIDING, EVALUATED, TRAINED
-from grpo_core.evaluation.outcomes import bounds_of, grouped, outcomes, paired_units, unit_name, unit_numbers
+from grpo_core.data.units import paired_units
+from grpo_core.evaluation.outcomes import bounds_of, grouped, outcomes, unit_name, unit_numbers
 from grpo_core.evaluation.statistics import Difference, paired_difference
 from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import series

@@ -19,8 +19,9 @@ import numpy as np
 from grpo_core.config.base import flatten
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
+from grpo_core.data.units import paired_units, per_unit
 from grpo_core.errors import GrpoError
-from grpo_core.evaluation.outcomes import bounds_of, grouped, paired_units, per_unit, unit_name, unit_numbers
+from grpo_core.evaluation.outcomes import bounds_of, grouped, unit_name, unit_numbers
 from grpo_core.evaluation.statistics import Difference, SeedDifference, paired_difference, seed_difference
 from tasks.rendering import figures
 from tasks.rendering.drawing import LINE_COLOURS

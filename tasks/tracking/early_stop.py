@@ -11,7 +11,8 @@ import numpy as np
 
 from grpo_core import run_files
 from grpo_core.config.run import RunConfig
-from grpo_core.evaluation.outcomes import bounds_of, number_equal, per_unit
+from grpo_core.data.units import number_units, per_unit
+from grpo_core.evaluation.outcomes import bounds_of
 from grpo_core.evaluation.sequential import has_fallen_behind
 from grpo_core.system.tables import read_parquet
 from tasks.stages.arms import arms_of, sweep_folder
@@ -83,9 +84,7 @@ class Race:
         self.stoppable, self.level = len(arms) - 1, rule["level"]
         lowest, highest = bounds_of("reward", config)
         self.most = highest - lowest
-        rows, group = read_parquet(run_files.prompts(run, "eval")), config.evaluation.group_column
-        whole = rows.rows() if config.environment.factories else rows["prompt"].to_list()
-        self.numbers = number_equal(rows[group].to_list() if group else whole)
+        self.numbers = number_units(read_parquet(run_files.prompts(run, "eval")).iter_rows(named=True), config)
         found = {run.parent / name: _training(run.parent / name, trainings[name]) for name in self.earlier}
         self.rivals = [there for other, there in found.items() if there and _asked(other) == _asked(run)]
 

@@ -62,7 +62,7 @@ def live(folder: Path) -> None:
                 }
             )
         if index == 2:
-            assert session.lookahead.begun
+            assert session.sampler.lookahead.begun
             os.killpg(int((folder / "pid").read_text()), signal.SIGKILL)
         return batch
 

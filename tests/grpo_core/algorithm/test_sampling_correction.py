@@ -82,7 +82,7 @@ def _begun(
 ) -> tuple[Session, MicroBatch]:
     """The session with these keys, and the first update of a rollout with random advantages."""
     session = _with(trained, rollout, algorithm)
-    session.engine.shares_cache = cache == "group cache"  # type: ignore[attr-defined]
+    session.sampler.engine.shares_cache = cache == "group cache"  # type: ignore[attr-defined]
     torch.manual_seed(0)
     batch = first_update(session, rollout_with(session, torch.randn(session.plan.generation_batch_size)))
     return session, batch

@@ -26,7 +26,7 @@ from grpo_core.data.curriculum import (
     with_samples,
     write_rates,
 )
-from grpo_core.data.order import epoch_rows, fresh_prompts, rollout_prompts, source_rows
+from grpo_core.data.order import Schedule, epoch_rows, source_rows
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs
 from grpo_core.planning.rules import PlanInputs, PlannedSource
 from tests.conftest import config_values
@@ -61,9 +61,9 @@ def test_every_generation_batch_is_full_of_distinct_prompts_whatever_the_rates(k
         assert (rows == again).all()
         assert len(rows) == plan.rollouts_per_epoch * plan.prompts_per_generation
         for index in range(plan.rollouts_per_epoch, 2 * plan.rollouts_per_epoch):
-            prompts = rollout_prompts(plan, seed, index, {1: rows})
+            prompts = Schedule(plan, seed, {1: rows}).prompts(index)
             assert len(set(prompts)) == len(prompts) == size
-            found = fresh_prompts(plan, seed, index, prompts, prompts[:1] * 3, {1: rows})
+            found = Schedule(plan, seed, {1: rows}).fresh(index, prompts, prompts[:1] * 3)
             fresh = [row for row in found if row is not None]
             assert set(fresh) <= set(rows.tolist()) - set(prompts)
             assert len(set(fresh)) == min(3, len(set(rows.tolist())) - size)
@@ -154,7 +154,7 @@ def test_without_any_rate_the_epoch_is_that_of_a_training_without_a_curriculum(k
     plan = _plan(43, 4)
     rows = arrange(epoch_rows(plan, 5, 0), no_rates(43), CurriculumConfig(**keys), plan, 5, 0)
     for index in range(plan.rollouts_per_epoch):
-        assert rollout_prompts(plan, 5, index, {0: rows}) == rollout_prompts(plan, 5, index)
+        assert Schedule(plan, 5, {0: rows}).prompts(index) == Schedule(plan, 5).prompts(index)
 
 
 def test_an_epoch_knows_all_batches_before_it_but_those_that_are_sampled_with_it() -> None:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from grpo_core.data.chat import decode_completions, encode_prompts
-from grpo_core.data.order import derive_seed, rollout_prompts, training_order
+from grpo_core.data.order import Schedule, derive_seed, training_order
 from grpo_core.data.prompts import load_prompts
 from grpo_core.errors import ConfigError
 from grpo_core.planning.plan import Plan, make_plan
@@ -131,10 +131,10 @@ def test_a_prompt_without_tokens_is_refused_with_its_row(tmp_path: Path) -> None
 def test_an_epoch_visits_each_prompt_at_most_once_and_drops_what_the_plan_says(plan: Plan) -> None:
     for epoch in range(3):
         first = epoch * plan.rollouts_per_epoch
-        seen = [p for r in range(first, first + plan.rollouts_per_epoch) for p in rollout_prompts(plan, 7, r)]
+        seen = [p for r in range(first, first + plan.rollouts_per_epoch) for p in Schedule(plan, 7).prompts(r)]
         assert len(seen) == len(set(seen)) == plan.num_prompts - plan.dropped_prompts_per_epoch
-    assert rollout_prompts(plan, 7, 0) != rollout_prompts(plan, 7, plan.rollouts_per_epoch)
-    assert rollout_prompts(plan, 7, 0) != rollout_prompts(plan, 8, 0)
+    assert Schedule(plan, 7).prompts(0) != Schedule(plan, 7).prompts(plan.rollouts_per_epoch)
+    assert Schedule(plan, 7).prompts(0) != Schedule(plan, 8).prompts(0)
 
 
 def test_every_row_of_a_generation_batch_is_trained_once_a_pass(plan: Plan) -> None:

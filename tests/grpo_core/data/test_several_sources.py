@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from grpo_core.config.inputs import CurriculumConfig
 from grpo_core.data.curriculum import PassRates, arrange
-from grpo_core.data.order import epoch_rows, fresh_prompts, rollout_prompts, source_counts, source_rows
+from grpo_core.data.order import Schedule, epoch_rows, source_counts, source_rows
 from grpo_core.planning.plan import Plan, PlanError, make_plan, read_plan
 from grpo_core.planning.rules import PlanInputs, PlannedSource
 
@@ -42,14 +42,14 @@ def test_the_counts_of_each_source_are_those_of_dealing_the_prompts_out(plan: Pl
     owner = [source.name for source in plan.sources for _ in range(source.num_prompts)]
     seen, dropped, size = Counter[str](), Counter[str](), plan.prompts_per_generation
     for rollout in range(plan.rollouts):
-        batch = rollout_prompts(plan, seed, rollout)
+        batch = Schedule(plan, seed).prompts(rollout)
         assert len(set(batch)) == size
         seen.update(owner[row] for row in batch)
     whole_epochs = plan.rollouts // plan.rollouts_per_epoch
     for epoch in range(whole_epochs):
         rows = epoch_rows(plan, seed, epoch).tolist()
         first = epoch * plan.rollouts_per_epoch
-        taken = [row for n in range(plan.rollouts_per_epoch) for row in rollout_prompts(plan, seed, first + n)]
+        taken = [row for n in range(plan.rollouts_per_epoch) for row in Schedule(plan, seed).prompts(first + n)]
         assert rows[: len(taken)] == taken
         dropped.update(owner[row] for row in rows[len(taken) :])
     assert source_counts(plan, seed) == {
@@ -106,9 +106,9 @@ def test_a_curriculum_fills_each_sources_places_of_every_batch_with_others_of_it
     assert (owner[found] == owner[rows[: len(found)]]).all()
     for number in range(plan.rollouts_per_epoch):
         index = epoch * plan.rollouts_per_epoch + number
-        batch = rollout_prompts(plan, seed, index, {epoch: found})
+        batch = Schedule(plan, seed, {epoch: found}).prompts(index)
         assert len(set(batch)) == len(batch) == size
-        fresh = fresh_prompts(plan, seed, index, set(batch), batch[:1], {epoch: found})[0]
+        fresh = Schedule(plan, seed, {epoch: found}).fresh(index, set(batch), batch[:1])[0]
         assert fresh is None or (owner[fresh] == owner[batch[0]] and fresh in found)
     for own in sources:
         turns, known = found[np.isin(found, own)].tolist(), rates.known[own.start : own.stop]
@@ -140,9 +140,9 @@ def test_sources_are_mixed_within_an_epoch_and_every_seed_mixes_them_otherwise()
 @pytest.mark.slow
 @given(plans(), st.data())
 def test_a_fresh_prompt_is_of_the_source_of_the_one_it_replaces(plan: Plan, data: st.DataObject) -> None:
-    batch = rollout_prompts(plan, SEED, 0)
+    batch = Schedule(plan, SEED).prompts(0)
     replaced = data.draw(st.lists(st.sampled_from(batch), unique=True))
-    fresh = fresh_prompts(plan, SEED, 0, set(batch), replaced)
+    fresh = Schedule(plan, SEED).fresh(0, set(batch), replaced)
     found = [row for row in fresh if row is not None]
     assert len(set(found)) == len(found) and not set(found) & set(batch)
     for own in source_rows(plan):
@@ -158,7 +158,7 @@ def test_one_source_is_ordered_as_without_sources() -> None:
         *[21, 19, 7, 17, 22, 2, 5, 13, 10, 8, 12, 3],
         *[4, 0, 18, 11, 15, 14, 20, 16, 1, 9, 6],
     ]
-    assert fresh_prompts(plain, SEED, 0, {0, 1}, [0, 1]) == [9, 19]
+    assert Schedule(plain, SEED).fresh(0, {0, 1}, [0, 1]) == [9, 19]
 
 
 def test_a_source_that_gives_nothing_is_refused() -> None:

@@ -23,7 +23,7 @@ from grpo_core.environments.processes import Environments
 from grpo_core.environments.setting import Setting, make_setting
 from grpo_core.environments.turns import TurnFormat
 from grpo_core.planning.plan import make_plan, plan_inputs
-from grpo_core.training import session as sessions
+from grpo_core.rollout import loading
 from tests.conftest import with_keys
 from tests.grpo_core.environments.scripted import TEMPLATE
 
@@ -108,8 +108,7 @@ def share_environments(monkeypatch: pytest.MonkeyPatch, environments: Environmen
             patch.setattr("grpo_core.environments.setting.Environments", lambda config: own)
             return make_setting(config, tokenizer)
 
-    monkeypatch.setattr(sessions, "make_setting", setting)
-    monkeypatch.setattr("grpo_core.environments.setting.make_setting", setting)
+    monkeypatch.setattr(loading, "make_setting", setting)
 
 
 def said_in(run: Path) -> list[dict[str, Any]]:

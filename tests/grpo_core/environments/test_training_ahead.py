@@ -19,7 +19,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from grpo_core.config.files import dump_config, parse_config
-from grpo_core.data.order import rollout_prompts
+from grpo_core.data.order import Schedule
 from grpo_core.environments import conversation, processes
 from grpo_core.environments.processes import Environments
 from grpo_core.environments.setting import Setting
@@ -124,7 +124,7 @@ def test_conversations_go_on_with_new_weights_and_each_prompt_is_trained_as_plan
     assert result["counted"] == result["planned"]
     assert result["roll_backs"] == rolls_back
     trained = Counter((sample.turn, sample.row) for _, samples in taken.values() for sample in samples)
-    scheduled = [(i, row) for i in range(plan.rollouts) for row in rollout_prompts(plan, config.seed, i)]
+    scheduled = [(i, row) for i in range(plan.rollouts) for row in Schedule(plan, config.seed).prompts(i)]
     assert trained == dict.fromkeys(scheduled, GROUP)
     oldest, mixed = 0, 0
     model, tokenizer = copy.deepcopy(made[0].real.model), made[0].script.format.tokenizer

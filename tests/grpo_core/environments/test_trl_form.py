@@ -35,12 +35,12 @@ def _play(config: dict[str, Any], scripts: list[list[str]], rewards: list[str], 
         data = [{"prompt": [{"role": "user", "content": f"#{i}"}], **row} for i, row in enumerate(rows)]
         setting = Setting(environments, FORMAT)
         prompts = Prompts(data, [setting.encode(row) for row in data], 0)
-        requests = [Request(ids, 1, 0, 4000) for ids in prompts.ids]
+        requests = [Request(ids, 1, 0, 4000, row=row) for row, ids in enumerate(prompts.ids)]
         functions = [
             resolve_here(RewardConfig(name=str(i), function=name, weight=1.0)) for i, name in enumerate(rewards)
         ]
         samples, _ = sample_and_score(
-            Scripted(scripts, FORMAT), requests, range(len(rows)), Sampling(4000), prompts,
+            Scripted(scripts, FORMAT), requests, Sampling(4000), prompts,
             Scoring(FORMAT.tokenizer, functions, setting),
         )  # fmt: skip
         return samples, environments

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.config.files import parse_config
+from grpo_core.data.units import paired_units, per_unit
 from grpo_core.errors import GrpoError
 from grpo_core.evaluation.comparison import compare_policies
-from grpo_core.evaluation.outcomes import paired_units, per_unit, unit_numbers
+from grpo_core.evaluation.outcomes import unit_numbers
 from grpo_core.evaluation.samples import prompt_columns, samples_table
 from grpo_core.evaluation.statistics import BINARY, estimate, paired_difference
 from tests.made_up import NUM_PROMPTS, outcomes_of, samples_of, values_of

@@ -319,7 +319,7 @@ def test_old_log_probabilities_that_nothing_reads_are_not_computed(session: Sess
     session.policy.forward = lambda i, **keys: seen.append(i.shape[0]) or forward(i, **keys)  # type: ignore[method-assign]
     advantages = torch.tensor([0.0, 1.0, -1.0, 0.0]).repeat(session.plan.generation_batch_size // 4)
     rollout_with(session, advantages)
-    assert sum(seen) - len(session.probe.sequences) == (len(advantages) if every else len(advantages) // 2)
+    assert sum(seen) - len(session.sampler.probe.sequences) == (len(advantages) if every else len(advantages) // 2)
 
 
 def test_an_off_policy_update_without_any_advantage_has_figures(session: Session) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.data.order import rollout_prompts, training_order
+from grpo_core.data.order import Schedule, training_order
 from grpo_core.planning.plan import PlanError, make_plan
 from grpo_core.planning.rules import PlanInputs
 
@@ -195,7 +195,7 @@ def test_an_epoch_samples_no_prompt_twice_and_trains_every_completion_once_a_pas
     plan = make_plan(inputs)
     for epoch in range(2):
         rollouts = range(epoch * plan.rollouts_per_epoch, (epoch + 1) * plan.rollouts_per_epoch)
-        rows = [row for rollout in rollouts for row in rollout_prompts(plan, seed, rollout)]
+        rows = [row for rollout in rollouts for row in Schedule(plan, seed).prompts(rollout)]
         assert len(set(rows)) == len(rows) == plan.num_prompts - plan.dropped_prompts_per_epoch
         assert set(rows) <= set(range(plan.num_prompts))
     order = training_order(plan, seed, 0)

@@ -11,7 +11,7 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from grpo_core.config.files import load_config
-from grpo_core.evaluation.base_policy import load_base
+from grpo_core.evaluation.sampling import load_sampling
 from grpo_core.model import packed_attention
 from grpo_core.rollout.fallbacks import fallbacks
 from grpo_core.training.session import load_session
@@ -35,7 +35,7 @@ CAPPED = {"head_dim": 16, "sliding_window": 4000, "final_logit_softcapping": 2.0
 def said_of(run: Path, values: dict[str, Any]) -> list[str]:
     session = load_session(make_run(run, values))
     AcceleratorState._reset_state(reset_partial_state=True)
-    return without_line(fallbacks(session.engine, session.policy))
+    return without_line(fallbacks(session.sampler.engine, session.policy))
 
 
 def without_line(notes: list[str]) -> list[str]:
@@ -94,6 +94,6 @@ def test_an_evaluation_says_how_it_samples(tmp_path: Path, capsys: pytest.Captur
     run = make_run(tmp_path / "run", config_values(folder, tmp_path))
     config = load_config(run / "config.toml")
     capsys.readouterr()
-    base = load_base(config, {"held_out": run / "dataset" / "eval.parquet"}, 6)
+    session = load_sampling(config, {"held_out": run / "dataset" / "eval.parquet"}, 6)
     AcceleratorState._reset_state(reset_partial_state=True)
-    assert fallbacks(base.engine) == capsys.readouterr().out.splitlines() == [UNSHARED + WINDOW]
+    assert fallbacks(session.engine) == capsys.readouterr().out.splitlines() == [UNSHARED + WINDOW]

@@ -27,7 +27,7 @@ from grpo_core.rollout.collect import Scoring
 from grpo_core.rollout.types import Completion, Finished, Request, Sampling
 from grpo_core.training import loop as trainer
 from grpo_core.training.out_of_memory import OutOfMemoryRetry
-from grpo_core.training.session import Session
+from grpo_core.training.session import Sampler, Session
 from grpo_core.training.sync_probe import Probe
 from tests.conftest import config_values
 
@@ -166,10 +166,8 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator, folder: Pat
         reference=None,
         optimizer=optimizer,
         learning_rate=lambda updates: 0.01,
-        engine=engine,
-        lookahead=engine if config.rollout.max_staleness else None,
+        sampler=Sampler(engine, engine if config.rollout.max_staleness else None, Probe([[0]], [[1]], "no")),
         memory=OutOfMemoryRetry(1000, policy),  # a pass an update: passes are not counted
-        probe=Probe([[0]], [[1]], "no"),
         rates=no_rates(plan.num_prompts),
     )
     with (

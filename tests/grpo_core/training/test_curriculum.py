@@ -17,7 +17,7 @@ from torch import nn
 from benchmarks.staleness_learning import VirtualServers
 from grpo_core.config.files import load_config
 from grpo_core.data.curriculum import PassRates, arrange, known_batches, no_rates, read_rates, with_samples, write_rates
-from grpo_core.data.order import epoch_rows, rollout_prompts
+from grpo_core.data.order import Schedule, epoch_rows
 from grpo_core.errors import ConfigError
 from grpo_core.planning.plan import load_plan
 from grpo_core.planning.sampling_ahead import batches_ahead
@@ -82,7 +82,7 @@ def _expect_prompts_by_the_rule(run: Path) -> None:
         epoch = index // plan.rollouts_per_epoch
         rates = known[known_batches(plan, epoch, ahead)]
         arranged = arrange(epoch_rows(plan, 0, epoch), rates, keys, plan, 0, epoch)
-        expected.update({(index, row): 4 for row in rollout_prompts(plan, 0, index, {epoch: arranged})})
+        expected.update({(index, row): 4 for row in Schedule(plan, 0, {epoch: arranged}).prompts(index)})
         turns = table.get("scheduled_batch", [index] * len(table["row"]))
         trained.update(zip(turns, table["row"], strict=True))
     assert trained == expected
@@ -198,7 +198,7 @@ def test_without_a_curriculum_the_rates_are_kept_and_change_nothing(values: dict
     train(run, run / "training")
     plan = load_plan(run / "plan.json")
     rows = [table["row"][::4] for table in _records(run)]
-    assert rows == [rollout_prompts(plan, 0, index) for index in range(plan.rollouts)]
+    assert rows == [Schedule(plan, 0).prompts(index) for index in range(plan.rollouts)]
     assert read_rates(run / RATES, PROMPTS).completions.sum() == plan.completions
     assert not any(name.startswith("curriculum/") for name in metrics_of(run)[0])
 

@@ -16,7 +16,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.inputs import RewardConfig
-from grpo_core.data.order import rollout_prompts
+from grpo_core.data.order import Schedule
 from grpo_core.data.prompts import Prompts
 from grpo_core.distributed import range_of_process
 from grpo_core.errors import TrainingError
@@ -26,7 +26,8 @@ from grpo_core.model.policy import PassInputs, Policy
 from grpo_core.model.sequences import Sequences
 from grpo_core.planning.plan import load_plan
 from grpo_core.rewards.contract import resolve
-from grpo_core.rollout.collect import Scoring, _requests, sample_and_score
+from grpo_core.rollout.collect import Scoring, sample_and_score
+from grpo_core.rollout.requests import group_requests
 from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Sampling
 from tests.conftest import with_keys
@@ -357,16 +358,16 @@ def test_replacements_end_at_their_bound(values: dict[str, Any], tmp_path: Path)
 def test_processes_share_groups_out_whatever_their_number_and_ask_for_nothing_twice_or_in_vain(
     values: dict[str, Any], processes: int, g: int, groups: int
 ) -> None:
-    config = parse_config(values)
+    config = parse_config(with_keys(values, num_generations=g, per_device_train_batch_size=g))
     turns, prompts = [(0, row) for row in range(groups)], Prompts([{}] * groups, [[row] for row in range(groups)], 1)
 
     def drawn(processes: int) -> list[tuple[list[int], int]]:
         found = []
         for place in range(processes):
             mine = range_of_process(groups * g, place, processes)
-            requests, request_rows = _requests(turns, prompts, g, config, 0, mine)
+            requests = group_requests(config, prompts, turns, mine, attempt=0)
             assert all(request.num_completions > 0 for request in requests)
-            assert request_rows == [request.prompt_ids[0] for request in requests]
+            assert [request.row for request in requests] == [request.prompt_ids[0] for request in requests]
             found += [(r.prompt_ids, r.seed + i) for r in requests for i in range(r.num_completions)]
         return found
 
@@ -378,7 +379,7 @@ def test_a_process_without_a_share_of_the_prompts_scores_nothing(model_folder: P
     tokenizer, model = AutoTokenizer.from_pretrained(model_folder), load_model(model_folder)
     rewards = [resolve(RewardConfig(function="length"))]
     engine = TransformersEngine(model, tokenizer)
-    samples, _ = sample_and_score(engine, [], [], Sampling(4), Prompts([], [], 0), Scoring(tokenizer, rewards))
+    samples, _ = sample_and_score(engine, [], Sampling(4), Prompts([], [], 0), Scoring(tokenizer, rewards))
     assert samples == []
 
 
@@ -389,6 +390,6 @@ def test_prompts_are_seen_in_the_planned_order(values: dict[str, Any], tmp_path:
     rows = pq.read_table(run / "dataset" / "train.parquet")["prompt"].to_pylist()
     for index in range(plan.rollouts):
         table = pq.read_table(run / "training" / "completions" / f"rollout-{index:06d}.parquet").to_pydict()
-        assert table["prompt"][::4] == [rows[row] for row in rollout_prompts(plan, 0, index)]
+        assert table["prompt"][::4] == [rows[row] for row in Schedule(plan, 0).prompts(index)]
         assert table["prompt_tokens"][0] == len(table["prompt"][0])
         assert max(table["completion_tokens"]) <= 6

@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks.staleness_learning import VirtualServers
 from grpo_core.config.files import load_config
-from grpo_core.data.order import rollout_prompts
+from grpo_core.data.order import Schedule
 from grpo_core.planning.plan import load_plan
 from grpo_core.training import loop as trainer
 from grpo_core.training import session
@@ -132,7 +132,7 @@ def test_after_a_roll_back_each_prompt_is_trained_as_planned_on_other_samples_no
     assert trained == {
         (index, prompts[row]): plan.num_generations
         for index in range(plan.rollouts)
-        for row in rollout_prompts(plan, config.seed, index)
+        for row in Schedule(plan, config.seed).prompts(index)
     }
     (turns,) = done
     assert {turn for turn, _ in turns} != {3}, "the batch has groups whose turn is another batch's"

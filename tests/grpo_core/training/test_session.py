@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from grpo_core.config.base import LONGEST_SECONDS
 from grpo_core.config.files import parse_config
 from grpo_core.errors import TrainingError
+from grpo_core.rollout import loading
 from grpo_core.rollout.waiting import longest_wait
-from grpo_core.training import session as sessions
 from grpo_core.training.optimizer import AdamW8bit
 from grpo_core.training.session import load_session
 from tests.conftest import config_values, make_run, with_keys
@@ -60,7 +60,7 @@ def test_the_processes_of_a_training_wait_that_long(
         raise Asked(limit)
 
     run = make_run(tmp_path / "run", values)
-    monkeypatch.setattr(sessions, "start_processes", start)
+    monkeypatch.setattr(loading, "start_processes", start)
     with pytest.raises(Asked) as asked:
         load_session(run)
     assert asked.value.args == (longest_wait(parse_config(values)),)
@@ -70,7 +70,8 @@ def test_the_processes_of_a_training_wait_that_long(
 def test_an_accelerate_that_would_shard_is_refused(
     kind: DistributedType, values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "start_processes", lambda *_, **__: SimpleNamespace(distributed_type=kind))
+    started = SimpleNamespace(distributed_type=kind, device=torch.device("cpu"))
+    monkeypatch.setattr(loading, "start_processes", lambda *_, **__: started)
     with pytest.raises(TrainingError, match=rf"configured for {kind.value}, .* `torchrun`"):
         load_session(make_run(tmp_path / "run", values))
 

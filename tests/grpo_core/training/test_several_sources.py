@@ -14,7 +14,7 @@ import pytest
 
 from grpo_core.config.files import dump_config, parse_config
 from grpo_core.data.curriculum import read_rates
-from grpo_core.data.order import rollout_prompts, source_counts, source_rows
+from grpo_core.data.order import Schedule, source_counts, source_rows
 from grpo_core.planning.plan import load_plan, make_plan, plan_inputs
 from grpo_core.training.loop import train
 from tasks.data.sources import data_set
@@ -128,7 +128,7 @@ def test_a_curriculum_keeps_each_sources_share_and_is_resumed_bit_for_bit(model_
     rates = read_rates(whole / "training" / "pass_rates.parquet", 40)
     assert all(rates.known[own.start : own.stop].any() for own in source_rows(plan))
     assert rates.completions.sum() == len(found)
-    plain = Counter(row for index in range(plan.rollouts) for row in rollout_prompts(plan, 0, index))
+    plain = Counter(row for index in range(plan.rollouts) for row in Schedule(plan, 0).prompts(index))
     taken = {row: count // plan.num_generations for row, count in Counter(found["row"]).items()}
     for own in source_rows(plan):
         assert [taken.get(row, 0) for row in own] != [plain[row] for row in own], "the curriculum takes others"

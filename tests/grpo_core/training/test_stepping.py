@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from grpo_core.config.files import parse_config
-from grpo_core.data.order import rollout_prompts
+from grpo_core.data.order import Schedule
 from grpo_core.planning.plan import make_plan, plan_inputs
 from tests.conftest import config_values
 from tests.grpo_core.training.several import in_processes
@@ -68,7 +68,7 @@ def test_sampling_ahead_trains_every_group_once_in_the_process_where_it_began_an
         config = parse_config(config_values(Path("model"), Path("data"), **{"max_steps": None, **each["keys"]}))
         plan, own = make_plan(plan_inputs(config, each["num_prompts"])), [process[n] for process in processes]
         taken = Counter(prompt for process in own for batch in process["rollouts"] for prompt, _ in batch)
-        scheduled = (row for index in range(plan.rollouts) for row in rollout_prompts(plan, config.seed, index))
+        scheduled = (row for index in range(plan.rollouts) for row in Schedule(plan, config.seed).prompts(index))
         assert taken == Counter(scheduled), each
         for process in own:
             assert process["result"] == plan.counts(plan.max_steps)

@@ -84,14 +84,16 @@ def test_a_bound_of_ones_own_alone_decides_how_far_the_two_may_come_apart(
 ) -> None:
     keys = {"mixed_precision": "bf16", **({"max_sync_drift": own_bound} if own_bound else {})}
     set_up_ = session.load_session(make_run(tmp_path / "run", with_keys(values, **keys)))
-    progress, score = TrainingState(tokens_per_pass=100), set_up_.engine.compute_logprobs
-    sync_weights(set_up_, progress)
-    set_up_.engine.compute_logprobs = lambda sequences: [[value + 0.09 for value in row] for row in score(sequences)]  # type: ignore[method-assign]
+    progress, sampler = TrainingState(tokens_per_pass=100), set_up_.sampler
+    assert sampler is not None
+    score = sampler.engine.compute_logprobs
+    sync_weights(set_up_, sampler, progress)
+    sampler.engine.compute_logprobs = lambda sequences: [[value + 0.09 for value in row] for row in score(sequences)]  # type: ignore[method-assign]
     if own_bound:
-        assert sync_weights(set_up_, progress) == pytest.approx(0.09, abs=0.01)
+        assert sync_weights(set_up_, sampler, progress) == pytest.approx(0.09, abs=0.01)
     else:
         with pytest.raises(TrainingError, match=r"have come apart \S+ times as far as rounding explains"):
-            sync_weights(set_up_, progress)
+            sync_weights(set_up_, sampler, progress)
 
 
 @pytest.mark.parametrize(("off", "stops"), [(0.2, False), (0.4, True)])
@@ -100,15 +102,17 @@ def test_rounding_with_the_bases_weights_sets_the_bound_and_another_model_stops_
 ) -> None:
     """Twice the usual bound is no reason to stop if it was there before anything was trained."""
     session_ = session.load_session(make_run(tmp_path / "run", with_keys(values, mixed_precision="bf16")))
-    score = session_.engine.compute_logprobs
-    session_.engine.compute_logprobs = lambda sequences: [[value + off for value in row] for row in score(sequences)]  # type: ignore[method-assign]
+    sampler = session_.sampler
+    assert sampler is not None
+    score = sampler.engine.compute_logprobs
+    sampler.engine.compute_logprobs = lambda sequences: [[value + off for value in row] for row in score(sequences)]  # type: ignore[method-assign]
     if stops:
         with pytest.raises(TrainingError, match=r"before the first update: .* with the base's weights on both sides"):
-            begin_probing(session_)
+            begin_probing(session_, sampler)
     else:
-        begin_probing(session_)
-        assert sync_weights(session_, TrainingState(tokens_per_pass=100)) == pytest.approx(off, abs=0.02)
-        assert session_.probe.bound == pytest.approx(3 * off, abs=0.06)
+        begin_probing(session_, sampler)
+        assert sync_weights(session_, sampler, TrainingState(tokens_per_pass=100)) == pytest.approx(off, abs=0.02)
+        assert sampler.probe.bound == pytest.approx(3 * off, abs=0.06)
 
 
 @pytest.mark.slow

@@ -1,0 +1,55 @@
+"""What a training and an evaluation load alike: the processes, the prompts, and the check of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from grpo_core.config.run import RunConfig
+from grpo_core.data.prompts import Prompts, load_prompts, load_tokenizer
+from grpo_core.distributed import start_processes
+from grpo_core.environments.setting import Setting, make_setting
+from grpo_core.model.capabilities import check_padding
+from grpo_core.model.positions import check_context
+from grpo_core.model.precision import in_float32, with_precision_of
+from grpo_core.model.sharded import is_sharded
+from grpo_core.rollout.waiting import longest_wait, phase_limits
+from grpo_core.system.progress import expect
+
+
+@dataclass(frozen=True)
+class PromptSets:
+    """Prompts by set, and what made token ids of them."""
+
+    tokenizer: Any
+    setting: Setting | None  # with tools or environments
+    sets: dict[str, Prompts]
+
+
+def start_configured(config: RunConfig, *, deterministic: bool) -> tuple[RunConfig, Accelerator]:
+    """Start this process as one of its group. Returns the configuration with the precision of its device."""
+    expect(config.train.hang_timeout, phase_limits(config))
+    accelerator = start_processes(longest_wait(config), deterministic=deterministic)
+    return with_precision_of(config, accelerator.device), accelerator
+
+
+def read_prompts(config: RunConfig, files: Mapping[str, Path]) -> PromptSets:
+    """Read the validated prompts in `files`, by set."""
+    tokenizer = load_tokenizer(config.model)
+    setting = make_setting(config, tokenizer)
+    encode, options = setting.encode if setting else None, config.data.chat_template_kwargs
+    sets = {name: load_prompts(path, tokenizer, options, encode) for name, path in files.items()}
+    return PromptSets(tokenizer, setting, sets)
+
+
+def check_lengths(model: Any, max_length: int) -> None:
+    """Raises ConfigError if the model does not take sequences of `max_length` tokens, or computes them in another way
+    beside others."""
+    check_context(model.config, max_length)
+    with nullcontext() if is_sharded(model) else in_float32(model):
+        check_padding(model, max_length)
