@@ -29,7 +29,7 @@ def probe(run: Path, output: Path) -> dict[str, Any]:
         from grpo_core.distributed import own_range, wait_for_all
         from grpo_core.evaluation.sampling import load_sampling
         from grpo_core.rewards.composition import passed
-        from grpo_core.rollout.collect import Sample, share_samples
+        from grpo_core.rollout.collect import Sample, sample_and_score, share_samples
         from grpo_core.rollout.requests import training_sampling
         from grpo_core.rollout.types import Request
 
@@ -43,7 +43,7 @@ def probe(run: Path, output: Path) -> dict[str, Any]:
         rows = [prompts[place] for place in own_range(len(prompts))]
         # Three numbers, so that no other request has this seed: four are a training's, two an evaluation's.
         requests = [Request(ids[row], n, derive_seed(config.seed, row, n), row=row) for row in rows]
-        return session.sample("train", requests, sampling)
+        return sample_and_score(session.engine, requests, sampling, session.sets["train"], session.scoring)
 
     rates = no_rates(len(ids))
     for first in range(0, len(ids), PROMPTS):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from grpo_core.rollout.factory import make_engine
 from grpo_core.rollout.fallbacks import fallbacks
 from grpo_core.rollout.loading import check_lengths, read_prompts, start_configured
 from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
-from grpo_core.rollout.types import Engine, Request, Sampling
+from grpo_core.rollout.types import Engine
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,6 @@ class SamplingSession:
     sets: dict[str, Prompts]
     base: Any
     engine: Engine
-
-    def sample(self, name: str, requests: Sequence[Request], sampling: Sampling) -> tuple[list[Sample], float]:
-        """Sample and score prompts of a set in this process; see `sample_and_score`."""
-        return sample_and_score(self.engine, requests, sampling, self.sets[name], self.scoring)
 
 
 def load_sampling(
@@ -98,4 +94,5 @@ def _samples(session: SamplingSession, policy: str, name: str) -> list[Sample]:
         print(f"evaluating the {policy} policy on {len(prompts.ids)} prompts ({name})", flush=True)
     n = config.evaluation.num_samples
     requests = [evaluation_request(config, prompts, row, n) for row in own_range(len(prompts.ids))]
-    return share_samples(lambda: session.sample(name, requests, evaluation_sampling(config)))[0]
+    sampling, scoring = evaluation_sampling(config), session.scoring
+    return share_samples(lambda: sample_and_score(session.engine, requests, sampling, prompts, scoring))[0]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -84,7 +84,6 @@ class Policy(nn.Module):
         self.master = master
         self.is_sharded = is_sharded(master)
         self.model = model = working_copy(master) if bf16 and not self.is_sharded else master
-        self.decoder = decoder(model)
         self.temperature, self.max_length = temperature, max_length
         self.output_layer = plain_output_layer(model)
         self.rounds_logits = bf16 and not gives_float32_logits(model)
@@ -109,6 +108,11 @@ class Policy(nn.Module):
                 )
             self.recompute(len(self.recomputable))
         self.uncompiled = compile_layers(self.recomputable) if torch_compile else []
+
+    @cached_property
+    def decoder(self) -> Any:
+        """The module that gives the last hidden states."""
+        return decoder(self.model)
 
     @property
     def notes(self) -> list[str]:
