@@ -128,7 +128,7 @@ def measure(
             movement = sum(movements) / max(1, len(movements) - 1)
             return Row(engine, precision, learning_rate, loss, lost, noticed, by, movement, max(drifts))
 
-        with planted(sampler, transport):
+        with planted(sampling, transport):
             rows = [train(learning_rate, loss) for learning_rate in learning_rates for loss in ("", *losses)]
             transport.loss = None
             _await_servers(sampling)

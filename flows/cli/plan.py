@@ -31,7 +31,7 @@ from grpo_core.planning.frameworks.recipes import (
     read_recipe,
     recipe_inputs,
 )
-from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_rows, source_table
+from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_inputs, plan_rows, source_table
 from grpo_core.planning.rules import PlanInputs, Rules
 
 ONE_PROCESS = "the recipe does not say how many processes train: 1 is assumed; give --num-processes"
@@ -138,11 +138,26 @@ def own_plan(
                 "trl (TRL, Open-R1) or --recipe swift (ms-swift)"
             )
     config, known = _configuration(file, given, overrides), given.get("num_prompts")
-    if file is None and known is None:
-        raise ConfigError("the number of prompts is not known; give it by --num-prompts, or give a configuration")
+    if file is None:
+        return _arithmetic(config, known, pass_rates, forecasts=bool(gpu or history or prompt_tokens))
     from flows.parameters.describe_plan import describe_plan  # imports polars
 
     return describe_plan(config, known, prompt_tokens, pass_rates, gpu, history)
+
+
+def _arithmetic(config: RunConfig, known: int | None, pass_rates: Sequence[float], forecasts: bool) -> dict[str, Any]:
+    """Return the plan for values alone, without a model to forecast anything of. Raises ConfigError if it is asked for
+    `forecasts`."""
+    if known is None:
+        raise ConfigError("the number of prompts is not known; give it by --num-prompts, or give a configuration")
+    if forecasts:
+        raise ConfigError(
+            "--gpu, --history, --prompt-tokens: forecasts are about a model, so name a configuration"
+        )
+    inputs = plan_inputs(config, known)
+    figures = make_plan(inputs)
+    useful = _useful(pass_rates, figures.num_generations)
+    return {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": useful, "sources": {}}
 
 
 def _foreign_plan(file: Path | None, rules: Rules, given: Mapping[str, Any], pass_rates: list[float]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from grpo_core.data.curriculum import curriculum_notes
 from grpo_core.data.order import source_counts
 from grpo_core.errors import ConfigError
 from grpo_core.planning.ahead_forecast import EarlierSampling
-from grpo_core.planning.forecast import forecast, useful_groups
+from grpo_core.planning.forecast import forecast
 from grpo_core.planning.hardware import capability, find_gpu, hardware_notes, name_hardware, named_gpu
 from grpo_core.planning.nvidia import problem_of_driver
 from grpo_core.planning.pace import NOT_VALIDATED, Pace, Throughput
@@ -48,7 +48,7 @@ def describe_plan(
     GrpoError if the configuration is refused."""
     if prompt_tokens is not None and prompt_tokens < 1:
         raise ConfigError(f"--prompt-tokens {prompt_tokens}: a prompt has at least one token")
-    refuse_early(config, known_prompts, here=gpu is None and bool(config.model.name_or_path))
+    refuse_early(config, known_prompts, here=gpu is None)
     if known_prompts is None:
         num_prompts = [count_prompts(source) for source in training_sources(config.data)]
         pass_rates = pass_rates or list_pass_rates(config.data)
@@ -62,30 +62,27 @@ def describe_plan(
         from tasks.tracking.runs import earlier_throughput
 
         pace = earlier_throughput(config, name_hardware(hardware))
-    if config.model.name_or_path:
-        data = read_validated(run_folder(config.name))
-        resolved = config.with_precision(capability(hardware))
-        lengths = _prompt_lengths(config, data, prompt_tokens, reads_data=known_prompts is None)
-        figures = with_tokens_per_pass(resolved, figures, lengths, hardware)
-        # With the signal handler that polars installs, Ctrl-C would wait for the end of a measurement.
-        signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
-        if pace is None and gpu is None:
-            pace = measure(resolved, figures, lengths, hardware, data.prompts if data else None, _say)
-        forecasts = forecast(
-            resolved,
-            figures,
-            lengths,
-            pace,
-            pass_rates,
-            hardware,
-            costs=data.costs if data else NOT_VALIDATED,
-            sampling=_earlier_sampling(config) if gpu is None else None,
-        )
-        if "error" in forecasts["time"] and not history:
-            elsewhere = "" if gpu else ", --gpu H200 forecasts for that GPU"
-            forecasts["time"]["error"] += f"; --history looks for one in MLflow{elsewhere}"
-    else:
-        forecasts = {"useful_groups": useful_groups(pass_rates, figures.num_generations)} if pass_rates else {}
+    data = read_validated(run_folder(config.name))
+    resolved = config.with_precision(capability(hardware))
+    lengths = _prompt_lengths(config, data, prompt_tokens, reads_data=known_prompts is None)
+    figures = with_tokens_per_pass(resolved, figures, lengths, hardware)
+    # With the signal handler that polars installs, Ctrl-C would wait for the end of a measurement.
+    signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
+    if pace is None and gpu is None:
+        pace = measure(resolved, figures, lengths, hardware, data.prompts if data else None, _say)
+    forecasts = forecast(
+        resolved,
+        figures,
+        lengths,
+        pace,
+        pass_rates,
+        hardware,
+        costs=data.costs if data else NOT_VALIDATED,
+        sampling=_earlier_sampling(config) if gpu is None else None,
+    )
+    if "error" in forecasts["time"] and not history:
+        elsewhere = "" if gpu else ", --gpu H200 forecasts for that GPU"
+        forecasts["time"]["error"] += f"; --history looks for one in MLflow{elsewhere}"
     said = [*notes(inputs, figures), *curriculum_notes(config, figures), *sampling_notes(config)]
     said += hardware_notes(config, hardware, named=bool(gpu))
     if gpu is None:

@@ -49,8 +49,7 @@ def refuse_early(config: RunConfig, known_prompts: int | None = None, here: bool
         check_places(config)
         check_template(config)
     _check_vllm_finds_weights(config)
-    if config.model.name_or_path:
-        _check_positions(config)
+    _check_positions(config)
     sources(config.environment)
     check_curriculum(config)
     if here:
