@@ -151,9 +151,7 @@ def _arithmetic(config: RunConfig, known: int | None, pass_rates: Sequence[float
     if known is None:
         raise ConfigError("the number of prompts is not known; give it by --num-prompts, or give a configuration")
     if forecasts:
-        raise ConfigError(
-            "--gpu, --history, --prompt-tokens: forecasts are about a model, so name a configuration"
-        )
+        raise ConfigError("--gpu, --history, --prompt-tokens: forecasts are about a model, so name a configuration")
     inputs = plan_inputs(config, known)
     figures = make_plan(inputs)
     useful = _useful(pass_rates, figures.num_generations)
