@@ -17,7 +17,7 @@ ROOMS = sorted(init.parent for init in ROOT.rglob("__init__.py"))
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.relative_to(ROOT).as_posix())
 def test_every_room_has_a_short_readme_and_one_line_about_itself(room: Path) -> None:
     text = (room / "README.md").read_text()
-    assert len(text.splitlines()) <= 25
+    assert len([line for line in text.splitlines() if not line.startswith("|")]) <= 25
     about = ast.get_docstring(ast.parse((room / "__init__.py").read_text()))
     assert about and len(about.splitlines()) == 1
     named = re.findall(r"[`(]((?:\.\./|\w+/)*\w+\.py)[`)]", text) + re.findall(r"\b(config/\w+\.py)\b", text)

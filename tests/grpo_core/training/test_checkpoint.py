@@ -172,7 +172,9 @@ def test_a_new_best_policy_killed_at_any_call_of_the_system_leaves_that_of_each_
 ) -> None:
     for call in range(100):
         checkpoints, best = _checkpoints(tmp_path / str(call)), tmp_path / f"best-{call}"
-        session: Any = SimpleNamespace(model=checkpoints.model, accelerator=checkpoints.accelerator)
+        session: Any = SimpleNamespace(
+            model=checkpoints.model, policy=SimpleNamespace(is_sharded=False), accelerator=checkpoints.accelerator
+        )
         weights = checkpoints.model.weight
 
         def evaluated(step: int, session: Any = session, best: Path = best, of: Checkpoints = checkpoints) -> None:
