@@ -11,7 +11,8 @@ from grpo_core.data import own_code
 from grpo_core.data.recording import check_recording
 from grpo_core.environments.registry import sources
 from grpo_core.errors import ConfigError
-from grpo_core.planning.hardware import count_gpus, find_gpu
+from grpo_core.planning.forecast import count_gpus
+from grpo_core.planning.hardware import find_gpu
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs
 from grpo_core.planning.shapes import load_positions
 from grpo_core.rewards.composition import check_curriculum

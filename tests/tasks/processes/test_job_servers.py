@@ -17,7 +17,8 @@ import pytest
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
-from grpo_core.planning.hardware import Gpu, count_gpus
+from grpo_core.planning.forecast import count_gpus
+from grpo_core.planning.hardware import Gpu
 from tasks.processes import job_servers, launch
 from tasks.processes.launchers.machines import Machine
 from tasks.processes.machine import free_port
