@@ -97,10 +97,13 @@ def test_a_plan_refuses_a_reward_that_cannot_be_imported(
         "def __getattr__(name): ...\n",
     ],
 )
-def test_a_plan_does_not_run_the_module_of_a_reward(plan: Callable[..., Result], tmp_path: Path, source: str) -> None:
+def test_a_plan_for_another_machine_does_not_run_the_module_of_a_reward(
+    plan: Callable[..., Result], tmp_path: Path, source: str
+) -> None:
     config = _project(tmp_path, "slow_to_import", f"{source}raise SystemExit('was run')\n")
-    done = plan(str(config))
+    done = plan(str(config), "--gpu", "")
     assert done.exit_code == 0, done.output
+    assert "planned for another machine: slow_to_import not imported here" in " ".join(done.output.split())
 
 
 def test_a_file_beside_the_configuration_hides_no_installed_module(tmp_path: Path) -> None:
