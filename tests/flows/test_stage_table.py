@@ -19,6 +19,7 @@ from benchmarks.command import python_path
 from flows.cli.main import app
 from tasks.stages.table import ALL_STAGES, GPU_DEPLOYMENT
 from tests.conftest import config_values, write_sums
+from tests.serving import prefect_server
 
 PROJECT = Path(__file__).parents[2]
 ORDER = ["validate", "plan", "train", "evaluate", "quantize", "register"]
@@ -34,14 +35,16 @@ def quantizing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     values = {**config_values(folder / "model", folder), "rewards": [{"function": "numeric_match"}]}
     (folder / "config.toml").write_text(tomli_w.dumps(values))
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.quantizing", str(folder / "config.toml")],
-        cwd=PROJECT,
-        env={**kept, "GRPO_STORAGE": str(folder / "storage"), "PYTHONPATH": python_path(PROJECT), "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    kept |= {"GRPO_STORAGE": str(folder / "storage"), "PYTHONPATH": python_path(PROJECT), "COLUMNS": "200"}
+    with prefect_server(folder) as server:  # Prefect reads its address when the stage's task is defined
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.quantizing", str(folder / "config.toml")],
+            cwd=PROJECT,
+            env={**kept, **{name: server.environment[name] for name in ("PREFECT_API_URL", "PREFECT_HOME")}},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
