@@ -139,7 +139,7 @@ def own_plan(
             )
     config, known = _configuration(file, given, overrides), given.get("num_prompts")
     if file is None:
-        return _arithmetic(config, known, pass_rates, forecasts=bool(gpu or history or prompt_tokens))
+        return _arithmetic(config, known, pass_rates, forecasts=history or (gpu, prompt_tokens) != (None, None))
     from flows.parameters.describe_plan import describe_plan  # imports polars
 
     return describe_plan(config, known, prompt_tokens, pass_rates, gpu, history)

@@ -88,7 +88,7 @@ def describe_plan(
     if gpu is None:
         said += [problem] if (problem := problem_of_driver()) else []
     elif own := sorted(named_modules(config)):
-        said.append(f"planned for another machine: {', '.join(own)} not imported here, nor vLLM looked for")
+        said.append(f"planned for another machine: {', '.join(own)} read here, not imported")
     return {
         "valid": True,
         "rules": inputs.rules,

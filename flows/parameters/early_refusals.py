@@ -36,11 +36,11 @@ def refuse_early(config: RunConfig, known_prompts: int | None = None, here: bool
     can be read in files counts.
 
     Raises ConfigError if model, prompts or recording do not exist, if vLLM would not find a model's weights, if a
-    completion has no place in the model's positions, if launch.kubernetes is wrong, if a function that `[data]` names
-    cannot be loaded, or if a curriculum has no pass rates; RewardError or EnvironmentsError if a reward, environment or
-    tool cannot be loaded; SourceError if the training file cannot be read; PlanError if sizes do not fit together,
-    whichever prompts validate keeps; MachineError if this machine should train on a GPU but cannot, or vLLM is not
-    installed.
+    completion has no place in the model's positions, if servers need more GPUs than there are, if launch.kubernetes is
+    wrong, if a function that `[data]` names cannot be loaded, or if a curriculum has no pass rates; RewardError or
+    EnvironmentsError if a reward, environment or tool cannot be loaded; SourceError if the training file cannot be
+    read; PlanError if sizes do not fit together, whichever prompts validate keeps; MachineError if this machine should
+    train on a GPU but cannot, or vLLM is not installed.
     """
     if here and not os.environ.get(GPU_DEPLOYMENT):
         check_training_machine(config)

@@ -103,7 +103,7 @@ def test_a_plan_for_another_machine_does_not_run_the_module_of_a_reward(
     config = _project(tmp_path, "slow_to_import", f"{source}raise SystemExit('was run')\n")
     done = plan(str(config), "--gpu", "")
     assert done.exit_code == 0, done.output
-    assert "planned for another machine: slow_to_import not imported here" in " ".join(done.output.split())
+    assert "planned for another machine: slow_to_import read here, not imported" in " ".join(done.output.split())
 
 
 def test_a_file_beside_the_configuration_hides_no_installed_module(tmp_path: Path) -> None:

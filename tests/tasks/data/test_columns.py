@@ -201,7 +201,7 @@ def test_a_missing_function_is_refused_by_a_plan_too(module: Path, name: str, se
         assert sentence in str(refused.value)
 
 
-def test_a_plan_does_not_run_the_module(module: Path) -> None:
+def test_the_check_of_a_plan_for_another_machine_does_not_run_the_module(module: Path) -> None:
     module.write_text(module.read_text() + "raise SystemExit('was run')\n")
     check(_data(columns={"answer": "own_columns:number"}))
     assert "own_columns" not in sys.modules
