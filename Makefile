@@ -98,7 +98,7 @@ ui: setup ## Prefect and MLflow on 127.0.0.1, over the same data
 	@$(BIN)/grpo up
 
 fast: setup $(PEER) ## the tests that take a moment each, for the edit loop
-	$(BIN)/python -m pytest -q -n 2 -m 'not slow and not e2e' --ignore tests/e2e --ignore tests/served
+	$(BIN)/python -m pytest -q -n 2 --hypothesis-profile few -m 'not slow and not e2e' --ignore tests/e2e --ignore tests/served
 
 test: setup ## everything that CI checks
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going check tests

@@ -71,6 +71,7 @@ def pytest_collection_finish() -> None:
 
 # A busy machine must not fail a property. Each run draws other examples.
 settings.register_profile("ours", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("few", settings.get_profile("ours"), max_examples=5)  # of `make fast`
 settings.load_profile("ours")
 
 # Files whose tests share what takes long to start: an import of vLLM that they fork from, the servers of `grpo up`.

@@ -70,6 +70,7 @@ def test_what_no_time_or_no_package_is_there_for_is_listed_and_fails_nothing(
     assert found["bare"]["output"] == "needs no_such"
 
 
+@pytest.mark.slow
 def test_parts_of_a_group_run_side_by_side_and_results_are_written_as_they_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +167,7 @@ def test_policies_pass_and_fail_where_completions_see_each_other(
     assert "no, all weights: packed for" in failed(kernels.policies, tmp_path / "wrong")
 
 
+@pytest.mark.slow
 def test_waits_fail_above_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from grpo_core.training import loop
 

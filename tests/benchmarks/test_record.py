@@ -95,6 +95,7 @@ def bench(folder: Path, monkeypatch: pytest.MonkeyPatch, *results: dict[str, Any
     return {case["case"]: case for case in cases}
 
 
+@pytest.mark.slow
 def test_a_slower_case_fails_with_both_figures_and_the_date_and_leaves_its_record(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_slower_case_fails_with_both_figures_and_the_date_and_leaves_its_recor
     assert path.with_suffix(".png").stat().st_size and "SLOWER" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_cases_that_are_not_measured_again_stay_in_the_record(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench(folder, monkeypatch, *(measured(case.name) for case in GATED))
     found = bench(folder, monkeypatch, measured("training", 0.8, packages={"torch": "2.14.0", "trl": "1.17.0"}))

@@ -33,7 +33,7 @@ PAGES = [
 ]
 # Left out: servers and what asks them, answers to a question that is not open, versions that may be the same one.
 LEFT_OUT = {"up", "schedule", "--approve", "--reject", "arithmetic@champion"}
-MAY_REFUSE = {"promote", "rollback"}  # whether a version is better is not known beforehand
+MAY_REFUSE = {"promote"}  # whether a version is better is not known beforehand
 LEAST = 20
 
 
@@ -57,6 +57,9 @@ def test_the_pages_around_the_quickstart_can_be_followed_in_their_order(tmp_path
     followed = [words for words in followed if not LEFT_OUT & {*words}]
     assert len(followed) > LEAST
     for words in followed:
+        if words[1] == "rollback":  # whatever the gate thought of the versions before, there is one to return to
+            do("grpo", "promote", "arithmetic", "--version", "1", "--force")
+            do("grpo", "promote", "arithmetic", "--version", "2", "--force")
         do(*words)
         if words[1:3] == ["promote", "arithmetic"] and "--force" in words:
             promoted = do("grpo", "promote", "arithmetic")

@@ -80,6 +80,7 @@ def test_the_paired_figures_are_those_of_the_outcomes() -> None:
     assert not paired.obstacle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grouped", ["first", "slower"])
 def test_prompts_are_paired_by_groups_if_one_of_two_runs_has_them(grouped: str) -> None:
     """The other one was evaluated before evaluation.group_column was set."""

@@ -223,6 +223,7 @@ def test_an_arm_that_was_stopped_for_being_behind_is_no_failure_and_is_not_run_a
 RANGES = ("rewards.1.range=[0.0, 1.0]",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "overrides", "sentence"),
     [
@@ -256,6 +257,7 @@ def test_arms_that_could_not_be_stopped_honestly_are_refused(
     assert sentence in done.stderr
 
 
+@pytest.mark.slow
 def test_the_level_of_stopping_is_spent_once_in_a_sweep(config: Path) -> None:
     def stopping(*grid: str, more: tuple[str, ...] = ()) -> Sweep:
         return make(config, *grid, overrides=("train.eval_steps=2", *RANGES, *more), stop_early=True)

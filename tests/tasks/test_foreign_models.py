@@ -89,6 +89,7 @@ def test_what_a_base_asks_of_passes_beside_logits_stays_out_of_the_training_and_
     assert output.keys() <= {"logits", "past_key_values"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("token", "count"), [("<think>", 1), ("<think>3+4=", 1), ("3+4=", 0)])
 def test_prompts_with_tokens_beyond_the_embedding_are_refused(
     folder: Path, tmp_path: Path, token: str, count: int

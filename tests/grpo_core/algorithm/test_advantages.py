@@ -62,7 +62,6 @@ def test_sums_that_differ_by_rounding_only_are_equal(scaling: Any) -> None:
     assert result.advantages[3] > 0 > result.advantages[4]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["group", "none"])
 @given(
     rewards=st.lists(st.floats(-10, 10, allow_nan=False), min_size=8, max_size=8),
@@ -140,7 +139,6 @@ def matrices(draw: st.DrawFn, g: int = 4, k: int = 2) -> torch.Tensor:
     return torch.tensor([[NAN if value is None else value for value in row] for row in rows], dtype=torch.float64)
 
 
-@pytest.mark.slow
 @given(matrix=matrices(), weights=st.tuples(st.floats(0, 2), st.floats(-2, 2)))
 def test_gdpo_is_the_plain_computation(matrix: torch.Tensor, weights: tuple[float, float]) -> None:
     weight = torch.tensor(weights, dtype=torch.float64)
@@ -175,7 +173,6 @@ def test_weighted_rewards_that_cancel_but_for_rounding_carry_no_signal(scaling: 
     assert result.advantages[4] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["group", "batch", "none"])
 @given(matrix=matrices(k=1))
 def test_rloo_compares_with_the_mean_of_the_others(scaling: Any, matrix: torch.Tensor) -> None:
@@ -184,7 +181,6 @@ def test_rloo_compares_with_the_mean_of_the_others(scaling: Any, matrix: torch.T
     assert advantages.tolist() == pytest.approx(plain, rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.slow
 @given(st.lists(st.floats(-10, 10), min_size=8, max_size=8))
 def test_rloo_is_the_difference_from_the_mean_stretched_by_g_over_g_minus_1(rewards: list[float]) -> None:
     matrix = torch.tensor(rewards, dtype=torch.float64)[:, None]
@@ -195,7 +191,6 @@ def test_rloo_is_the_difference_from_the_mean_stretched_by_g_over_g_minus_1(rewa
     assert rloo.tolist() == pytest.approx((grpo * 4 / 3).tolist(), abs=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

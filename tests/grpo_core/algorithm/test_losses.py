@@ -143,7 +143,6 @@ def _plain_loss(
     return loss, gradient
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @given(data=st.data(), a=st.integers(1, 4), s=st.integers(1, 4), w=st.integers(1, 3), others=st.integers(1, 50))
 def test_loss_and_gradient_are_those_of_plain_loops(
@@ -167,7 +166,6 @@ def test_loss_and_gradient_are_those_of_plain_loops(
         assert row == pytest.approx(plain_row, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @given(data=st.data())
 def test_a_batch_split_in_any_way_has_the_loss_and_gradient_of_the_whole(loss_type: Any, data: st.DataObject) -> None:
@@ -182,7 +180,6 @@ def test_a_batch_split_in_any_way_has_the_loss_and_gradient_of_the_whole(loss_ty
     assert torch.allclose(sum(gradients), gradient, atol=1e-9)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", [name for name, loss in LOSSES.items() if loss.normaliser != "micro-step"])
 @given(data=st.data(), processes=st.integers(1, 3), micro_steps=st.integers(1, 3), per_device=st.integers(1, 2))
 def test_processes_and_micro_steps_weigh_their_rows_so_that_the_update_stays_the_same(

@@ -103,7 +103,6 @@ def test_truncated_sampling_leaves_an_on_policy_gradient_as_it_is(
     assert metrics.get("off_policy_mask/kept", 1) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("rollout", "algorithm", "cache"), _combinations(9))
 def test_truncated_samples_of_another_policy_are_corrected_by_the_ratio_of_the_whole_distributions(
     trained: Session, rollout: dict[str, Any], algorithm: dict[str, Any], cache: str

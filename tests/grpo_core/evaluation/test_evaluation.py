@@ -37,7 +37,6 @@ def recorded(prompts: list[str], completions: list[str]) -> list[float | None]:
     return [-float(len(completion)) for completion in completions]
 
 
-@pytest.mark.slow
 def test_evaluation_counts_each_held_out_prompt_once_at_its_steps_and_at_the_end(
     values: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -24,7 +24,6 @@ def _run(folder: Path, values: dict[str, Any], **keys: Any) -> Path:
     return make_run(folder, with_keys(values, **keys), 10)
 
 
-@pytest.mark.slow
 def test_each_prompt_is_sampled_as_often_as_asked_and_alike_in_whatever_parts(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,7 +70,6 @@ def test_a_summary_counts_never_and_always_solved_and_tenths() -> None:
     assert summary(no_rates(2))["mean"] is None
 
 
-@pytest.mark.slow
 def test_a_probe_without_a_range_of_its_reward_is_refused_before_a_model_is_loaded(
     values: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -87,7 +87,6 @@ def test_at_most_the_level_of_sweeps_stop_an_arm_that_is_no_worse() -> None:
     assert naive > sweeps / 3
 
 
-@pytest.mark.slow
 def test_an_arm_that_is_far_behind_is_stopped_and_one_that_is_ahead_is_not() -> None:
     rng = np.random.default_rng(1)
     ends = [stopped(outcomes(rng, [0.5, 0.2, 0.7], prompts=200)) for _ in range(20)]

@@ -244,7 +244,6 @@ def _most(rate: float, trials: int) -> int:
     return int(stats.binom.ppf(0.999, trials, rate))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "n"), [(0.02, 20), (0.02, 50), (0.05, 50), (0.05, 100)])
 def test_a_policy_that_rarely_loses_much_and_is_no_better_is_seldom_found_better(loss: float, n: int) -> None:
     """One prompt in 50 or 20 is lost altogether, the others gain what makes the mean difference 0."""
@@ -260,7 +259,6 @@ def test_a_policy_that_rarely_loses_much_and_is_no_better_is_seldom_found_better
     assert sum(is_found(lost) for lost in rng.binomial(n, loss, trials)) <= _most(LEVEL, trials)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wins", "losses", "n"), [(0.05, 0.03, 20), (0.05, 0.03, 50), (0.0, 0.05, 10), (0.05, 0.1, 20), (0.1, 0.1, 100)]
 )
@@ -276,7 +274,6 @@ def test_a_paired_interval_covers_the_true_difference_of_rates(wins: float, loss
     assert kept <= _most(0.025, trials)
 
 
-@pytest.mark.slow
 def test_the_interval_of_an_accuracy_of_several_samples_covers_where_nearly_all_are_right() -> None:
     rng, trials = np.random.default_rng(6), 300
     rates = (0.9, 1.0)  # 0.97 in the mean

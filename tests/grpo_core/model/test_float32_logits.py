@@ -54,6 +54,7 @@ def _away(model: Any) -> float:
     return float((logits - exact).norm() / exact.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("copied", [False, True], ids=["loaded in bfloat16", "copied"])
 @torch.no_grad()

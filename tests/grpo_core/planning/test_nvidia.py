@@ -64,7 +64,6 @@ def test_a_driver_that_does_not_know_all_that_is_asked_is_asked_for_less(machine
     assert (device.name, device.driver, device.capability, device.memory_mib) == ("Tesla K80", "470.1", None, 81559)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "status", "seconds", "said"),
     [
@@ -170,7 +169,6 @@ def test_the_gpu_of_a_plan_is_the_smallest_visible_one_and_other_kinds_are_named
     assert found == Gpu("NVIDIA H100 80GB HBM3", 81559 / 1024, "", 2, found and found.host_gib, (9, 0))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "capability", "precision"),
     [

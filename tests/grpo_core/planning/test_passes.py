@@ -210,7 +210,7 @@ CHOICES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(CHOICES, st.sampled_from([*QWEN]), st.integers(1, 6000), st.floats(2, 200))
 def test_the_tokens_chosen_are_the_most_that_fit(keys: dict[str, Any], model: str, prompt: int, memory: float) -> None:
     """Within one step; never fewer than the longest sequence has, nor more than a pass can use. More memory never means

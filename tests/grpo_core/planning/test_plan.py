@@ -108,7 +108,6 @@ SETTINGS = st.builds(
 )
 
 
-@pytest.mark.slow
 @given(SETTINGS)
 def test_a_plan_is_refused_just_when_a_rule_is_broken(inputs: PlanInputs) -> None:
     per_micro_step = inputs.per_device_train_batch_size * inputs.num_processes
@@ -140,7 +139,6 @@ def valid_inputs(draw: st.DrawFn) -> PlanInputs:
     )
 
 
-@pytest.mark.slow
 @given(valid_inputs())
 def test_stepping_through_a_plan_does_exactly_what_it_says(inputs: PlanInputs) -> None:
     plan = make_plan(inputs)

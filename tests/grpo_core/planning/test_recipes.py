@@ -26,7 +26,6 @@ PLANS = Path(__file__).parent / "plans"
 SYSTEMS = sorted(path.stem for path in PLANS.glob("*.jsonl"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rules", SYSTEMS)
 def test_the_figures_are_those_of_the_system_itself(rules: Rules) -> None:
     cases = [json.loads(line) for line in (PLANS / f"{rules}.jsonl").read_text().splitlines()]

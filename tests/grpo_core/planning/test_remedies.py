@@ -85,7 +85,6 @@ def short_of_memory(draw: st.DrawFn) -> PlannedRun:
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
 @given(short_of_memory())
 def test_every_remedy_fits_by_the_same_forecast_and_changes_what_it_says(run: PlannedRun) -> None:
     config, shape, gpu = run.config, run.shape, run.gpu
@@ -142,7 +141,6 @@ def test_sharding_over_the_present_processes_comes_before_more_of_them() -> None
     assert first["change"] == "train.sharding = 'full' (8 GPUs, the same batch of 256)"
 
 
-@pytest.mark.slow
 def test_kinds_go_together_where_no_single_one_is_enough() -> None:
     """vLLM's weights of a 32B model alone are 61 GiB: processes have to sample together, whatever else is done."""
     found = _found("32B", num_processes=8, gradient_accumulation_steps=4, gpu_memory_utilization=0.8)
@@ -181,7 +179,6 @@ def test_a_share_that_is_refused_comes_with_what_would_fit(tmp_path: Path) -> No
     assert all(line.startswith("would fit, with ") and "vllm_tensor_parallel_size = " in line for line in offered)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "offered"), [("vllm", True), ("vllm-server", False), ("transformers", False)])
 def test_only_vllm_in_the_training_process_can_give_memory_back(engine: str, offered: bool) -> None:
     changes = [_found("14B", engine=engine, **keys) for keys in ({}, {"gpu_memory_utilization": 0.9})]

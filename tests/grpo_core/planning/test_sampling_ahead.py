@@ -88,7 +88,6 @@ def test_a_late_group_does_not_hold_up_others_until_it_is_due() -> None:
 lengths = st.lists(st.integers(1, 40), min_size=2, max_size=2)
 
 
-@pytest.mark.slow
 @given(
     groups=st.lists(lengths, min_size=1, max_size=14),
     per_batch=st.integers(1, 4),
@@ -172,7 +171,6 @@ def _step_by_step(
     return {"seconds": now, "batches": batches, "staleness": aged / sum(map(sum, groups))}
 
 
-@pytest.mark.slow
 def test_more_staleness_is_never_much_slower_and_pays_where_completions_have_a_long_tail() -> None:
     draw = random.Random(0)
     groups = [_group(*(min(1 + int(draw.lognormvariate(4.0, 1.0)), 1000) for _ in range(4))) for _ in range(16 * 12)]

@@ -87,7 +87,6 @@ def test_modules_whose_size_is_not_known_are_not_counted_as_nothing() -> None:
         adapter_parameters(model_shape(Qwen2Config(**SIZES).to_dict()), config)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("targets", [None, ["q_proj", "o_proj", "down_proj"]])
 def test_what_goes_into_adapters_is_the_inputs_of_their_layers(targets: list[str] | None) -> None:
     shape = Qwen2Config(**SIZES)

@@ -48,7 +48,6 @@ def refused(draw: st.DrawFn) -> PlanInputs:
     return inputs
 
 
-@pytest.mark.slow
 @given(refused())
 def test_every_fix_is_valid_and_says_truly_what_it_changes(inputs: PlanInputs) -> None:
     found = fixes(inputs)
@@ -62,7 +61,6 @@ def test_every_fix_is_valid_and_says_truly_what_it_changes(inputs: PlanInputs) -
         assert fix.keeps_generation_batch == (mended.prompt_batch == inputs.prompt_batch)
 
 
-@pytest.mark.slow
 @given(refused())
 def test_no_nearer_change_of_one_key_is_missed(inputs: PlanInputs) -> None:
     distances = []
@@ -117,7 +115,6 @@ def test_a_value_that_is_not_positive_is_named(field: str, value: int, rules: Ru
 NUMBERS = st.integers(1, 20) | st.integers(1, 10**18) | st.sampled_from([10**18, 2**59, 10_007, 10**18 - 11])
 
 
-@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.builds(

@@ -109,6 +109,7 @@ def test_a_reward_of_another_framework_scores_text_and_conversations(
     assert _values(reward, in_conversations) == values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["verl:of_verl:compute_score", "swift:of_swift:Accuracy"])
 def test_its_own_process_gives_the_same(function: str) -> None:
     isolated = _reward(function, isolated=True)

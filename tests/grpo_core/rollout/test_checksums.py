@@ -214,7 +214,6 @@ def test_copies_and_shared_memory_that_are_not_the_weights_are_noticed() -> None
     assert not shared_weights.have_same_memory(engine, shared)
 
 
-@pytest.mark.slow
 def test_the_transformers_engine_s_own_copy_of_a_sharded_model_is_compared(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +234,6 @@ def test_the_transformers_engine_s_own_copy_of_a_sharded_model_is_compared(
         engine.sync_weights(policy)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_snapshot_of_shards_has_the_checksums_of_the_whole_weights(
     model_folder: Path, tmp_path: Path, dtype: torch.dtype

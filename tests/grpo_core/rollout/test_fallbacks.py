@@ -88,7 +88,6 @@ def test_a_first_kind_of_attention_that_fails_is_said(
     assert capsys.readouterr().out.splitlines() == found
 
 
-@pytest.mark.slow
 def test_an_evaluation_says_how_it_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_model(tmp_path / "model", "Mistral", sliding_window=4)
     run = make_run(tmp_path / "run", config_values(folder, tmp_path))

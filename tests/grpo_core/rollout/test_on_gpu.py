@@ -67,6 +67,7 @@ def test_captured_steps_sample_what_a_cpu_does(tmp_path: Path, monkeypatch: pyte
         assert not gpu.mismatches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CAPTURED)
 def test_a_model_whose_step_does_not_wait_is_captured_and_nothing_is_said(name: str, tmp_path: Path) -> None:
     architecture, changes = CAPTURED[name]
@@ -125,6 +126,7 @@ def test_a_stop_between_the_beginning_of_a_capture_and_its_block_ends_the_captur
         assert gpu.graphs.capturing is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "changes", "why"),
     [

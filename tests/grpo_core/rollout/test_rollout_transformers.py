@@ -60,7 +60,6 @@ def absolute(tokenizer: Any) -> Any:
     return GPT2LMHeadModel(GPT2Config(initializer_range=0.3, **sizes, **ids)).eval()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -184,7 +183,6 @@ def test_a_model_under_an_adapter_samples_from_what_it_is_with_the_adapter(model
         assert completion.logprobs == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.slow
 def test_a_completion_depends_on_its_seed_and_not_on_its_company(
     model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +261,6 @@ def test_the_end_token_ends_a_completion_and_the_limit_truncates_one(model: Any,
         assert not completion.truncated or len(completion.ids) == 6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("named", [5, [5, 6], None])
 def test_the_generation_configs_end_tokens_and_the_tokenizers_end_a_completion(
     model_folder: Path, tokenizer: Any, named: int | list[int] | None
@@ -293,7 +290,6 @@ def test_a_model_that_carries_a_state_is_refused(tokenizer: Any) -> None:
         TransformersEngine(MambaForCausalLM(MambaConfig(**shape)).eval(), tokenizer)
 
 
-@pytest.mark.slow
 def test_a_request_is_handed_out_with_the_step_that_finishes_it(model: Any, tokenizer: Any) -> None:
     steps = list(TransformersEngine(model, tokenizer).generate(_requests(tokenizer, n=2), Sampling(60, 1.0)))
     longest = {
@@ -326,7 +322,6 @@ def test_first_tokens_are_drawn_with_the_models_probabilities(model: Any, tokeni
     assert max(deviations) < 4.5
 
 
-@pytest.mark.slow
 @given(
     logits=st.lists(st.floats(-6, 6, width=32), min_size=1, max_size=12),
     seen=st.sets(st.integers(0, 11)),
@@ -367,7 +362,6 @@ def test_every_combination_of_options_draws_what_a_plain_reference_does(
 STOPS = [("7",), ("12", "3"), ("1+1=9", "5", "55"), ("=",)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("texts", STOPS)
 @pytest.mark.parametrize("shares_cache", [True, False])
 def test_a_text_to_stop_at_ends_a_completion_with_its_last_token(
@@ -384,7 +378,6 @@ def test_a_text_to_stop_at_ends_a_completion_with_its_last_token(
     assert ends and (max(ends) == 6 or texts[0].startswith("1+1")) and stopped != free
 
 
-@pytest.mark.slow
 @given(
     text=st.text(st.sampled_from("ab\né😀 ."), max_size=12),
     texts=st.lists(st.text(st.sampled_from("ab\né😀 ."), min_size=1, max_size=3), min_size=1, max_size=3),

@@ -60,7 +60,6 @@ def _model(folder: Path, adapter: Path, **keys: Any) -> ModelConfig:
     return ModelConfig(name_or_path=str(folder), adapter=str(adapter), **KEYS | keys)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_training_starts_from_what_peft_loads(model_folder: Path, adapter: Path, dtype: torch.dtype) -> None:
     expected = _logits(PeftModel.from_pretrained(load_model(model_folder), adapter))

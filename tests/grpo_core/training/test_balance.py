@@ -60,7 +60,7 @@ def test_few_long_completions_keep_no_process_much_longer_than_they_must(rows: i
         assert max(loads) <= 1.05 * max(longest, (1 + BOUND) * sum(loads) / processes)
 
 
-@settings(max_examples=80)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(GROUPS, st.integers(1, 9))
 def test_every_row_is_on_one_process_and_groups_are_split_only_for_balance(
     drawn: list[tuple[int, list[int]]], processes: int

@@ -139,7 +139,6 @@ def test_the_random_states_of_gpus_are_set_only_if_there_are_as_many(monkeypatch
     assert done == [state["cuda"]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("before", [None, 0, 1], ids=["the first", "a later one", "written again"])
 def test_a_save_killed_at_any_call_of_the_system_leaves_the_checkpoint_before_it_or_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int | None
@@ -165,7 +164,6 @@ def test_a_save_killed_at_any_call_of_the_system_leaves_the_checkpoint_before_it
     pytest.fail("the save never came to its end")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True], ids=["first time", "evaluated again"])
 def test_a_new_best_policy_killed_at_any_call_of_the_system_leaves_that_of_each_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool

@@ -236,7 +236,6 @@ def test_processes_agree_whether_their_machines_hold_the_copies(
     in_two_processes(tmp_path, start)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 def test_a_full_disk_of_one_process_is_raised_by_all_of_them_with_the_place(tmp_path: Path, sharded: bool) -> None:
     def start(rank: int) -> None:

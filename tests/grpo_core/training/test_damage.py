@@ -44,7 +44,6 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
     assert_same(run, whole)
 
 
-@pytest.mark.slow
 def test_a_training_with_only_damaged_checkpoints_is_refused_and_begins_when_they_are_removed(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -70,7 +69,6 @@ def _zero_lines(path: Path, steps: list[int]) -> None:
     path.write_bytes(b"".join(bytes(len(line)) if n in steps else line for n, line in enumerate(lines, 1)))
 
 
-@pytest.mark.slow
 def test_zeros_in_the_place_of_metrics_after_the_checkpoint_are_written_over(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -80,7 +78,6 @@ def test_zeros_in_the_place_of_metrics_after_the_checkpoint_are_written_over(
     assert_same(run, whole)
 
 
-@pytest.mark.slow
 def test_metrics_lost_before_the_checkpoint_are_named_and_the_training_goes_on(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -95,7 +92,6 @@ def test_metrics_lost_before_the_checkpoint_are_named_and_the_training_goes_on(
     check_result(result, run / "training" / "metrics.jsonl", load_plan(run / "plan.json"))
 
 
-@pytest.mark.slow
 def test_completions_of_updates_that_are_made_again_do_not_stay(values: dict[str, Any], tmp_path: Path) -> None:
     run, _ = interrupted(values, tmp_path)
     folder = run / "training" / "completions"
@@ -107,7 +103,6 @@ def test_completions_of_updates_that_are_made_again_do_not_stay(values: dict[str
     assert sum(len(pq.read_table(path)) for path in planned) == load_plan(run / "plan.json").completions
 
 
-@pytest.mark.slow
 def test_a_power_cut_finds_the_newest_checkpoint_and_the_result_s_model_on_the_disk(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +129,6 @@ def test_a_power_cut_finds_the_newest_checkpoint_and_the_result_s_model_on_the_d
     assert (output / "result.json").exists()
 
 
-@pytest.mark.slow
 def test_a_kill_while_a_checkpoint_is_replaced_loses_none(values: dict[str, Any], tmp_path: Path) -> None:
     run, whole = interrupted(values, tmp_path)
     newest = run / "training" / "checkpoints" / "step-000004"
@@ -145,7 +139,6 @@ def test_a_kill_while_a_checkpoint_is_replaced_loses_none(values: dict[str, Any]
     assert_same(run, whole)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("left", ["state.pt", "manifest.json"])
 def test_half_an_older_checkpoint_disturbs_no_later_one(values: dict[str, Any], tmp_path: Path, left: str) -> None:
     run, whole = interrupted(values, tmp_path)
@@ -161,7 +154,6 @@ def test_half_an_older_checkpoint_disturbs_no_later_one(values: dict[str, Any], 
     assert_same(run, whole)
 
 
-@pytest.mark.slow
 def test_a_kill_while_a_checkpoint_is_removed_leaves_no_half_of_it(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +176,6 @@ def test_a_kill_while_a_checkpoint_is_removed_leaves_no_half_of_it(
     assert_same(run, whole)
 
 
-@pytest.mark.slow
 def test_a_half_written_checkpoint_is_not_read(values: dict[str, Any], tmp_path: Path) -> None:
     run, whole = interrupted(values, tmp_path)
     torn = run / "training" / "checkpoints" / "step-000099.tmp"

@@ -236,7 +236,6 @@ def test_an_update_has_the_same_rows_on_each_number_of_processes_and_each_is_com
     assert found == [sorted(row for row in trained if row[1])] * 3
 
 
-@pytest.mark.slow
 def test_processes_without_rows_compute_one_that_counts_for_nothing(policy: Policy) -> None:
     config, plan = _set_up({"gradient_accumulation_steps": 1, "steps_per_generation": 1}, 8)
     rollout = _rollout(_session(policy, config, plan, 0), 0.0)

@@ -96,7 +96,6 @@ def test_the_gradient_goes_through_dropout_at_the_values_without_it(session: Ses
     assert metrics == pytest.approx(same, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("session", [{"mixed_precision": "bf16"}], indirect=True)
 def test_masks_are_drawn_again_in_each_pass_and_follow_from_the_seed(session: Session) -> None:
     batch, found = _batch(session), []
@@ -107,7 +106,6 @@ def test_masks_are_drawn_again_in_each_pass_and_follow_from_the_seed(session: Se
     assert not any(module.training for module in session.policy.model.modules())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("session", [{}], indirect=True)
 def test_layers_that_are_computed_again_leave_out_the_same(session: Session) -> None:
     batch, found = _batch(session), []

@@ -46,6 +46,7 @@ def _unsavable(folder: Path, **values: Any) -> dict[str, Any]:
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_peft", [False, True])
 def test_a_generation_config_that_transformers_would_not_save_is_kept_as_the_base_has_it(
     use_peft: bool, values: dict[str, Any], tmp_path: Path
@@ -94,6 +95,7 @@ def _leaves_weights_out(save: Callable[..., None]) -> Callable[..., None]:
     return saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -157,6 +159,7 @@ def test_the_rehearsal_changes_nothing_that_is_drawn_later(
     assert seen == [True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [

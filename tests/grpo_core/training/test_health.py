@@ -105,7 +105,6 @@ def constant(completions: list[str]) -> list[float | None]:
     return [1.0] * len(completions)
 
 
-@pytest.mark.slow
 def test_rewards_that_tell_nothing_apart_are_warned_of_in_the_log(
     values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,7 +223,6 @@ def _break_the_weights_after(monkeypatch: pytest.MonkeyPatch, updates: int) -> N
 CONSTANT = {"max_steps": 6, "save_steps": 2, "save_total_limit": 1, "lr_scheduler_type": "constant"}
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_weights_that_the_next_step_finds_broken_is_not_gone_back_to(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,7 +274,6 @@ def test_a_roll_back_that_finds_no_whole_healthy_checkpoint_leaves_the_others(
     assert _train(run)["resumed_at_step"] == 4
 
 
-@pytest.mark.slow
 def test_a_lowered_limit_of_roll_backs_counts_those_already_made(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,7 +304,6 @@ def test_weights_that_are_not_finite_are_never_saved(
     assert not [path for path in (run / "training").rglob("*") if path.suffix in (".pt", ".safetensors")]
 
 
-@pytest.mark.slow
 def test_a_roll_back_reaches_the_checkpoint_from_before_the_limit_was_first_broken(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -320,7 +316,6 @@ def test_a_roll_back_reaches_the_checkpoint_from_before_the_limit_was_first_brok
     assert names == ["step-000000", "step-000002"], "the only healthy one is from before the first update"
 
 
-@pytest.mark.slow
 def test_samples_after_a_roll_back_are_others(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,7 +333,6 @@ def _completions(run: Path, index: int) -> dict[str, list[Any]]:
     return pq.read_table(run / f"training/completions/rollout-{index:06d}.parquet").to_pydict()
 
 
-@pytest.mark.slow
 def test_a_roll_back_between_the_updates_of_a_generation_batch_samples_it_again_for_those_left(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

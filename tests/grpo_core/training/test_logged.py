@@ -37,7 +37,6 @@ def logging(values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return with_keys({**values, "rewards": rewards, "evaluation": {"accuracy_reward": "logging"}}, **keys)
 
 
-@pytest.mark.slow
 def test_rewards_know_the_update_and_what_they_log_is_in_metrics_and_records(
     logging: dict[str, Any], tmp_path: Path
 ) -> None:

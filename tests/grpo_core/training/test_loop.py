@@ -50,7 +50,6 @@ def run(request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: py
     return run
 
 
-@pytest.mark.slow
 def test_what_the_plan_says_is_what_happens(run: Path) -> None:
     plan = load_plan(run / "plan.json")
     result = json.loads((run / "training" / "result.json").read_text())
@@ -65,7 +64,6 @@ def test_the_engines_log_probabilities_are_the_trainers(run: Path) -> None:
         assert step["sampling/sampling_logp_difference/max"] <= 1e-4
 
 
-@pytest.mark.slow
 def test_training_raises_the_reward(values: dict[str, Any], tmp_path: Path) -> None:
     values["rewards"] = [{"function": "length", "args": {"target": 3}}]
     metrics = metrics_of(trained_run(tmp_path / "run", values, max_steps=16))
@@ -73,7 +71,6 @@ def test_training_raises_the_reward(values: dict[str, Any], tmp_path: Path) -> N
     assert sum(last) / 5 > sum(first) / 5 + 0.2
 
 
-@pytest.mark.slow
 def test_a_penalised_sample_is_weighted_by_the_ratio_of_the_two_policies(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -89,7 +86,6 @@ def test_a_penalised_sample_is_weighted_by_the_ratio_of_the_two_policies(
         assert row["sampling_logprobs"] == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.slow
 def test_a_text_to_stop_at_is_trained_and_not_shown_to_rewards(values: dict[str, Any], tmp_path: Path) -> None:
     run = trained_run(tmp_path / "run", values, stop=["7", "12"], min_p=0.01)
     tokenizer = AutoTokenizer.from_pretrained(values["model"]["name_or_path"])
@@ -106,13 +102,11 @@ def test_a_text_to_stop_at_is_trained_and_not_shown_to_rewards(values: dict[str,
     assert 0 < stopped < len(rows)
 
 
-@pytest.mark.slow
 def test_in_bf16_sampler_and_trainer_still_agree(values: dict[str, Any], tmp_path: Path) -> None:
     for step in metrics_of(trained_run(tmp_path / "run", values, mixed_precision="bf16")):
         assert step["sampling/sampling_logp_difference/mean"] < 0.02
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss_type", ["dapo", *(pytest.param(name, marks=pytest.mark.e2e) for name in ("grpo", "dr_grpo"))]
 )
@@ -125,7 +119,6 @@ def test_half_the_batch_with_twice_the_accumulation_is_the_same_update(
     assert are_close(whole, trained_run(tmp_path / "halves", values, **halves))
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("endless")
 @pytest.mark.parametrize("masked", [True, False])
 def test_truncated_completions_move_the_model_unless_they_are_masked(
@@ -204,7 +197,6 @@ def _plain_training(run: Path) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [

@@ -100,7 +100,6 @@ def test_moments_of_8_bits_take_two_bytes_per_parameter_and_those_of_small_param
         torch.testing.assert_close(parameter, copy, atol=1e-6, rtol=0)
 
 
-@pytest.mark.slow
 @given(
     seed=st.integers(0, 99),
     optim=st.sampled_from(["adamw", "adamw_8bit"]),
@@ -207,7 +206,6 @@ def _distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return float(sum((one[name] - other[name]).square().sum() for name in one) ** 0.5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", get_args(TrainConfig.model_fields["lr_scheduler_type"].annotation))
 @given(warmup=st.integers(0, 12), updates=st.integers(1, 12))
 def test_the_learning_rate_is_that_of_the_schedule_in_transformers(kind: str, warmup: int, updates: int) -> None:

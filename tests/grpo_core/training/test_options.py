@@ -47,7 +47,6 @@ def two_layers(values: dict[str, Any], smooth_model_folder: Path) -> dict[str, A
 OFF_POLICY = {"steps_per_generation": 4, "num_iterations": 2}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [
@@ -157,7 +156,6 @@ def test_some_layers_computed_again_or_all_leave_the_gradient_as_it_is(
     assert all(torch.equal(kept, again) for kept, again in zip(*gradients, strict=True))
 
 
-@pytest.mark.slow
 def test_a_single_completion_too_large_for_memory_is_said(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,7 +167,6 @@ def test_a_single_completion_too_large_for_memory_is_said(
 # Model and reference.
 
 
-@pytest.mark.slow
 def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(
     two_layers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,7 +222,6 @@ def _checkpoint_names(tmp_path: Path, values: dict[str, Any]) -> list[str]:
     return list(checkpoint_of(run, 2)["model"])
 
 
-@pytest.mark.slow
 def test_the_reference_moves_towards_the_policy_when_it_is_synced(
     values: dict[str, Any], tmp_path: Path, model_folder: Path
 ) -> None:
@@ -240,7 +236,6 @@ def test_the_reference_moves_towards_the_policy_when_it_is_synced(
         assert torch.equal(third["reference"][name], second["reference"][name])
 
 
-@pytest.mark.slow
 def test_adaptive_entropy_raises_its_weight_below_the_target_and_lowers_it_above(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -251,7 +246,6 @@ def test_adaptive_entropy_raises_its_weight_below_the_target_and_lowers_it_above
     assert [step["entropy_coef"] for step in high] == [0, 0, 0, 0]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("endless")
 def test_an_update_without_a_trained_token_says_nothing_about_entropy_and_adapts_nothing(
     values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -267,7 +261,6 @@ def test_an_update_without_a_trained_token_says_nothing_about_entropy_and_adapts
     assert "no token trained" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("entropy_coef", [0.0, 1e-6])
 def test_without_an_advantage_figures_are_of_the_policys_own_log_probabilities(
     values: dict[str, Any], tmp_path: Path, entropy_coef: float
@@ -306,7 +299,6 @@ def only_odd_prompts_counted(prompts: list[str], completion_ids: list[list[int]]
     return only_odd_prompts(prompts, completion_ids)
 
 
-@pytest.mark.slow
 def test_groups_without_signal_are_replaced_by_fresh_prompts(values: dict[str, Any], tmp_path: Path) -> None:
     LENGTHS.clear()
     values["rewards"] = [{"function": "tests.grpo_core.training.test_options:only_odd_prompts_counted"}]
@@ -333,7 +325,6 @@ def only_odd_prompts_apply(prompts: list[str], completion_ids: list[list[int]]) 
     return [value if int(p.split("+")[0]) % 2 else None for value, p in zip(values, prompts, strict=True)]
 
 
-@pytest.mark.slow
 def test_a_first_draw_that_no_reward_scored_is_replaced_and_has_no_first_reward(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -345,7 +336,6 @@ def test_a_first_draw_that_no_reward_scored_is_replaced_and_has_no_first_reward(
     assert all(step["dynamic_sampling/resampled_groups"] > 0 for step in unscored)
 
 
-@pytest.mark.slow
 def test_replacements_end_at_their_bound(values: dict[str, Any], tmp_path: Path) -> None:
     values["rewards"] = [{"function": "tests.grpo_core.training.test_health:constant"}]
     run = trained_run(tmp_path / "run", values, dynamic_sample=True, max_resample_times=2)
@@ -383,7 +373,6 @@ def test_a_process_without_a_share_of_the_prompts_scores_nothing(model_folder: P
     assert samples == []
 
 
-@pytest.mark.slow
 def test_prompts_are_seen_in_the_planned_order(values: dict[str, Any], tmp_path: Path) -> None:
     run = trained_run(tmp_path / "run", values, num_iterations=2, max_steps=14)  # an epoch, and a rollout of the next
     plan = load_plan(run / "plan.json")

@@ -30,7 +30,6 @@ def request_(smooth_model_folder: Path, tmp_path: Path) -> PaceRequest:
     return pace_request(config, plan, PromptLengths(4.0, 6, "given"), prompts, tmp_path, 1, "")
 
 
-@pytest.mark.slow
 def test_a_small_model_answers_its_own_prompts(request_: PaceRequest) -> None:
     found = pace.measure(request_, time.time())
     for seconds in (found.sample_seconds, found.train_seconds, found.step_seconds, found.byte_seconds):
@@ -40,14 +39,12 @@ def test_a_small_model_answers_its_own_prompts(request_: PaceRequest) -> None:
     assert "measured on this CPU" in found.how and "with the model:" in found.how
 
 
-@pytest.mark.slow
 def test_without_prompts_completions_have_full_length(request_: PaceRequest) -> None:
     found = pace.measure(replace(request_, prompts=""), time.time())
     assert found.completion_tokens == 6
     assert "completions of full length (6 tokens)" in found.how
 
 
-@pytest.mark.slow
 def test_of_a_large_model_two_slices_tell_the_time_of_all_layers(
     request_: PaceRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +95,6 @@ def test_sampling_that_takes_too_long_is_extrapolated_at_full_length(
     assert (found, sum(lengths) / len(lengths)) == (seconds, mean)
 
 
-@pytest.mark.slow
 def test_the_process_prints_the_pace_last(
     request_: PaceRequest, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

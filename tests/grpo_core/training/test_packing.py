@@ -24,7 +24,7 @@ def _fits(rows: list[tuple[int, int]], tokens: int, share_prompts: bool) -> bool
 
 
 @pytest.mark.slow
-@settings(max_examples=500)
+@settings(max_examples=20 * settings.default.max_examples)
 @given(ROWS, st.integers(1, 90), st.booleans())
 def test_parts_hold_every_row_once_and_as_many_as_the_budget_allows(
     rows: list[tuple[int, int]], tokens: int, share_prompts: bool

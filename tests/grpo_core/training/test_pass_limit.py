@@ -103,7 +103,6 @@ def test_processes_on_different_gpus_agree_on_what_fits_the_smallest(tmp_path: P
     assert (tmp_path / "found-0").read_text() == (tmp_path / "found-1").read_text()
 
 
-@pytest.mark.slow
 def test_a_number_that_is_configured_holds_on_a_cpu_too_and_changes_rounding_alone(
     values: dict[str, Any], tmp_path: Path
 ) -> None:

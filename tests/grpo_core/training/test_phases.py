@@ -11,7 +11,6 @@ from grpo_core.training.loop import train
 from tests.conftest import config_values, make_run
 
 
-@pytest.mark.slow
 def test_a_training_says_each_phase_of_its_work_by_name(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,7 +155,6 @@ def test_a_training_on_a_recording_killed_at_any_micro_step_ends_with_the_same_w
     assert result_of(run)["resumed_at_step"], "the last kill fell behind a checkpoint"
 
 
-@pytest.mark.slow
 def test_the_evaluation_after_it_samples(values: dict[str, Any], recorded: Path, tmp_path: Path) -> None:
     from grpo_core.evaluation.run import evaluate  # needs polars, which a training does not
 
@@ -257,7 +256,6 @@ def test_an_unfinished_run_is_a_recording_of_what_it_has_sampled(
     assert_replayed(run, recorded)
 
 
-@pytest.mark.slow
 def test_a_training_on_a_recording_that_rolls_back_goes_on_with_the_same_samples(
     values: dict[str, Any], recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

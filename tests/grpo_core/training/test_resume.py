@@ -275,7 +275,6 @@ def test_a_training_told_to_stop_before_its_first_update_has_nothing_to_save(
     assert not (run / "training" / "checkpoints").exists()
 
 
-@pytest.mark.slow
 def test_what_swallows_or_renames_a_stop_is_no_failure(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,7 +295,6 @@ def clumsy(completions: list[str], calls: list[int] = []) -> list[float]:  # noq
     return [float(len(completion)) for completion in completions]
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_another_configuration_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
     run, _ = interrupted(values, tmp_path)
     config = load_config(run / "config.toml", ["train.learning_rate=0.5"])
@@ -392,7 +390,6 @@ def test_a_training_with_vllm_killed_and_resumed_ends_with_the_same_weights(
     assert_same(run, whole)
 
 
-@pytest.mark.slow
 def test_every_weight_and_count_of_a_run_is_in_its_checkpoint(values: dict[str, Any], tmp_path: Path) -> None:
     """The state on disk, read without the project's own code, holds what the last step reported."""
     run = make_run(tmp_path / "run", with_keys(values, max_steps=4, save_steps=3, beta=0.1, num_iterations=2))

@@ -72,7 +72,6 @@ def test_two_processes_told_to_stop_agree_where_and_end_with_the_same_weights(
     assert_same(run, whole)
 
 
-@pytest.mark.slow
 def test_the_process_of_a_training_told_to_stop_ends_with_status_143(
     values: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,7 +25,6 @@ from tests.conftest import config_values, make_run, with_keys
 SECONDS = st.floats(0.1, LONGEST_SECONDS)
 
 
-@pytest.mark.slow
 @given(
     st.lists(SECONDS, min_size=1, max_size=4),
     SECONDS,
@@ -109,7 +108,6 @@ def test_what_trains_is_float32_and_what_is_frozen_is_held_once_in_the_precision
     assert all(own is used for own, used in pairs if not own.requires_grad)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("moves", "masters"), [(False, torch.bfloat16), (True, torch.float32)])
 def test_a_reference_has_float32_masters_only_if_it_follows_the_policy(
     moves: bool, masters: torch.dtype, values: dict[str, Any], tmp_path: Path

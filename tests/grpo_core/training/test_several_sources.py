@@ -64,7 +64,6 @@ def test_each_completion_is_scored_by_the_rewards_of_its_source_and_keeps_to_its
     assert lines["completion_tokens"].max() == 3 and sums["completion_tokens"].max() == 6
 
 
-@pytest.mark.slow
 def test_the_prompts_of_each_source_are_seen_as_often_as_the_plan_says(trained: Path) -> None:
     plan, found = load_plan(trained / "plan.json"), _completions(trained)
     groups = Counter("sums" if "+" in prompt else "lines" for prompt in found["prompt"])
@@ -77,7 +76,6 @@ def test_the_prompts_of_each_source_are_seen_as_often_as_the_plan_says(trained: 
     assert sum(found["prompts_seen"] for found in counts.values()) == result_of(trained)["counted"]["prompts_seen"]
 
 
-@pytest.mark.slow
 def test_metrics_of_a_source_are_those_of_its_completions(trained: Path) -> None:
     found, seen = _completions(trained), Counter[str]()
     for row in metrics_of(trained):
@@ -140,7 +138,6 @@ def test_a_curriculum_keeps_each_sources_share_and_is_resumed_bit_for_bit(model_
     assert_same(run, whole)
 
 
-@pytest.mark.slow
 def test_a_group_without_signal_is_replaced_by_one_of_its_source(model_folder: Path, tmp_path: Path) -> None:
     values = with_keys(two_sources(model_folder, tmp_path, max_steps=4), dynamic_sample=True, max_resample_times=2)
     values["rewards"][1]["args"] = {"target": 50}  # tells lengths apart

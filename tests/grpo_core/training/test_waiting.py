@@ -73,7 +73,6 @@ def test_no_pass_waits_for_the_one_before(
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.slow
 def test_the_mean_of_gradients_over_processes_is_not_waited_for() -> None:
     with pretend_gpu() as gpu:
         dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())

@@ -46,7 +46,6 @@ def _with_copying_engine(monkeypatch: pytest.MonkeyPatch, skipped: int) -> None:
     monkeypatch.setattr(session, "make_engine", make)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("skipped", [2, 4])
 def test_a_skipped_sync_stops_the_training_with_step_and_figure(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skipped: int
@@ -77,7 +76,6 @@ def test_a_skipped_sync_in_bfloat16_at_a_usual_learning_rate_stops_the_training_
     assert train(run, run / "training")["resumed_at_step"] == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("own_bound", [None, 0.1])
 def test_a_bound_of_ones_own_alone_decides_how_far_the_two_may_come_apart(
     values: dict[str, Any], tmp_path: Path, own_bound: float | None

@@ -32,6 +32,7 @@ FORMS: dict[str, Callable[[pa.Array], pa.Array]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("lengths", [[10_000], [1] * 39 + [100_000]])
 def test_rows_that_share_a_text_are_decoded_a_few_at_a_time(

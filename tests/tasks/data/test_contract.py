@@ -194,6 +194,7 @@ def test_keys_that_only_some_messages_have_are_no_part_of_the_others(tmp_path: P
     assert sorted(screened.lengths["train"]) == [5] * 9 + [6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("picky", ["10", "17"])
 def test_a_template_that_refuses_what_a_prompt_says_breaks_the_rule_in_that_row(tmp_path: Path, picky: str) -> None:
     """Also in the first row of an order of roles, which says nothing of the others."""

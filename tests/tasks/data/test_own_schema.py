@@ -182,6 +182,7 @@ def test_a_schema_that_would_change_the_rows_or_hide_some_is_refused(
         screen(parse_config(values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "settings", "wrong"),
     [

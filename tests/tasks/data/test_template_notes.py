@@ -57,6 +57,7 @@ FORM = {"function": "format_regex", "args": {"pattern": "<think>.*</think>.*"}}
 OPTIONAL = {"function": "format_regex", "args": {"pattern": "(<thought>)?.*</thought>.*"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reward", "keys", "said"),
     [
@@ -74,6 +75,7 @@ def test_a_text_that_is_a_special_token_is_never_found_in_a_completion(
     assert [f"{said}, which the tokenizer has as special tokens" in note for note in notes] == [True] * bool(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reward", "warns"),
     [
@@ -115,12 +117,14 @@ def test_the_text_that_a_pattern_requires(pattern: str, required: list[str], abs
     assert [text in found for text in [*required, *absent]] == [True] * len(required) + [False] * len(absent)
 
 
+@pytest.mark.slow
 def test_a_template_that_writes_the_date_is_named_unless_the_date_is_set(folder: Path, tmp_path: Path) -> None:
     (note,) = _notes(folder, tmp_path, DATED)
     assert "writes the day's date into each prompt (strftime_now)" in note
     assert not _notes(folder, tmp_path, DATED, chat_template_kwargs={"date": "1 May"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stop", "end", "warns"), [([], None, True), (["\n#"], None, False), ([], "#", False)])
 def test_a_turn_that_the_engine_would_not_end_is_named(
     folder: Path, tmp_path: Path, stop: list[str], end: str | None, warns: bool

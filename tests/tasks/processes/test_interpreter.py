@@ -36,6 +36,7 @@ def _other_python(file: Path, setting: str = "THERE=1") -> str:
     return str(file)
 
 
+@pytest.mark.slow
 def test_processes_of_a_training_run_by_the_python_that_is_named(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +74,7 @@ def test_a_python_without_this_project_is_refused_with_the_reason(
             check_training_machine(config)
 
 
+@pytest.mark.slow
 def test_a_python_with_other_code_is_refused_wherever_it_is_asked_from(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def kubernetes_config(template: Path = SHIPPED / "training.yaml") -> RunConfig:
     return parse_config(values | {"launch": {"launcher": "kubernetes", "kubernetes": str(template)}})
 
 
+@pytest.mark.slow
 def test_a_job_is_the_template_with_one_pod_per_machine_that_is_never_replaced() -> None:
     from kubernetes.client import V1Job, V1PodTemplateSpec
 

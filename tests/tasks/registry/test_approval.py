@@ -46,7 +46,6 @@ def test_a_version_that_passes_waits_and_asking_again_is_no_further_attempt(mode
     assert is_decided(model, "1")
 
 
-@pytest.mark.slow
 def test_no_is_kept_with_its_name_and_may_be_followed_by_yes(model: str) -> None:
     _register(model, 15)
     assert promote(model, approval=NO).decision == "rejected"
@@ -56,7 +55,6 @@ def test_no_is_kept_with_its_name_and_may_be_followed_by_yes(model: str) -> None
     assert promote(model, approval=YES).decision == "promoted"
 
 
-@pytest.mark.slow
 def test_yes_promotes_nothing_that_the_gate_refuses_and_force_asks_nobody(model: str) -> None:
     _register(model, 1)
     assert promote(model).decision == "refused"
@@ -87,7 +85,6 @@ def test_an_answer_to_an_earlier_question_is_gone_when_it_is_asked_again(model: 
     assert "by" not in tags_of(model, "2")
 
 
-@pytest.mark.slow
 def test_the_command_answers_for_a_person(model: str) -> None:
     _register(model, 15)
 

@@ -24,7 +24,6 @@ from tests.tasks.registry.champions import NUM_PROMPTS, champion_of, history_of,
 pytestmark = pytest.mark.usefixtures("mlflow")
 
 
-@pytest.mark.slow
 def test_the_first_champion_has_beaten_the_base_and_the_next_one_the_first(model: str) -> None:
     make_champions(model, 2)
     assert champion_of(model) == "2"
@@ -40,7 +39,6 @@ def test_the_first_champion_has_beaten_the_base_and_the_next_one_the_first(model
     assert (tags_of(model, "2"), len(history_of(model))) == (second, 2)
 
 
-@pytest.mark.slow
 def test_a_refusal_leaves_the_champion_and_says_why(model: str) -> None:
     make_champions(model, 1)
     version = register_version(model, samples_of(base=0, trained=9))
@@ -53,7 +51,6 @@ def test_a_refusal_leaves_the_champion_and_says_why(model: str) -> None:
     assert (champion_of(model), history_of(model)) == ("1", [("1", "promoted")])
 
 
-@pytest.mark.slow
 def test_each_further_attempt_against_a_champion_is_held_to_a_lower_level(model: str) -> None:
     make_champions(model, 1)
     for attempt, right in enumerate((9, 10, 14), start=1):  # of 40; the champion has the first 8 right
@@ -110,7 +107,6 @@ def test_versions_that_were_evaluated_but_never_tried_count_as_attempts_in_their
     assert "(attempt 5 against champion version 4, with 3 versions" in promote(model, "6").reason, "it is one of them"
 
 
-@pytest.mark.slow
 def test_versions_made_under_a_champion_that_was_named_by_hand_count(model: str) -> None:
     client = connect()
     register_version(model, samples_of(base=0, trained=8))
@@ -148,7 +144,6 @@ def test_force_promotes_and_the_mark_says_what_the_gate_said(model: str) -> None
     assert promote(model, force=True).decision == "promoted"  # force is no mark where the gate agrees
 
 
-@pytest.mark.slow
 def test_rules_are_those_recorded_and_a_changed_one_leaves_its_mark(model: str) -> None:
     strict = promotion_config(min_gain=0.5, guards=[{"metric": "kl", "max": 1}])
     register_version(model, samples_of(base=0, trained=10), config=strict)
@@ -163,7 +158,6 @@ def test_rules_are_those_recorded_and_a_changed_one_leaves_its_mark(model: str) 
     assert json.loads(tags_of(model, "1")["changes"]) == {"min_gain": 0.1}
 
 
-@pytest.mark.slow
 def test_a_candidate_is_paired_with_the_champion_that_is_there_now(model: str) -> None:
     """By its own evaluation where that had this champion beside it, else only on the same prompts and settings."""
     make_champions(model, 1)
@@ -180,7 +174,6 @@ def test_a_candidate_is_paired_with_the_champion_that_is_there_now(model: str) -
     assert "gain" not in tags_of(model, "3")
 
 
-@pytest.mark.slow
 def test_a_version_without_an_evaluation_is_refused_unless_forced(model: str) -> None:
     client = connect()
     client.create_registered_model(model)
@@ -195,7 +188,6 @@ def test_a_version_without_an_evaluation_is_refused_unless_forced(model: str) ->
     assert tags_of(model, "2")["reason"].startswith("version 1 has no config.toml")
 
 
-@pytest.mark.slow
 def test_what_cannot_be_tried_says_what_there_is(model: str) -> None:
     with pytest.raises(PromotionError, match=f"no registered model '{model}s' in MLflow; the nearest there: "):
         connect().create_registered_model(model)
@@ -208,7 +200,6 @@ def test_what_cannot_be_tried_says_what_there_is(model: str) -> None:
         promote(model, "3")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", ["promote", "rollback"])
 def test_a_command_for_a_model_that_is_not_there_answers_in_a_sentence(command: str) -> None:
     """Prefect would say it with tracebacks."""
@@ -218,7 +209,6 @@ def test_a_command_for_a_model_that_is_not_there_answers_in_a_sentence(command: 
     assert re.fullmatch("no registered model 'nobody' in MLflow; .*, and no run of this name has .*", sentence)
 
 
-@pytest.mark.slow
 def test_a_promotion_takes_the_name_of_a_run_for_the_version_that_it_registered(model: str) -> None:
     """Refused before Prefect starts: the model is known by the run's receipt, its version 7 is not there."""
     register_version(model, samples_of(base=0, trained=40))
@@ -290,7 +280,6 @@ def test_another_model_that_had_the_name_before_is_not_the_champion(model: str) 
     assert "not evaluated beside the champion version 1" in outcome.reason
 
 
-@pytest.mark.slow
 def test_a_version_is_judged_by_its_own_record_though_its_training_was_registered_again(
     model: str, tmp_path: Path
 ) -> None:

@@ -105,7 +105,6 @@ def test_each_attempt_against_the_same_rival_has_less_to_spend_and_all_together_
     assert spent[-1] == pytest.approx(0.05, rel=1e-3) and (spent < 0.05).all()
 
 
-@pytest.mark.slow
 def test_many_candidates_that_are_no_better_promote_none_more_often_than_stated() -> None:
     """Thirty nights against one champion, each with other sampling luck; at a fixed level four in five series would
     promote one."""
@@ -144,7 +143,6 @@ def test_a_gain_smaller_than_what_is_worth_a_promotion_is_refused() -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("guard", "kept"),
     [

@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import pytest
 from mlflow.store.model_registry.dbmodels.models import SqlRegisteredModelTag
 
 from tasks.registry.history import bounded, reigns, written
 
 
-@pytest.mark.slow
 def test_a_history_fits_its_column_and_leads_back_as_a_whole_one_would() -> None:
     width = SqlRegisteredModelTag.__table__.c.value.type.length
     rng = random.Random(0)

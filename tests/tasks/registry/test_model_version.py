@@ -73,6 +73,7 @@ def version(run: Path, answer: str, embed_mlflow: Callable[[Path], None]) -> Ite
     mlflow.set_tracking_uri(None)
 
 
+@pytest.mark.slow
 def test_what_would_fail_at_the_end_is_refused_before_the_training(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +100,6 @@ def test_what_makes_a_version_is_not_warned_of_kernels_that_it_does_not_use(vers
     assert not [name for name in NOISY if logging.getLogger(name).isEnabledFor(logging.WARNING)]
 
 
-@pytest.mark.slow
 def test_the_pipeline_that_mlflow_loads_answers_as_plain_transformers(version: Any, answer: str) -> None:
     pipeline = mlflow.transformers.load_model("models:/sums/1")
     [served] = pipeline(PROMPT, max_new_tokens=4, do_sample=False, return_full_text=False)
@@ -108,7 +108,6 @@ def test_the_pipeline_that_mlflow_loads_answers_as_plain_transformers(version: A
     assert complete(folder / "model") == answer
 
 
-@pytest.mark.slow
 def test_the_adapter_beside_the_model_is_what_was_merged_into_its_base(
     version: Any, model_folder: Path, run: Path
 ) -> None:
@@ -123,7 +122,6 @@ def test_the_adapter_beside_the_model_is_what_was_merged_into_its_base(
     assert any(not torch.equal(merged[name], base[name]) for name in base)
 
 
-@pytest.mark.slow
 def test_the_weights_are_on_disk_once_and_cannot_be_written_into(version: Any, run: Path) -> None:
     kept = Path(mlflow.artifacts.download_artifacts("models:/sums/1"))
     for name in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
@@ -135,7 +133,6 @@ def test_the_weights_are_on_disk_once_and_cannot_be_written_into(version: Any, r
     assert {path.name for path in run.iterdir()} == {"training"}
 
 
-@pytest.mark.slow
 def test_the_version_says_what_it_needs_takes_and_where_it_comes_from(version: Any, answer: str) -> None:
     folder = Path(mlflow.artifacts.download_artifacts("models:/sums/1"))
     card = mlflow.models.get_model_info("models:/sums/1")

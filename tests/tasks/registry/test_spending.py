@@ -25,6 +25,7 @@ def test_three_hundred_comparisons_with_a_champion_keep_their_numbers() -> None:
     assert take_number(text, "1", ["7", {}], {"base"})[0] == 301
 
 
+@pytest.mark.slow
 def test_comparisons_that_were_not_made_count_once_however_many_are_forgotten() -> None:
     text, before = "", list[str]()
     for place in range(1, 1001):
@@ -60,7 +61,6 @@ def test_no_two_comparisons_with_a_champion_share_a_number_whatever_was_forgotte
     assert num_kept > 100 and num_forgotten > 100
 
 
-@pytest.mark.slow
 def test_counts_of_champions_that_may_return_outlast_those_of_hundreds_that_do_not() -> None:
     returning = ["base", *map(str, range(1, 71))]
     text = ""

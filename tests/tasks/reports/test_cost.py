@@ -84,6 +84,7 @@ def test_an_interrupted_training_cost_at_least_what_is_known() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_price_is_in_report_comparison_and_sweep(tmp_path: Path) -> None:
     """Two hours of training and a quarter of evaluation on one GPU, at 2 per hour."""
     records = {}

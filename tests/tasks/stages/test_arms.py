@@ -61,7 +61,6 @@ def test_data_is_validated_once_in_a_sweep_and_planned_once_per_plan(
     assert all(found.is_up_to_date for found in conditions(seeded, read_config(seeded)).values())
 
 
-@pytest.mark.slow
 def test_what_would_come_out_differently_is_made(run: Path, values: Values, made: Counter[str], tmp_path: Path) -> None:
     first = arm(run, values, "sums.sweep.a")
     arm(

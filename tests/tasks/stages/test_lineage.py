@@ -124,7 +124,6 @@ def test_a_limit_that_only_watches_is_no_reason_to_run_a_stage_again(values: dic
     assert _stale(values, edited) == []
 
 
-@pytest.mark.slow
 def test_a_limit_of_a_reward_is_tried_anew_and_trains_nothing_again(values: dict[str, Any]) -> None:
     for key, value in (("timeout", 7.0), ("range", [0.0, 2.0]), ("isolated", True)):
         edited = copy.deepcopy(values)

@@ -11,6 +11,7 @@ from tasks.stages.prefect_address import describe_server_failure
 from tests.serving import free_ports
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer_is_named_with_the_reason_whatever_wraps_it() -> None:
     url = f"http://127.0.0.1:{free_ports(1)[0]}/api"
     with (

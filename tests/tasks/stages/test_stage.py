@@ -37,7 +37,6 @@ def newer(name: str) -> Callable[[Context], Values]:
     return validate_again
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "key", "value", "stale"),
     [
@@ -62,7 +61,6 @@ def test_an_edit_makes_stale_what_depends_on_it_and_the_pipeline_runs_just_that(
     assert outdated(run) == {}
 
 
-@pytest.mark.slow
 def test_a_batch_that_is_divided_otherwise_is_planned_again_and_not_trained(run: Path, values: Values) -> None:
     divided = {"per_device_train_batch_size": 4, "num_processes": 2, "sharding": "full"}
     configure(run, with_keys(values, **divided))
@@ -71,7 +69,6 @@ def test_a_batch_that_is_divided_otherwise_is_planned_again_and_not_trained(run:
     assert pipeline(run) == ["plan", "train", "evaluate", "register"]
 
 
-@pytest.mark.slow
 def test_a_limit_of_a_reward_is_validated_anew_and_trains_nothing_again(run: Path, values: Values) -> None:
     values["rewards"][0]["timeout"] = 7.0
     configure(run, values)
@@ -90,7 +87,6 @@ def test_data_and_rewards_that_changed_under_their_names_are_named(
     assert outdated(run)["train"] == f"changed: data.train, {', '.join(sources)} and 1 more"
 
 
-@pytest.mark.slow
 def test_a_receipt_without_inputs_is_stale_and_a_copied_run_keeps_its_times(run: Path, tmp_path: Path) -> None:
     receipt = TRAIN.read_receipt(run)
     os.utime(TRAIN.receipt_path(run), (0, 0))
@@ -102,7 +98,6 @@ def test_a_receipt_without_inputs_is_stale_and_a_copied_run_keeps_its_times(run:
     assert outdated(run)["train"] == "inputs changed"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "stale"),
     [
@@ -128,7 +123,6 @@ def test_data_that_changed_under_its_name_on_the_hub_is_trained_on_once_it_is_va
     assert outdated(run)["train"] == "validate was made again"
 
 
-@pytest.mark.slow
 def test_an_evaluation_set_that_is_added_changed_or_removed_is_evaluated_on_and_trains_nothing_again(
     run: Path, values: Values, tmp_path: Path
 ) -> None:
@@ -143,7 +137,6 @@ def test_an_evaluation_set_that_is_added_changed_or_removed_is_evaluated_on_and_
     assert pipeline(run) == ["evaluate", "register"]
 
 
-@pytest.mark.slow
 def test_prompts_that_changed_are_trained_on_though_an_evaluation_set_was_added_at_once(
     run: Path, values: Values, tmp_path: Path
 ) -> None:
@@ -153,7 +146,6 @@ def test_prompts_that_changed_are_trained_on_though_an_evaluation_set_was_added_
     assert outdated(run)["train"] == "validate was made again"
 
 
-@pytest.mark.slow
 def test_held_out_prompts_that_changed_concern_a_training_that_evaluates(run: Path, values: Values) -> None:
     do(VALIDATE, run, force=True, work=newer("eval"))
     assert outdated(run) == {"evaluate": "validate was made again", "register": "evaluate is stale"}
@@ -165,14 +157,12 @@ def test_held_out_prompts_that_changed_concern_a_training_that_evaluates(run: Pa
     assert outdated(run)["train"] == "validate was made again"
 
 
-@pytest.mark.slow
 def test_what_is_missing_makes_stale_what_was_made_from_it(run: Path) -> None:
     TRAIN.path(run).rename(run / "elsewhere")
     assert outdated(run) == {"train": "not done yet", "evaluate": "train is missing", "register": "train is missing"}
     assert pipeline(run) == ["train", "evaluate", "register"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("content", ["", '{"lineage_key": "ab', "null"])
 def test_a_receipt_that_a_dying_machine_left_empty_is_one_that_is_missing(run: Path, content: str) -> None:
     for stage in STAGES:
@@ -202,7 +192,6 @@ def test_a_stages_output_and_a_written_file_survive_a_power_cut(run: Path, monke
     assert disk.holds(run / "note")
 
 
-@pytest.mark.slow
 def test_receipts_that_say_nothing_of_their_making_are_judged_by_their_keys(run: Path) -> None:
     for stage in STAGES:
         path = stage.receipt_path(run)
@@ -214,7 +203,6 @@ def test_receipts_that_say_nothing_of_their_making_are_judged_by_their_keys(run:
     assert pipeline(run) == []
 
 
-@pytest.mark.slow
 def test_a_stage_alone_refuses_outdated_input_and_says_what_to_run(run: Path, values: Values) -> None:
     values["train"]["max_steps"] = 9
     configure(run, values)
@@ -230,7 +218,6 @@ def test_a_stage_alone_refuses_outdated_input_and_says_what_to_run(run: Path, va
         do(TRAIN, run)
 
 
-@pytest.mark.slow
 def test_whatever_is_made_again_everything_replaced_is_kept(run: Path) -> None:
     made = [TRAIN.read_receipt(run)["made"]]
     for _ in range(3):
@@ -241,7 +228,6 @@ def test_whatever_is_made_again_everything_replaced_is_kept(run: Path) -> None:
     assert len(set(made)) == 4
 
 
-@pytest.mark.slow
 def test_a_forced_training_starts_empty_and_goes_on_from_where_it_was_interrupted(run: Path, values: Values) -> None:
     def interrupted(context: Context) -> Values:
         assert not (context.partial / "checkpoint").exists()

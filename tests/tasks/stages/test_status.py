@@ -24,7 +24,6 @@ from tests.conftest import config_values
 from tests.tasks.stages.small_stages import Values, configure, do, outdated, pipeline
 
 
-@pytest.mark.slow
 def test_an_interrupted_training_says_how_much_is_saved_and_status_does_until_it_is_edited(
     run: Path, values: Values
 ) -> None:
@@ -56,7 +55,6 @@ def test_a_stage_that_is_up_to_date_needs_its_inputs_up_to_date_only_if_it_is_ma
         refuse_outdated_inputs(EVALUATE, tmp_path, config, now, force=True)
 
 
-@pytest.mark.slow
 def test_prompts_that_are_gone_are_missing_and_the_stage_that_reads_them_says_which_to_run(run: Path) -> None:
     (VALIDATE.path(run) / "eval.parquet").unlink()
     assert conditions(run, read_config(run))["validate"].reason == "eval.parquet is gone"
@@ -67,7 +65,6 @@ def test_prompts_that_are_gone_are_missing_and_the_stage_that_reads_them_says_wh
     assert pipeline(run) == ["validate"]
 
 
-@pytest.mark.slow
 def test_storage_or_mlflow_that_fails_a_stage_is_a_sentence_and_its_traceback_is_in_the_runs_directory(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +92,6 @@ def test_storage_or_mlflow_that_fails_a_stage_is_a_sentence_and_its_traceback_is
     assert noted.rstrip().endswith("KeyError: 'figures'")
 
 
-@pytest.mark.slow
 def test_status_shows_each_stage_and_its_exit_status_says_whether_anything_is_to_be_done(
     run: Path, values: Values
 ) -> None:
