@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 CHECKS := lint formatted types layers dependencies
 
-.PHONY: help setup peer quickstart ui fast test tests e2e wheel pythons pictures gamed reference bench gpu-check \
+.PHONY: help setup peer quickstart ui fast test tests unit served e2e wheel pythons pictures gamed reference bench gpu-check \
 	gpu-emulated check $(CHECKS) format lock smollm mutants processors
 
 help: ## list the commands
@@ -97,14 +97,22 @@ quickstart: setup ## build the example's inputs, run the pipeline, say what happ
 ui: setup ## Prefect and MLflow on 127.0.0.1, over the same data
 	@$(BIN)/grpo up
 
-fast: setup $(PEER) ## the tests that take a moment each, for the edit loop
-	$(BIN)/python -m pytest -q -n 2 --hypothesis-profile few -m 'not slow and not e2e' --ignore tests/e2e --ignore tests/served
+fast: setup $(PEER) ## each room's oracles with few examples, and what takes a moment, for the edit loop
+	$(BIN)/python -m pytest -q -n 2 --hypothesis-profile few -m 'not slow and not served and not e2e' --ignore tests/e2e
 
 test: setup ## everything that CI checks
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going check tests
 
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
+
 tests: setup $(PEER)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
+	$(PYTEST)
+
+unit: setup $(PEER) ## of these, the tests that need no server, no vLLM and no second process of a training
+	$(PYTEST) -m 'not served and not e2e'
+
+served: setup $(PEER) ## of these, the others: vLLM, Prefect, MLflow, sandboxes, launchers, several processes
+	$(PYTEST) -m 'served and not e2e'
 
 e2e: setup $(PEER) $(FLOWS)/.installed ## the long tests: servers, browser, faults
 	$(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --durations 15

@@ -92,8 +92,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         needs(*mark.args)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: SHARING["servers"][0] not in item.nodeid)  # one worker runs them all: begin with them
+    (folder,) = SHARING["servers"]
+    items.sort(key=lambda item: folder not in item.nodeid)  # one worker runs them all: begin with them
+    for item in items:
+        if folder in item.nodeid:
+            item.add_marker("served")
 
 
 # Typer would build all commands again for every one that a test runs.

@@ -26,6 +26,8 @@ from grpo_core.training import optimizer
 from tests.plain_kernels import plain_varlen
 from tests.pretend_gpu import pretend_gpu
 
+pytestmark = pytest.mark.served
+
 Work = Callable[[Path, Callable[[Row], None]], None]
 
 
@@ -70,7 +72,7 @@ def test_what_no_time_or_no_package_is_there_for_is_listed_and_fails_nothing(
     assert found["bare"]["output"] == "needs no_such"
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_parts_of_a_group_run_side_by_side_and_results_are_written_as_they_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +131,6 @@ def shifted(own: Callable[..., Any]) -> Callable[..., Any]:
     return pack
 
 
-@pytest.mark.slow
 def test_attention_passes_and_fails_with_another_token_s_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     varlen(monkeypatch)
     assert failed(kernels.attention, tmp_path) == []
@@ -151,7 +152,6 @@ def test_copies_pass_and_fail_where_a_buffer_is_used_too_early(tmp_path: Path, m
     assert failed(kernels.copies, tmp_path) == ["copies by pinned memory"]
 
 
-@pytest.mark.slow
 def test_policies_pass_and_fail_where_completions_see_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +167,6 @@ def test_policies_pass_and_fail_where_completions_see_each_other(
     assert "no, all weights: packed for" in failed(kernels.policies, tmp_path / "wrong")
 
 
-@pytest.mark.slow
 def test_waits_fail_above_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from grpo_core.training import loop
 
@@ -188,7 +187,6 @@ def test_waits_fail_above_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert failed(kernels.waits, tmp_path / "wrong") == ["waits per update"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["old places", "other rows"])
 def test_decoding_passes_and_fails_with_a_stale_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
@@ -221,7 +219,6 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
 def test_decoding_fails_where_no_step_is_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: None
 ) -> None:
@@ -232,7 +229,6 @@ def test_decoding_fails_where_no_step_is_captured(
     assert failed(decoding.decoding, tmp_path) == ["torch.float32: steps by a captured graph"]
 
 
-@pytest.mark.slow
 def test_fall_backs_fail_where_a_family_is_not_captured_or_keeps_prompts_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: None
 ) -> None:
@@ -250,7 +246,7 @@ def test_fall_backs_fail_where_a_family_is_not_captured_or_keeps_prompts_twice(
     assert "Qwen2: prompts' cache is shared" in failed(decoding.fall_backs, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_stop_texts_fail_where_the_host_waits_for_each_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: None
 ) -> None:
@@ -270,7 +266,7 @@ def test_stop_texts_fail_where_the_host_waits_for_each_row(
 # ------------------------------------------------------------------------------------- what is measured, and its faults
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_compiled_passes_and_fails_where_layers_run_uncompiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     for limit, found in ((8, []), (1, ["layers that run uncompiled"])):
@@ -303,7 +299,7 @@ def runs_out(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     monkeypatch.setattr(Policy, "__call__", full)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_memory_that_should_run_out_and_does_not_fails_and_so_does_what_should_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measuring: None
 ) -> None:
@@ -317,7 +313,6 @@ def test_memory_that_should_run_out_and_does_not_fails_and_so_does_what_should_n
     assert failed(measured.long_context, tmp_path / "runs out, wrongly") == row
 
 
-@pytest.mark.slow
 def test_offloaded_fails_where_the_moments_stay_on_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measuring: None
 ) -> None:

@@ -20,6 +20,8 @@ from tests.packing import source_files
 from tests.quick_python import quick_python
 from tests.serving import prefect_server
 
+pytestmark = pytest.mark.served
+
 OUT = "--tiny --output out"
 # The commands of each test, and the files that they leave.
 RUNS: list[tuple[str, str]] = [
@@ -52,6 +54,7 @@ PIPELINES = [
     ("reward_models --tiny && recipe_curves --record", "docs/images/*.png"),
 ]
 NEEDS = {"vs_trl": VLLM}
+LONG = ("vs_trl", "records", "staleness --real")  # in `make e2e`
 ELSEWHERE = {"gpu_check", "mutants"}  # test_gpu_check.py; Cosmic Ray is not installed here
 # By these processes, and by those that they start. Not Prefect: it reads its settings when it is imported.
 IMPORTED = (
@@ -175,15 +178,16 @@ def runs(python: str, place: Path, lines: str, files: str, **environment: str) -
     assert {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()} == before
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("lines", "files"), [pytest.param(*each, id=each[0]) for each in RUNS])
+@pytest.mark.parametrize(
+    ("lines", "files"),
+    [pytest.param(*it, id=it[0], marks=[pytest.mark.e2e] * it[0].startswith(LONG)) for it in RUNS],
+)
 def test_a_benchmark_runs_from_its_command_to_its_results(python: str, place: Path, lines: str, files: str) -> None:
     needs(*NEEDS.get(lines.split()[0], ()))
     runs(python, place, lines, files)
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
 @pytest.mark.parametrize(("lines", "files"), [pytest.param(*each, id=each[0]) for each in PIPELINES])
 def test_a_benchmark_runs_its_pipelines_to_the_end(
     python: str, place: Path, prefect: dict[str, str], lines: str, files: str

@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from flows.cli.main import app
 from tests.conftest import config_values, make_run
 
+pytestmark = pytest.mark.served
+
 ROOT = Path(__file__).parents[2]
 HEAVY = {
     "torch",
@@ -30,7 +32,6 @@ HEAVY = {
 }
 
 
-@pytest.mark.slow
 def test_commands_that_only_answer_import_no_heavy_library(tmp_path: Path) -> None:
     commands = ["--help", "plan --num-prompts 64 --num-generations 8", "status", "keys", "up --help"]
     code = (
@@ -46,14 +47,12 @@ def test_commands_that_only_answer_import_no_heavy_library(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
 def test_starting_a_pipeline_imports_neither_torch_nor_transformers() -> None:
     code = "import sys, flows.pipeline; assert not {'torch', 'transformers'} & sys.modules.keys()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("words", [["promote", "sums"], ["rollback", "sums"], ["run", "configs/quickstart.toml"]])
 def test_a_command_finds_its_server_before_prefect_reads_which_one_is_meant(words: list[str]) -> None:
     """Prefect reads its settings when it is imported: a server that is named later is not used."""

@@ -17,6 +17,8 @@ from grpo_core.environments.calls import ToolCall
 from grpo_core.errors import ConfigError
 from tests.grpo_core.environments import scripted
 
+pytestmark = pytest.mark.served
+
 PLAYING = "tests.grpo_core.environments.playing"
 ADD = {"function": {"parameters": {"properties": {"number": {"type": "integer"}, "text": {"type": "string"}}}}}
 
@@ -50,7 +52,6 @@ def _blocks(output: str) -> list[tuple[str, int, str, str]]:
     return [(who, int(tokens), note, text) for who, tokens, note, text in found]
 
 
-@pytest.mark.slow
 def test_a_script_shows_what_the_model_would_see_what_is_trained_and_what_it_earns(config: Path) -> None:
     script = config.with_name("script")
     script.write_text("add(6)\nadd(-6)\nIt is 864.\n")
@@ -79,7 +80,6 @@ def test_a_script_shows_what_the_model_would_see_what_is_trained_and_what_it_ear
     ]
 
 
-@pytest.mark.slow
 def test_a_person_who_mistypes_a_call_is_asked_again(config: Path) -> None:
     output = _grpo(config, "--row", 1, typed="add(3*4)\n" + "add(12)\n" * 3)
     assert "Call a tool as calculator(expression=…)" in output
@@ -88,14 +88,12 @@ def test_a_person_who_mistypes_a_call_is_asked_again(config: Path) -> None:
     assert "ended: environment.max_turns = 3; the last calls were not made" in output
 
 
-@pytest.mark.slow
 def test_the_limit_of_calls_is_named_as_the_end(config: Path) -> None:
     output = _grpo(config, "--set", "environment.max_tool_calls=1", typed="add(12)\n")
     assert [who for who, _, _, _ in _blocks(output)] == ["prompt", "policy"]
     assert "ended: environment.max_tool_calls = 1\n" in output
 
 
-@pytest.mark.slow
 def test_an_environment_that_is_lost_ends_the_command_as_a_failure(config: Path) -> None:
     said = _grpo(config, typed="die()\n", status=1)
     assert "the environment failed: tool die: its process ended; in training, this conversation would have no" in said

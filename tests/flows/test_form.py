@@ -27,6 +27,8 @@ from grpo_core.config.files import describe_keys, load_config, parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 
+pytestmark = pytest.mark.served
+
 SCHEMA = parameter_schema(pipeline).model_dump_for_openapi()
 SECTIONS = {
     **SCHEMA["properties"]["changes"],
@@ -113,7 +115,6 @@ def test_an_empty_field_is_sent_as_nothing() -> None:
     assert not validate({"preset": presets()[0], "changes": {}}, SCHEMA, preprocess=False)
 
 
-@pytest.mark.slow
 @given(
     st.fixed_dictionaries(
         {},
@@ -232,7 +233,6 @@ def _offered(folder: Path, **environment: str) -> dict[str, Any]:
     return {**field, "page": page}
 
 
-@pytest.mark.slow
 def test_the_presets_are_those_of_the_project_and_not_of_the_package(tmp_path: Path) -> None:
     project = write_project("mine", "smallest", tmp_path)
     field = _offered(project)

@@ -19,6 +19,8 @@ from tests.conftest import config_values, make_model, write_sums
 from tests.serving import free_ports
 from tests.users import GRPO, python_as, run_as, seen, users
 
+pytestmark = pytest.mark.served
+
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
@@ -44,7 +46,6 @@ def share(folder: Path, user: str, group: str) -> Path:
     return storage
 
 
-@pytest.mark.slow
 def test_who_may_not_write_to_a_storage_is_told_so_in_one_sentence_before_any_work(folder: Path) -> None:
     with users("team", "team", "") as (first, second, other):
         storage = share(folder, first, _group(second))

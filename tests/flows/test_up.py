@@ -29,6 +29,8 @@ from tests.conftest import config_values, make_run, write_sums
 from tests.processes import words
 from tests.serving import STOP_SECONDS, Served, free_ports, run_grpo, run_up, serving
 
+pytestmark = pytest.mark.served
+
 VERSIONS = """
 from tests.evaluations import fixed_samples, register_version
 for right in (40, 45):
@@ -116,7 +118,6 @@ def test_the_first_server_to_end_is_named_with_the_last_lines_of_its_log(
     assert "line 39" in said and "line 29" not in said
 
 
-@pytest.mark.slow
 def test_a_stranger_on_the_port_is_named_and_nothing_starts(tmp_path: Path) -> None:
     with _stranger() as port:
         refused = run_up(tmp_path, port, free_ports(1)[0])
@@ -125,7 +126,6 @@ def test_a_stranger_on_the_port_is_named_and_nothing_starts(tmp_path: Path) -> N
     assert not (tmp_path / "mlflow").exists()
 
 
-@pytest.mark.slow
 def test_a_stranger_that_answers_is_not_taken_for_the_server_that_was_started() -> None:
     asked = iter([True, True, False])  # the own server ends, since the port is taken
     with _stranger() as port:
@@ -148,7 +148,6 @@ def test_an_up_that_has_ended_is_not_found_whatever_its_file_says(
         find_api_to_serve()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("url", "problem"),
     [

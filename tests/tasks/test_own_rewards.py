@@ -22,6 +22,8 @@ from tasks.stages.lineage import lineage_keys
 from tasks.stages.run_directory import kept_rewards, open_run
 from tests.conftest import config_values, write_sums
 
+pytestmark = pytest.mark.served
+
 GRPO = Path(sys.executable).with_name("grpo")  # as a person calls it: without the working folder on the path
 SHORTER = "def shorter(completions):\n    return [-float(len(text)) for text in completions]\n"
 
@@ -51,7 +53,6 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     return lambda *arguments: CliRunner().invoke(app, ["plan", *arguments])
 
 
-@pytest.mark.slow
 def test_a_reward_beside_the_configuration_or_in_the_working_folder_is_found(tmp_path: Path) -> None:
     config = _project(tmp_path / "configs", "beside_mine", SHORTER)
     (tmp_path / "in_folder.py").write_text(SHORTER)
@@ -62,7 +63,6 @@ def test_a_reward_beside_the_configuration_or_in_the_working_folder_is_found(tmp
     assert re.search(r"│ beside +│ -4 ", done.stdout) and re.search(r"│ in +│ -4 ", done.stdout), done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -86,7 +86,6 @@ def test_a_plan_refuses_a_reward_that_cannot_be_imported(
     assert "there is no module" not in message or str(tmp_path) in error  # searched
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [
@@ -113,7 +112,6 @@ def test_a_file_beside_the_configuration_hides_no_installed_module(tmp_path: Pat
         resolve(config.rewards[0])
 
 
-@pytest.mark.slow
 def test_a_file_of_the_working_folder_hides_no_module_from_the_processes_of_rewards(tmp_path: Path) -> None:
     config = _project(tmp_path, "alone", SHORTER)
     for module in ("json", "random"):
@@ -124,7 +122,6 @@ def test_a_file_of_the_working_folder_hides_no_module_from_the_processes_of_rewa
     assert done.returncode == 0 and "it was imported" not in done.stdout + done.stderr, done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_files_that_a_configuration_does_not_name_are_not_run_by_libraries(tmp_path: Path, model_folder: Path) -> None:
     """They have the names of packages that libraries of this project look for and that are not installed."""
     config = _project(tmp_path / "configs", "judged", SHORTER)
@@ -144,7 +141,6 @@ def test_a_module_that_a_reward_imports_in_vain_is_named(tmp_path: Path) -> None
         resolve(config.rewards[0])
 
 
-@pytest.mark.slow
 def test_a_run_keeps_its_rewards_and_its_stages_find_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In another working folder, where the configuration's own is not searched, as on another machine."""
     monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "storage"))

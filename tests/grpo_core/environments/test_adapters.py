@@ -23,7 +23,7 @@ from grpo_core.rollout.conversations import play
 from grpo_core.rollout.types import Sampling
 from tests.grpo_core.environments.scripted import Scripted, call, turns
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.served
 FORMAT = turns()
 
 

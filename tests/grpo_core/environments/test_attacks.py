@@ -24,7 +24,7 @@ from grpo_core.rollout.types import Sampling
 from tests.grpo_core.environments.scripted import Scripted, call, turns
 from tests.processes import existing
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.served
 HERE = "tests.grpo_core.environments.attacking"
 FORMAT = turns()
 SECONDS = 4.0  # for a call; many begin together

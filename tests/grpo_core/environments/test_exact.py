@@ -40,7 +40,7 @@ from tests.grpo_core.training.test_loop import CALM_ADAM
 from tests.grpo_core.training.test_replay import assert_replayed
 from tests.grpo_core.training.training import are_close, figures_of, result_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.served
 
 # As in test_resume: every update begins elsewhere in a generation batch.
 EVERYTHING = {

@@ -17,7 +17,7 @@ from grpo_core.rollout.types import Sampling
 from tests.grpo_core.environments.scripted import Scripted, call, turns
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.served,
     pytest.mark.needs("bwrap"),
 ]
 FORMAT = turns()
@@ -44,7 +44,8 @@ def hostile(marker: Path) -> list[str]:
     return [shell, f"[{python}, {shell}]"]
 
 
-def test_no_kind_of_task_lets_an_answer_run_code_outside_of_the_sandbox(marker: Path) -> None:
+@pytest.mark.parametrize("share", [pytest.param(1, marks=pytest.mark.e2e), 8])  # one kind in so many, and the worst
+def test_no_kind_of_task_lets_an_answer_run_code_outside_of_the_sandbox(marker: Path, share: int) -> None:
     from reasoning_gym.composite import DatasetSpec
     from reasoning_gym.factory import DATASETS, create_dataset
 
@@ -53,7 +54,7 @@ def test_no_kind_of_task_lets_an_answer_run_code_outside_of_the_sandbox(marker: 
 
     asked: dict[str, Any] = {"sokoban": SMALL, "composite": {"datasets": [DatasetSpec(EVALUATES[0], 1.0, {})]}}
     judged = rejected = 0
-    for kind in sorted(DATASETS):
+    for kind in sorted({*sorted(DATASETS)[::share], *EVALUATES, "composite"}):
         options = asked.get(kind, {})
         task = create_dataset(kind, seed=3, size=1, **options)[0]
         for answer in [*hostile(marker), task["answer"]]:

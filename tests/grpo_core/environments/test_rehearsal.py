@@ -14,6 +14,8 @@ from grpo_core.environments.registry import EnvironmentsError
 from grpo_core.environments.rehearsal import arguments_for, longest_seconds, rehearse
 from tests.grpo_core.environments import scripted
 
+pytestmark = pytest.mark.served
+
 HERE = "tests.grpo_core.environments.faulty"
 
 
@@ -48,7 +50,6 @@ def rehearsed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
     return run
 
 
-@pytest.mark.slow
 def test_a_sound_environment_is_measured_and_its_rewards_too(rehearsed: Any) -> None:
     report = rehearsed("Sound", reward={"function": f"{HERE}:told"}, tools=["calculator"])
     found = report["environments"]["Sound"]
@@ -71,7 +72,6 @@ BROKEN = {
 }
 
 
-@pytest.mark.slow
 def test_all_that_would_end_conversations_is_refused_in_a_sentence_each(rehearsed: Any) -> None:
     with pytest.raises(EnvironmentsError) as error:
         rehearsed(*BROKEN)
@@ -89,7 +89,6 @@ DOUBTED = {
 }
 
 
-@pytest.mark.slow
 def test_what_looks_wrong_is_warned_of(rehearsed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearsal, "SLOW", 0.09)
     report = rehearsed(*DOUBTED)
@@ -100,7 +99,6 @@ def test_what_looks_wrong_is_warned_of(rehearsed: Any, monkeypatch: pytest.Monke
     assert report["environments"]["Refuses"]["tools"]["tell"]["seconds"] > 0
 
 
-@pytest.mark.slow
 def test_what_the_policy_is_told_too_little_of_is_warned_of(rehearsed: Any) -> None:
     none, side, others = rehearsed("Silent", "Vague")["warnings"]
     assert none.startswith("Silent: it has no tools, so each conversation ends after one turn")
@@ -110,7 +108,6 @@ def test_what_the_policy_is_told_too_little_of_is_warned_of(rehearsed: Any) -> N
         rehearsed("Starred")
 
 
-@pytest.mark.slow
 def test_a_tool_without_environment_that_hangs_is_refused(rehearsed: Any) -> None:
     playing = "tests.grpo_core.environments.playing"
     with pytest.raises(EnvironmentsError) as error:
@@ -118,7 +115,6 @@ def test_a_tool_without_environment_that_hangs_is_refused(rehearsed: Any) -> Non
     assert str(error.value) == "tools: tool hang(): its time was up (environment.tool_timeout = 0.5 s)"
 
 
-@pytest.mark.slow
 def test_a_template_that_drops_earlier_thoughts_is_warned_of(tmp_path: Path, rehearsed: Any) -> None:
     template = scripted.TEMPLATE.replace("message['content'] }}", "message['content'].split('</think>')[-1] }}")
     (warning,) = rehearsed("Sound", model=scripted.save_model(tmp_path / "forgetful", template))["warnings"]

@@ -36,6 +36,8 @@ from tests.grpo_core.model.exactness import (
     updating_gradient,
 )
 
+pytestmark = pytest.mark.served
+
 BOUND = 1e-5  # relative: float32's rounding over sequences of hundreds of tokens
 PROMPTS, GROUP = 4, 4
 ADVANTAGES = torch.randn(PROMPTS * GROUP, generator=torch.Generator().manual_seed(0))
@@ -109,7 +111,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("session", "packs"), CASES, indirect=["session"])
 def test_gradient_is_that_of_plain_passes_over_what_was_sampled(session: Session, packs: bool) -> None:
     session.policy.packs = packs
@@ -118,7 +119,6 @@ def test_gradient_is_that_of_plain_passes_over_what_was_sampled(session: Session
     assert distance(updating_gradient(session, batch), plain_gradient(session, batch)) < BOUND
 
 
-@pytest.mark.slow
 def test_each_token_that_was_sampled_is_trained_and_no_other(session: Session) -> None:
     rollout, samples, _ = roll_out(session, 0, START)
     written = [session.scoring.tokenizer.decode(_sampled_ids(sample)) for sample in samples]
@@ -127,7 +127,6 @@ def test_each_token_that_was_sampled_is_trained_and_no_other(session: Session) -
     assert batch.mask.sum() == sum(len(_sampled_ids(sample)) for sample in samples)
 
 
-@pytest.mark.slow
 def test_the_trainer_finds_the_log_probabilities_of_what_was_sampled(session: Session) -> None:
     """On-policy, and with the same weights: tokens that stand elsewhere, or that were tokenized again, would differ."""
     rollout = rollout_with(session, ADVANTAGES)
@@ -135,7 +134,6 @@ def test_the_trainer_finds_the_log_probabilities_of_what_was_sampled(session: Se
     assert metrics["sampling/sampling_logp_difference/max"] < 1e-5
 
 
-@pytest.mark.slow
 def test_members_of_a_group_that_began_differently_are_trained_on_their_own_prompts(session: Session) -> None:
     """As with a remote environment that ignores the seed; the whole rollout, so that its prompts meet in one pass."""
     assert session.policy.packs
@@ -148,7 +146,6 @@ def test_members_of_a_group_that_began_differently_are_trained_on_their_own_prom
     assert distance(updating_gradient(session, batch), plain_gradient(session, batch)) < BOUND
 
 
-@pytest.mark.slow
 def test_what_the_environment_says_reaches_no_gradient_except_as_context(session: Session) -> None:
     """Whatever stands there as the log-probability of a token that nobody sampled."""
     rollout = rollout_with(session, ADVANTAGES)

@@ -17,7 +17,7 @@ from grpo_core.rollout.collect import Sample, Scoring, sample_and_score
 from grpo_core.rollout.types import Request, Sampling
 from tests.grpo_core.environments.scripted import Scripted, call, turns
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.served
 HERE = "tests.grpo_core.environments.trl_script"
 FORMAT = turns()
 WON = [

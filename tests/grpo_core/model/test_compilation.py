@@ -160,7 +160,7 @@ class _NamedSilu(nn.Module):
         return x if self.name == "the identity" else nn.functional.silu(x)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_limit_reached_in_the_middle_of_a_pass_leaves_what_is_computed_again_the_same(
     smooth_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:

@@ -25,6 +25,8 @@ from tests.grpo_core.model.exactness import (
 )
 from tests.grpo_core.training.several import in_two_processes
 
+pytestmark = pytest.mark.served
+
 BOUND = 1e-6  # relative
 OPTIONS: dict[str, dict[str, Any]] = {
     "on-policy": {},
@@ -46,7 +48,6 @@ def _advantages(silent: str, run: Path) -> torch.Tensor:
     return advantages.where(trained, 0.0)
 
 
-@pytest.mark.slow
 def test_two_processes_step_with_the_plain_gradient(smooth_model_folder: Path, tmp_path: Path) -> None:
     runs: dict[tuple[str, str], Path] = {}
     for number, (name, silent) in enumerate(CASES):

@@ -85,6 +85,7 @@ def short_of_memory(draw: st.DrawFn) -> PlannedRun:
 
 
 @pytest.mark.slow
+@settings(max_examples=settings.default.max_examples // 3)
 @given(short_of_memory())
 def test_every_remedy_fits_by_the_same_forecast_and_changes_what_it_says(run: PlannedRun) -> None:
     config, shape, gpu = run.config, run.shape, run.gpu

@@ -36,6 +36,8 @@ from tests.grpo_core.training.training import assert_same, metrics_of, trained_r
 from tests.processes import existing
 from tests.visible_gpus import using_gpu
 
+pytestmark = pytest.mark.served
+
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}, {"prompt": "3+3=", "answer": "6"}]
 BATCH = Batch(ROWS, ["a", "b", "c"], [[1], [2], [3]])
 HARMLESS = Batch(ROWS[:1], ["a"], [[1]])
@@ -83,7 +85,6 @@ RARER_HARMS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "message"), [*HARMS, *(pytest.param(*harm, marks=pytest.mark.e2e) for harm in RARER_HARMS)]
 )
@@ -97,7 +98,6 @@ def test_what_harms_its_process_is_named_and_runs_again(
     assert "harmful" not in sys.modules
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "started"), [pytest.param("blocks", 2, marks=pytest.mark.e2e), ("stops_its_guard", 3)]
 )
@@ -113,7 +113,6 @@ def test_a_function_that_ignores_its_time_limit_is_killed_with_all_that_it_start
     assert score([reward], HARMLESS) == [[1.0]]
 
 
-@pytest.mark.slow
 def test_sigkill_of_the_training_leaves_nothing_of_a_reward(
     declared: Callable[..., RewardConfig], tmp_path: Path
 ) -> None:
@@ -144,7 +143,6 @@ score([reward], Batch([{"prompt": ""}], ["b"], [[1]]))
         os.kill(fork, signal.SIGKILL)
 
 
-@pytest.mark.slow
 def test_processes_that_a_function_leaves_are_forgotten_while_it_lives(declared: Callable[..., RewardConfig]) -> None:
     reward = resolve(declared("leaves_orphans"))
     ((*pids,),) = score([reward], BATCH)
@@ -152,7 +150,6 @@ def test_processes_that_a_function_leaves_are_forgotten_while_it_lives(declared:
     assert len(score([reward], BATCH)[0]) == len(BATCH.completions)
 
 
-@pytest.mark.slow
 def test_what_a_function_changes_in_its_process_stays_there(
     declared: Callable[..., RewardConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,7 +170,6 @@ def test_what_a_function_changes_in_its_process_stays_there(
     assert psutil.Process().num_fds() <= num_open  # what other tests have left may be closed meanwhile
 
 
-@pytest.mark.slow
 def test_a_function_that_says_cuda_takes_the_gpu_of_the_process_that_asks(
     declared: Callable[..., RewardConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +181,6 @@ def test_a_function_that_says_cuda_takes_the_gpu_of_the_process_that_asks(
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
 
 
-@pytest.mark.slow
 def test_of_calls_under_way_together_the_one_that_ended_the_process_is_named(
     declared: Callable[..., RewardConfig], tmp_path: Path
 ) -> None:
@@ -200,7 +195,6 @@ def test_of_calls_under_way_together_the_one_that_ended_the_process_is_named(
         score_arriving([reward], ([place] for place in range(3)), batch_of)
 
 
-@pytest.mark.slow
 def test_a_process_that_ends_between_two_calls_is_started_again_and_said(
     declared: Callable[..., RewardConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,7 +207,6 @@ def test_a_process_that_ends_between_two_calls_is_started_again_and_said(
     assert "reward 'an_object': its process was ended by SIGKILL between two calls" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["with_a_bonus", "an_object", "hands_on", "takes_any"])
 def test_objects_partials_and_coroutines_give_what_they_give_in_the_training(
     declared: Callable[..., RewardConfig], name: str
@@ -224,7 +217,6 @@ def test_objects_partials_and_coroutines_give_what_they_give_in_the_training(
     assert (there.accepts, there.columns, there.is_async) == (here.accepts, here.columns, here.is_async)
 
 
-@pytest.mark.slow
 def test_the_types_of_columns_are_known_without_importing_the_function(declared: Callable[..., RewardConfig]) -> None:
     there, here = (resolve(declared("typed", isolated=isolated)) for isolated in (True, False))
     assert there.columns == {"answer": str, "n": int | None, "m": list, "o": Any, "p": Any}
@@ -259,7 +251,6 @@ ANSWERS = st.one_of(
 )
 
 
-@pytest.mark.slow
 def test_an_isolated_function_gives_the_same_values_and_errors(declared: Callable[..., RewardConfig]) -> None:
     there, here = (resolve(declared("says", isolated=isolated, range=[-1e6, 1e6])) for isolated in (True, False))
 
@@ -277,7 +268,6 @@ def test_an_isolated_function_gives_the_same_values_and_errors(declared: Callabl
     same()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -297,7 +287,6 @@ def test_a_module_that_cannot_be_imported_is_named(
         resolve(RewardConfig(function="harmful:f", isolated=True, args={"bonus": 1.0}))
 
 
-@pytest.mark.slow
 def test_random_numbers_are_those_that_the_training_would_draw(declared: Callable[..., RewardConfig]) -> None:
     for names in (("draws", "draws"), ("draws_together",)):
         drawn = []
@@ -321,7 +310,6 @@ def test_the_state_of_each_generator_is_carried_whole() -> None:
     assert drawn() == before
 
 
-@pytest.mark.slow
 def test_a_training_whose_reward_ends_its_process_goes_on_from_its_checkpoint_as_if_nothing_had_happened(
     declared: Callable[..., RewardConfig], values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

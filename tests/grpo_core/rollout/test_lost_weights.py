@@ -1,4 +1,6 @@
 """A weight that is lost on its way into vLLM ends the hand-over with its name, whichever way it takes. vLLM itself is
+
+pytestmark = pytest.mark.served
 pretended: its loading functions receive what arrives; what is noted, asked and refused is real."""
 
 from __future__ import annotations
@@ -103,7 +105,6 @@ def answering_for(server: Pretended, workers: list[Any], arriving: Arriving) -> 
     return answered
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("adapter", [False, True], ids=["weights", "adapter"])
 @pytest.mark.parametrize("loss", LOSSES)
@@ -196,7 +197,6 @@ def test_an_engine_in_the_process_that_copies_weights_elsewhere_ends_the_hand_ov
         assert engine.sync_weights(model) == "copied"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.usefixtures("unpacked")
 def test_a_loader_that_loses_a_weight_of_a_sharded_training_ends_the_hand_over(

@@ -32,7 +32,7 @@ from tests.grpo_core.rollout.vllm_engine import (
     start,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.served
 
 PROMPTS = ["1+1=", "12+34=", "7"]
 TRUNCATED = {

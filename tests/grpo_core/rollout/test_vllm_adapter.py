@@ -27,6 +27,8 @@ from tests.grpo_core.rollout.test_vllm_client import STARTED, make_server, make_
 from tests.grpo_core.rollout.vllm_engine import PACKED, plain_logprobs
 from tests.serving import free_ports, policy_server
 
+pytestmark = pytest.mark.served
+
 PROBES = [[3, 4, 5, 6, 7], [8, 9], [5] * 20]
 
 
@@ -139,7 +141,6 @@ def test_a_server_gets_whole_weights_where_vllm_takes_no_adapter(
     assert max(forked.call(follow_merged, run, port)) < 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "keys", "room"),
     [
@@ -176,7 +177,6 @@ def test_an_adapter_of_a_higher_rank_than_vllm_knows_is_merged_before_it_is_sent
     assert not sends_adapter_alone(config.model_copy(update={"lora_r": 513}))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("found", "has_base"),
     [("default", True), ("a-7-over-base", True), ("a-7", False), ("none", False)],

@@ -24,6 +24,8 @@ from tests.grpo_core.rollout.pretend_vllm import Pretended, connected, pretended
 from tests.grpo_core.rollout.test_vllm_client import make_transfer
 from tests.pretend_gpu import pretend_gpu
 
+pytestmark = pytest.mark.served
+
 AWAY = "/update_weights"
 
 
@@ -89,7 +91,6 @@ def when_asked(server: Pretended, path: str, then: Callable[[], None]) -> None:
     server.arrived = arrived
 
 
-@pytest.mark.slow
 def test_a_server_that_dies_while_weights_go_to_it_is_left_out_and_holds_no_other_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,7 +108,6 @@ def test_a_server_that_dies_while_weights_go_to_it_is_left_out_and_holds_no_othe
     assert f"{dying.url} is left out: weights cannot be sent: Unavailable: {AWAY}: " in capfd.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("by_itself", [False, True])
 def test_a_server_that_falls_silent_while_weights_go_to_it_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], by_itself: bool
@@ -136,7 +136,6 @@ def test_a_server_that_falls_silent_while_weights_go_to_it_is_left_out(
     assert f"{silent.url} is left out: it {reason}" in capfd.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_server_that_is_only_busy_with_its_weights_keeps_getting_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,7 +158,6 @@ def test_a_server_that_is_only_busy_with_its_weights_keeps_getting_them(
     assert "left out" not in capfd.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_server_that_was_started_again_leaves_no_communicator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +181,6 @@ def test_the_copies_alone_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert waited == [torch.device("cuda", 0), "stream"]
 
 
-@pytest.mark.slow
 def test_vllms_own_engine_ends_its_broadcast_when_the_server_fails() -> None:
     error, aborted, broadcasts = forked.call(broadcast_to_a_server_that_dies)
     assert error in ("ConnectionError: it died", "RuntimeError: NCCL error: invalid usage")

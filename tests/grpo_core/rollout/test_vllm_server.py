@@ -22,6 +22,8 @@ from tests.grpo_core.rollout.vllm_engine import PACKED, can_be_drawn, cut, hold,
 from tests.grpo_core.training.killing import in_child, train
 from tests.serving import free_ports, policy_server
 
+pytestmark = pytest.mark.served
+
 
 @pytest.mark.e2e
 def test_a_server_samples_from_the_trainers_policy_after_every_update(tmp_path: Path) -> None:
@@ -119,7 +121,6 @@ def _statuses(url: str) -> dict[str, int]:
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 32}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "changes"), [("Qwen2", {}), ("Qwen3Moe", EXPERTS)])
 def test_the_weights_sent_are_those_of_the_adapted_model_under_the_bases_names(
     architecture: str, changes: dict[str, Any], tmp_path: Path

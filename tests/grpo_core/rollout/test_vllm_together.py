@@ -18,6 +18,8 @@ from tests.grpo_core.rollout.sampling import sampled
 from tests.grpo_core.rollout.vllm_engine import PACKED, plain_logprobs, start
 from tests.grpo_core.training.launching import TWO_PROCESSES
 
+pytestmark = pytest.mark.served
+
 ROOT = Path(__file__).parents[3]
 REQUESTS = [  # of each process
     [Request([3, 4, 5], 2, seed=10), Request([6], 1, seed=20)],

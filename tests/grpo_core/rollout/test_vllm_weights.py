@@ -13,7 +13,7 @@ from tests.conftest import config_values, make_model, make_run
 from tests.grpo_core.rollout.sampling import sampled
 from tests.grpo_core.rollout.vllm_engine import PACKED, long_requests, plain_logprobs, sequences, start
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.served
 
 
 @pytest.mark.e2e

@@ -30,7 +30,7 @@ from grpo_core.system.sandbox.bubblewrap import Call, Input, Limits, SandboxErro
 from grpo_core.system.sandbox.seccomp import MACHINES, ONLY, REFUSED, build_filter
 from tests.grpo_core.system.attacks import ATTACKS
 
-pytestmark = pytest.mark.needs("bwrap")
+pytestmark = [pytest.mark.served, pytest.mark.needs("bwrap")]
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=300.0)  # the machine may be busy: what ends in these tests ends by itself
 MIB = 1 << 20
@@ -61,7 +61,6 @@ def test_a_program_answers_with_data_of_every_kind() -> None:
     assert ask("print(input() + '!')", [Input("a\n"), Input("é")], LIMITS, "bubblewrap") == ["a!\n", "é!\n"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [
@@ -74,7 +73,6 @@ def test_nothing_of_the_host_can_be_read(path: str) -> None:
     assert answer(f"read({path!r})") == "No such file or directory"
 
 
-@pytest.mark.slow
 def test_a_secret_on_disk_or_in_the_environment_stays_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "key").write_text("secret")
     (tmp_path / "key").chmod(0o644)
@@ -86,14 +84,12 @@ def test_a_secret_on_disk_or_in_the_environment_stays_there(tmp_path: Path, monk
     assert answer(f"tried(lambda: os.listdir({packages!r}))") == "No such file or directory"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/x", "/usr/lib/x", "/dev/x", "/dev/shm/x", "/etc/x", sys.base_prefix + "/lib/x"])
 def test_nothing_can_be_written_outside_the_scratch_folder(path: str) -> None:
     assert answer(f"write({path!r})") == "Read-only file system"
     assert not Path(path).exists()
 
 
-@pytest.mark.slow
 def test_writing_to_the_host_fails_and_the_scratch_folder_is_small_and_gone_afterwards(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     target = tmp_path / "written"
@@ -107,7 +103,6 @@ def test_writing_to_the_host_fails_and_the_scratch_folder_is_small_and_gone_afte
     assert answer("fill('/dev/shm')") == (0, "Read-only file system")
 
 
-@pytest.mark.slow
 def test_no_socket_can_be_opened() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -132,7 +127,6 @@ def test_the_network_namespace_is_empty_behind_the_filter(monkeypatch: pytest.Mo
     assert answer("tried(lambda: [name for _, name in __import__('socket').if_nameindex()])") == ["lo"]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(os.uname().machine not in MACHINES, reason="the numbers of this machine's calls are not known")
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_system_call_is(name: str) -> None:
@@ -180,7 +174,6 @@ def getpid32():
     assert answer("getpid32()", program) is ...
 
 
-@pytest.mark.slow
 def test_a_program_has_no_privileges_and_gets_none() -> None:
     assert 0 not in answer("[os.getuid(), os.geteuid(), os.getgid(), *os.getgroups()]")
     assert answer("tried(lambda: os.setuid(0))") in ("Operation not permitted", "Invalid argument")
@@ -192,14 +185,12 @@ def test_a_program_has_no_privileges_and_gets_none() -> None:
     assert answer("tried(lambda: os.execv('/bin/sh', ['sh', '-c', 'id']))") == "No such file or directory"
 
 
-@pytest.mark.slow
 def test_an_endless_loop_costs_its_own_test_only() -> None:
     ignoring = f"{ATTACKS}\nimport signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"
     assert ask(ignoring, [Call("1"), Call("spin()"), Call("2")], LIMITS, "bubblewrap") == [1, ..., 2]
     assert ask("import re\nre.match('(a+)+$', 'a' * 50 + 'b')", [Input("")], LIMITS, "bubblewrap") == [...]
 
 
-@pytest.mark.slow
 def test_sleeping_is_ended_too(marker: str) -> None:
     limits = Limits(wall_seconds=3.0)
     assert answer(f"mark({marker!r}) or __import__('time').sleep(1000)", limits=limits) is ...
@@ -211,7 +202,6 @@ def test_a_fork_bomb_makes_a_few_processes_that_end_with_it(marker: str) -> None
     assert answer("threads()") == LIMITS.processes - 3
 
 
-@pytest.mark.slow
 def test_a_fork_bomb_of_one_test_leaves_room_for_the_next(marker: str) -> None:
     alone = answer(f"forks({marker!r})")
     for _ in range(3):
@@ -222,7 +212,6 @@ def test_a_daemon_ends_with_the_sandbox(marker: str) -> None:
     assert answer(f"daemon({marker!r})") == "left"
 
 
-@pytest.mark.slow
 def test_without_a_sandbox_a_daemon_that_holds_the_answers_open_does_not_hold_up_the_reader(marker: str) -> None:
     program = f"{ATTACKS}\ndaemon({marker!r})"
     assert answer("1", program, Limits(wall_seconds=3.0), "none") == 1
@@ -262,7 +251,6 @@ def test_the_sandbox_ends_when_the_training_is_killed(marker: str) -> None:
         training.kill()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [
@@ -307,7 +295,6 @@ def test_gigabytes_of_output_do_not_arrive(program: str) -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -321,7 +308,6 @@ def test_answers_forged_to_break_their_reader_are_no_answers_or_data(text: str) 
     assert ask(program.replace("\\\\", "\\"), [Input(""), Input("")], LIMITS, "bubblewrap") in ([..., ...], [1, ...])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "attack",
     [
@@ -350,7 +336,6 @@ def test_what_one_test_spoils_the_next_does_not_see() -> None:
     assert ask(program, [Call("spoil()"), Call("spoil()"), Call("len(state)")], LIMITS, "bubblewrap") == [7, 7, 0]
 
 
-@pytest.mark.slow
 def test_who_is_not_root_has_the_same_sandbox() -> None:
     python = "/usr/bin/python3"  # the interpreter of these tests may be root's alone
     recent = subprocess.run([python, "-c", "import sys; assert sys.version_info >= (3, 11)"], capture_output=True)

@@ -17,6 +17,8 @@ import pytest
 from grpo_core.config.files import load_config
 from tests.conftest import config_values, make_model, make_run, make_tokenizer, with_keys
 
+pytestmark = pytest.mark.served
+
 # As docs/how-to/gpus.md has it; tokenizers and triton come with transformers and torch.
 BARE = ["accelerate", "jaxtyping", "numpy", "psutil", "pyarrow", "pydantic", "safetensors", "tomli-w", "torch"]
 BARE += ["transformers", "tokenizers", "triton"]
@@ -34,7 +36,6 @@ def _with_conversations(run: Path, tokenizer: Any) -> Path:
     return run
 
 
-@pytest.mark.slow
 def test_trainings_import_pytorch_s_packages_alone_and_an_evaluation_polars_and_scipy_too(
     values: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -36,6 +36,8 @@ from tests.grpo_core.training.training import (
 )
 from tests.pretend_gpu import Gpu, pretend_gpu
 
+pytestmark = pytest.mark.served
+
 # The second evaluation, which is worse than the first, ends the training.
 LIFE = {
     "per_device_train_batch_size": 8,
@@ -62,7 +64,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "sharded, moving reference, moments at rest": {**MOVING, "sharding": "full", "offload": "optimizer"},
     "not sharded": {"mixed_precision": "no"},
 }
-RARER = [*SHARED][1:]  # in `make e2e`
+RARER = [*KINDS][:2] + [*SHARED][1:]  # in `make e2e`
 
 
 def sums(completion_ids: list[list[int]]) -> list[float | None]:
@@ -121,7 +123,6 @@ def _tensors(saved: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(it, marks=[pytest.mark.e2e] * (it in RARER)) for it in KINDS])
 def test_a_training_is_stopped_goes_on_rolls_back_and_ends_with_its_best_policy_as_one_that_is_not_stopped(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -157,7 +158,6 @@ def test_a_training_is_stopped_goes_on_rolls_back_and_ends_with_its_best_policy_
     assert not [name for name, tensor in best.items() if not tensor.equal(saved[name])]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(it, marks=[pytest.mark.e2e] * (it in RARER)) for it in SHARED])
 def test_two_processes_each_with_its_gpu_are_stopped_and_go_on_bit_for_bit(
     model_folder: Path, tmp_path: Path, kind: str

@@ -17,6 +17,8 @@ from tests.grpo_core.training import killing
 from tests.grpo_core.training.launching import REWARD, TWO_PROCESSES, finish, kill_tree, started
 from tests.grpo_core.training.training import assert_same
 
+pytestmark = pytest.mark.served
+
 
 @pytest.mark.e2e
 def test_two_processes_killed_and_started_again_end_with_the_same_weights(

@@ -29,6 +29,8 @@ from tests.grpo_core.model.exactness import (
 from tests.grpo_core.training.several import in_processes
 from tests.grpo_core.training.test_sharding import EXPERTS, LOSSES, TIED
 
+pytestmark = pytest.mark.served
+
 BOUND = 1e-6  # relative
 COMPLETIONS, PER_PASS = 16, 4
 SMOOTH = {"initializer_range": 0.03}  # see `smooth_model_folder`
@@ -90,7 +92,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_model(folder / name, kind, **shape, **SMOOTH) for name, (kind, shape, _) in MODELS.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "sharding"),
     [

@@ -27,7 +27,7 @@ from tests.grpo_core.training.several import exit_statuses, in_processes, in_two
 from tests.grpo_core.training.test_loop import CALM_ADAM, EVERYTHING
 from tests.grpo_core.training.training import result_of, trained_run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.served
 
 TOGETHER = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "beta": 0.1}
 TIED = {"tie_word_embeddings": True}

@@ -22,6 +22,8 @@ from tests.conftest import config_values
 from tests.grpo_core.training.several import in_processes
 from tests.grpo_core.training.stepping import random_settings, step_through
 
+pytestmark = pytest.mark.served
+
 
 @pytest.fixture
 def accelerator() -> Iterator[Accelerator]:
@@ -29,7 +31,6 @@ def accelerator() -> Iterator[Accelerator]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(25), pytest.param(range(25, 300), marks=pytest.mark.e2e)])
 def test_one_process_does_what_was_planned(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seeds: range
@@ -44,7 +45,6 @@ def test_one_process_does_what_was_planned(
 LOWERED = {"importance_sampling_ratio_action": "lower_staleness", "min_importance_sampling_ratio": 9.0, "patience": 3}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_processes", "health"),
     [
@@ -83,7 +83,6 @@ def test_sampling_ahead_trains_every_group_once_in_the_process_where_it_began_an
     assert health or oldest == staleness  # the limits are used
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_processes", "count"), [(2, 6), *(pytest.param(n, 60, marks=pytest.mark.e2e) for n in (2, 3))]
 )
@@ -94,7 +93,6 @@ def test_several_processes_do_together_what_was_planned(tmp_path: Path, num_proc
         _expect_as_planned(each, [process[n] for process in processes])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.e2e), 2])
 def test_a_curriculum_does_what_was_planned_and_is_the_same_in_all_processes(
     tmp_path: Path, num_processes: int

@@ -24,6 +24,8 @@ from grpo_core.training.weight_sync import begin_probing, sync_weights
 from tests import forked
 from tests.conftest import make_run, with_keys
 
+pytestmark = pytest.mark.served
+
 
 class CopyingEngine(TransformersEngine):
     """An engine with weights of its own, as vLLM has; `skipped` numbers the hand-over that is lost."""
@@ -59,7 +61,6 @@ def test_a_skipped_sync_stops_the_training_with_step_and_figure(
     assert float(found[1]) > 1e-3
 
 
-@pytest.mark.slow
 def test_a_skipped_sync_in_bfloat16_at_a_usual_learning_rate_stops_the_training_also_when_resumed(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +114,6 @@ def test_rounding_with_the_bases_weights_sets_the_bound_and_another_model_stops_
         assert sampler.probe.bound == pytest.approx(3 * off, abs=0.06)
 
 
-@pytest.mark.slow
 def test_how_the_weights_reach_the_engine_is_said_once_and_recorded(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,7 +123,6 @@ def test_how_the_weights_reach_the_engine_is_said_once_and_recorded(
     assert capsys.readouterr().out.count("training: weights reach the engine: copied (drift ") == 1
 
 
-@pytest.mark.slow
 def test_without_a_lost_sync_nothing_stops(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +151,6 @@ def test_a_weight_that_does_not_reach_vllm_stops_the_training_in_the_update_that
         assert lost == LOSSES.keys()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.e2e)])
 def test_prompts_and_completions_of_one_token_are_probed_too(
     values: dict[str, Any], tmp_path: Path, engine: str

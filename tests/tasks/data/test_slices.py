@@ -71,7 +71,7 @@ def _verdict(values: dict[str, Any]) -> Any:
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     rows=st.lists(ROW, min_size=3, max_size=9),
     held_out=st.lists(ROW, min_size=1, max_size=4),

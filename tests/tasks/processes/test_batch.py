@@ -23,6 +23,8 @@ from tasks.processes.run import ProcessError, TakenError, run_together
 from tasks.stages.errors import StageError
 from tests.conftest import config_values
 
+pytestmark = pytest.mark.served
+
 # A machine whose `ranks` is a stub: it says what it has got, and waits until it is told to stop if asked to.
 MEMBER = """
 import sys
@@ -172,7 +174,6 @@ def _run(
     return lines
 
 
-@pytest.mark.slow
 def test_machines_run_what_the_stage_asks_for_and_nothing_is_left(here: Here, tmp_path: Path) -> None:
     here.looks_to_wait = 3
     lines = _run(here, tmp_path, "0")
@@ -210,7 +211,6 @@ def test_machines_of_the_same_name_are_told_apart(here: Here, tmp_path: Path) ->
         assert [machine.name for machine in machines] == ["node-0", "node-1"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ended_by", "error", "said"),
     [
@@ -236,7 +236,6 @@ def test_machines_that_are_told_to_stop_save_and_say_who_took_them(
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.slow
 def test_all_machines_are_told_to_stop_when_one_is_and_save_together(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,7 +254,6 @@ def test_all_machines_are_told_to_stop_when_one_is_and_save_together(
     assert told.count("saved") == 2
 
 
-@pytest.mark.slow
 def test_a_stage_that_stops_leaves_no_machine_and_a_failure_stays_the_training_s_own(
     here: Here, tmp_path: Path
 ) -> None:

@@ -26,6 +26,8 @@ from tasks.stages.errors import StageError
 from tests.conftest import config_values, with_keys
 from tests.nvidia_smi import LOST, put_nvidia_smi
 
+pytestmark = pytest.mark.served
+
 COUNT = 8
 
 
@@ -96,7 +98,6 @@ def test_locks_that_another_user_made_are_shared_as_they_are(machine: Path) -> N
     assert modes == {machine: 0o777, machine / "0": 0o750, machine / "1": 0o755}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_begins_and_ends_no_gpu_is_used_twice_and_a_stage_waits_only_if_too_few_are_free(seed: int) -> None:
     chance = random.Random(seed)
@@ -123,7 +124,6 @@ def test_a_gpu_is_the_same_by_number_and_by_uuid(monkeypatch: pytest.MonkeyPatch
     assert [*free(1)] == ["GPU-5a6e"]
 
 
-@pytest.mark.slow
 def test_a_slice_has_one_lock_and_slices_do_not_work_together(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     divided = {"mig.mode.current": "Enabled", "slices": [["1g.10gb", "MIG-a1"], ["1g.10gb", "MIG-b2"]]}
     put_nvidia_smi(machine.parent, [divided, {}])
@@ -140,7 +140,6 @@ def test_a_slice_has_one_lock_and_slices_do_not_work_together(machine: Path, mon
         free(2)
 
 
-@pytest.mark.slow
 def test_gpus_that_others_use_are_left_out_while_there_are_idle_ones(machine: Path) -> None:
     put_nvidia_smi(machine.parent, [{"memory.used": used} for used in ("81000", "900", "4", "30000", "4", "0")])
     said: list[str] = []
@@ -178,7 +177,6 @@ def _seen_by_light_work() -> tuple[str, str | None]:
         return none_free, os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
-@pytest.mark.slow
 def test_light_work_takes_a_gpu_that_is_free_or_sees_none(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_nvidia_smi(machine.parent, [{"memory.used": "70000"}, {}, {}])
     assert _seen_by_light_work() == ("", "1")
@@ -196,7 +194,6 @@ def test_light_work_takes_a_gpu_that_is_free_or_sees_none(machine: Path, monkeyp
     assert _seen_by_light_work() == ("", "")
 
 
-@pytest.mark.slow
 def test_processes_of_a_stage_see_its_gpus_in_the_order_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
     see = (
         "import json, os; print(json.dumps([os.environ.get(f'CUDA_{x}') for x in ('VISIBLE_DEVICES', 'DEVICE_ORDER')]))"
@@ -238,7 +235,6 @@ signal.pause()
 """
 
 
-@pytest.mark.slow
 def test_a_killed_stage_keeps_its_gpus_until_the_last_of_its_processes_has_ended(machine: Path) -> None:
     saved = machine.parent / "saved"
     code = f"""
@@ -259,7 +255,6 @@ with gpu_locks.own_gpus(8, print):
     take_gpus(8, lambda text: None, saved.touch)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("meanwhile", ["a GPU is free", "told to end", "cut off"])
 def test_a_machine_gives_a_launcher_free_gpus_or_waits_until_the_launcher_is_gone(
     machine: Path, meanwhile: str

@@ -26,6 +26,8 @@ from tasks.processes.run import ProcessError, run_together
 from tests.conftest import config_values
 from tests.processes import existing, runs
 
+pytestmark = pytest.mark.served
+
 # Answers its process's number to whichever knows the secret.
 SERVER = """
 import http.server, os, sys
@@ -92,7 +94,6 @@ def test_weights_do_not_go_to_another_machine_s_memory() -> None:
         _config(vllm_weight_transfer="ipc")
 
 
-@pytest.mark.slow
 def test_servers_serve_a_training_are_restarted_where_they_are_and_end_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +131,6 @@ def _runs(pid: int) -> bool:
 FOREVER = "import signal; signal.pause()"
 
 
-@pytest.mark.slow
 def test_what_is_endless_ends_with_the_others_and_its_loss_is_theirs() -> None:
     run_together({"a": ["-c", ""], "server": ["-c", FOREVER]}, lambda *_: None, endless=["server"])
     killed = "import os; os.kill(os.getpid(), 9)"
@@ -154,7 +154,6 @@ left.wait()
 """
 
 
-@pytest.mark.slow
 def test_what_a_server_has_left_is_killed_before_it_starts_again() -> None:
     command = [sys.executable, "-m", "tasks.processes.restarting", "-c", LEAVING]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

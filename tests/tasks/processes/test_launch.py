@@ -27,6 +27,8 @@ from tasks.processes.run import LOST, ProcessError, run_together
 from tasks.stages.errors import StageError
 from tests.conftest import config_values
 
+pytestmark = pytest.mark.served
+
 
 def _config(launch: dict[str, Any] | None = None, **keys: Any) -> RunConfig:
     return parse_config(config_values(Path("model"), Path("data"), **keys) | {"launch": launch or {}})
@@ -39,7 +41,6 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("bare")
 def test_one_process_is_started_without_a_launcher_with_the_environment_that_it_would_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -127,7 +128,6 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, lines
 
 
-@pytest.mark.slow
 def test_several_processes_are_started_whatever_the_user_s_accelerate_configuration_says(
     three: tuple[Path, list[str]],
 ) -> None:
@@ -139,7 +139,6 @@ def test_several_processes_are_started_whatever_the_user_s_accelerate_configurat
         assert not [name for name in found if "FSDP" in name]
 
 
-@pytest.mark.slow
 def test_each_line_of_several_processes_is_whole_and_names_all_but_the_first(three: tuple[Path, list[str]]) -> None:
     expected = [*(f"line {number}" for number in range(300)), "from a child", "the last words"]
     for rank, name in enumerate(("", "rank 1: ", "rank 2: ")):
@@ -147,7 +146,6 @@ def test_each_line_of_several_processes_is_whole_and_names_all_but_the_first(thr
         assert own == [name + line for line in expected]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said", "restartable"),
     [(-9, "was killed by SIGKILL", True), pytest.param(3, "ended with status 3", False, marks=pytest.mark.e2e)],
@@ -170,7 +168,6 @@ def test_of_several_processes_the_one_that_failed_by_itself_is_named() -> None:
     assert find_cause({0: (LOST_PEER, 7), 1: (LOST_PEER, 8)}) == (0, LOST_PEER)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "other", "restartable"),
     [
@@ -200,14 +197,12 @@ def test_a_status_that_only_looks_like_a_signal_is_a_failure_of_its_own() -> Non
     assert not failed.value.restartable
 
 
-@pytest.mark.slow
 def test_machines_that_lost_only_each_other_are_started_again() -> None:
     with pytest.raises(ProcessError) as failed:
         run_together({name: ["-c", f"raise SystemExit({LOST_PEER})"] for name in "ab"}, lambda name, line: None)
     assert failed.value.restartable
 
 
-@pytest.mark.slow
 def test_the_other_machines_are_ended_when_one_is_killed() -> None:
     forever = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('told'))); signal.pause()"
     killed = "import os; os.kill(os.getpid(), 9)"
@@ -244,7 +239,6 @@ def _ssh_config(*hosts: str, machines: int = 1) -> RunConfig:
     return _config({"launcher": "ssh", "hosts": list(hosts)}, num_processes=2 * machines, num_machines=machines)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("client")
 def test_the_first_hosts_that_answer_are_used(tmp_path: Path) -> None:
     with ssh(_ssh_config("root@up1", "down2", "ssh://up3:2222", "up4", machines=2), tmp_path, 0, print) as machines:
@@ -253,7 +247,6 @@ def test_the_first_hosts_that_answer_are_used(tmp_path: Path) -> None:
     assert not [*tmp_path.glob(".host-check*")]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("client")
 def test_too_few_hosts_are_refused_with_what_ssh_says(tmp_path: Path) -> None:
     expected = r"1 of the 2 hosts .*train.num_machines=2 are needed. down2: ssh: connect .*No route to host"
@@ -261,7 +254,6 @@ def test_too_few_hosts_are_refused_with_what_ssh_says(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("client")
 def test_hosts_that_do_not_answer_are_not_waited_for_once_the_stage_is_told_to_end(tmp_path: Path) -> None:
     former = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores Ctrl-C
@@ -345,7 +337,6 @@ def _relay(status: int | None) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 1, LOST_PEER, 137])
 def test_a_relay_ends_as_the_other_side_does(code: int) -> None:
     relay = _relay(code)
@@ -353,7 +344,6 @@ def test_a_relay_ends_as_the_other_side_does(code: int) -> None:
     assert relay.returncode == code
 
 
-@pytest.mark.slow
 def test_a_relay_that_is_told_to_stop_closes_the_input_and_waits_for_the_other_side() -> None:
     relay = _relay(None)
     assert relay.stdout is not None
@@ -363,14 +353,12 @@ def test_a_relay_that_is_told_to_stop_closes_the_input_and_waits_for_the_other_s
     assert relay.returncode == 143
 
 
-@pytest.mark.slow
 def test_a_relay_says_that_the_connection_is_lost_and_returns_when_nothing_can_be_left_there() -> None:
     relay = _relay(255)
     assert "the connection is lost; waiting" in relay.communicate()[0]
     assert relay.returncode == LOST
 
 
-@pytest.mark.slow
 def test_the_small_processes_beside_a_training_start_without_the_configuration_s_schema() -> None:
     """Pydantic and the sections would take most of their start."""
     imports = "import sys; from tasks.processes import follow, machine, relay, restarting, scheduled"

@@ -14,6 +14,8 @@ from grpo_core.training.interrupt import EXIT_STATUS
 from tasks.processes.launch import torchrun
 from tasks.processes.machine import free_port
 
+pytestmark = pytest.mark.served
+
 # On its first SIGTERM it saves for a second, and says each line that the end of a training says.
 SAVING = """
 import signal, sys, time
@@ -32,7 +34,6 @@ sys.exit(143)
 """
 
 
-@pytest.mark.slow
 def test_processes_save_and_are_heard_however_often_their_launcher_is_told_to_end(tmp_path: Path) -> None:
     (tmp_path / "saving.py").write_text(SAVING)
     words = torchrun(TrainConfig(), "127.0.0.1", free_port())

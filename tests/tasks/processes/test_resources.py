@@ -27,6 +27,8 @@ from tasks.stages.run import Context
 from tests.conftest import config_values, with_keys
 from tests.nvidia_smi import put_nvidia_smi
 
+pytestmark = pytest.mark.served
+
 
 class Started(Exception):
     """Raised in place of starting a stage's processes: the configuration that says how many they are."""
@@ -94,7 +96,6 @@ KEYS = {
 }
 
 
-@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # the machine stays the same
 @given(keys=st.fixed_dictionaries(KEYS), visible=st.none() | st.permutations([*range(32)]))
 def test_each_process_and_each_server_has_gpus_of_its_own_and_none_is_held_in_vain(

@@ -28,6 +28,8 @@ from tasks.stages.run import Context
 from tests.conftest import config_values, with_keys
 from tests.tasks.processes.test_launch import FAKE
 
+pytestmark = pytest.mark.served
+
 # Stands for vLLM: answers its process's number, and what it was started with.
 STUB = """
 import http.server, json, os, sys
@@ -115,7 +117,6 @@ def test_a_server_is_started_again_on_its_host_or_on_a_spare_one_and_the_trainin
     assert {file.name for file in hosts.glob("vllm-server*")} == {"vllm-server-0-up1.log", "vllm-server-0-up2.log"}
 
 
-@pytest.mark.slow
 def test_an_address_that_could_not_be_written_is_written_later(hosts: Path) -> None:
     with serving(_config(hosts, "up1"), hosts) as found:
         [(first, _)] = found.ask()
@@ -128,7 +129,6 @@ def test_an_address_that_could_not_be_written_is_written_later(hosts: Path) -> N
         assert found.ask()[0][0] != first
 
 
-@pytest.mark.slow
 def test_each_server_has_a_host_and_counts_from_the_gpus_that_are_its_own_there(hosts: Path) -> None:
     values = _config(
         hosts,
@@ -145,7 +145,6 @@ def test_each_server_has_a_host_and_counts_from_the_gpus_that_are_its_own_there(
         assert [gpu for _, gpu in found.ask()] == [0, 0]
 
 
-@pytest.mark.slow
 def test_too_few_hosts_for_the_servers_are_refused_with_what_ssh_says(hosts: Path) -> None:
     values = _config(hosts, "up1", "down2", vllm_num_servers=2)
     expected = r"0 of the 1 hosts in launch.server_hosts .* but one for a server is needed. down2: ssh: .*No route"
@@ -155,7 +154,6 @@ def test_too_few_hosts_for_the_servers_are_refused_with_what_ssh_says(hosts: Pat
     assert not {*psutil.Process().children(recursive=True)} - {*before}
 
 
-@pytest.mark.slow
 def test_a_training_that_fails_while_a_server_is_down_names_its_host(hosts: Path) -> None:
     expected = r"^the vLLM server at http://127.0.0.1:\d+ on up1 ended with status 137 \(SIGKILL\)\. it is away$"
     with pytest.raises(ProcessError, match=expected) as raised, serving(_config(hosts, "up1"), hosts) as found:

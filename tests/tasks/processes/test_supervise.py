@@ -20,6 +20,8 @@ from tasks.processes.run import TimeLimitError, run_process
 from tasks.stages.errors import StageError
 from tests.processes import existing
 
+pytestmark = pytest.mark.served
+
 # Starts a child in a session of its own (as torch's launcher and vLLM do), both deaf to SIGTERM; then says both pids.
 TREE = """
 import os, signal, subprocess, sys, time
@@ -72,7 +74,6 @@ time.sleep(600)
 """
 
 
-@pytest.mark.slow
 def test_orphans_that_have_ended_are_forgotten_while_the_command_runs() -> None:
     process, orphans = _start_tree(command=ORPHANS)
     deadline = time.monotonic() + 60
@@ -84,7 +85,6 @@ def test_orphans_that_have_ended_are_forgotten_while_the_command_runs() -> None:
     assert len(orphans) == 3 and not left
 
 
-@pytest.mark.slow
 def test_sigterm_to_the_supervisor_ends_descendants_that_ignore_it_and_left_the_session() -> None:
     process, pids = _start_tree()
     process.send_signal(signal.SIGTERM)
@@ -92,7 +92,6 @@ def test_sigterm_to_the_supervisor_ends_descendants_that_ignore_it_and_left_the_
     assert _gone(pids)
 
 
-@pytest.mark.slow
 def test_the_death_of_the_asking_process_ends_the_tree() -> None:
     process, pids = _start_tree()
     assert process.stdin is not None
@@ -101,7 +100,6 @@ def test_the_death_of_the_asking_process_ends_the_tree() -> None:
     assert _gone(pids)
 
 
-@pytest.mark.slow
 def test_the_end_of_sshd_s_socket_ends_the_tree() -> None:
     here, there = socket.socketpair()
     process, pids = _start_tree(stdin=there)
@@ -111,7 +109,6 @@ def test_the_end_of_sshd_s_socket_ends_the_tree() -> None:
     assert _gone(pids)
 
 
-@pytest.mark.slow
 def test_silence_kills_the_tree_without_grace() -> None:
     process, pids = _start_tree(options=("--silence", "1", "600"))
     assert process.wait(timeout=20) == 128 + signal.SIGKILL
@@ -129,7 +126,6 @@ asyncio.SelectorEventLoop.call_later = noted
 """
 
 
-@pytest.mark.slow
 def test_signs_of_life_keep_the_tree() -> None:
     """Each answered, so that none has to come in time."""
     process, pids = _start_tree(SAYS_THAT_IT_WAITS, options=("--silence", "600", GRACE))
@@ -157,7 +153,6 @@ os.killpg = late
 """
 
 
-@pytest.mark.slow
 def test_what_a_child_has_started_ends_too_if_the_child_dies_as_it_is_told_to() -> None:
     process, pids = _start_tree(DIES_JUST_THEN)
     process.send_signal(signal.SIGTERM)
@@ -165,7 +160,6 @@ def test_what_a_child_has_started_ends_too_if_the_child_dies_as_it_is_told_to() 
     assert _gone(pids)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("killed", ["supervisor", "guard"])
 def test_sigkill_of_the_supervisor_or_its_guard_leaves_nothing(killed: str) -> None:
     process, pids = _start_tree()
@@ -176,7 +170,6 @@ def test_sigkill_of_the_supervisor_or_its_guard_leaves_nothing(killed: str) -> N
     assert _gone([supervisor, *pids])
 
 
-@pytest.mark.slow
 def test_processes_that_survive_sigkill_are_named_and_left_behind() -> None:
     """As in uninterruptible sleep, which nothing here can bring about."""
     patch = (
@@ -194,7 +187,6 @@ def test_processes_that_survive_sigkill_are_named_and_left_behind() -> None:
     assert f"SIGKILL does not end them (a driver that hangs?): {pids[0]}, {pids[1]}" in process.stderr.read()
 
 
-@pytest.mark.slow
 def test_sigkill_of_a_process_inside_run_process_leaves_no_orphan(tmp_path: Path) -> None:
     script = tmp_path / "tree.py"
     script.write_text(TREE)
@@ -216,7 +208,6 @@ def test_sigkill_of_a_process_inside_run_process_leaves_no_orphan(tmp_path: Path
     assert _gone([supervisor, *pids])
 
 
-@pytest.mark.slow
 def test_a_graceful_child_gets_to_finish_on_sigterm() -> None:
     code = (
         "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); "
@@ -250,7 +241,6 @@ signal.pause()
 """
 
 
-@pytest.mark.slow
 def test_with_children_first_a_runner_is_told_to_end_when_its_children_have_ended(tmp_path: Path) -> None:
     command = ["-m", "tasks.processes.supervise", "--children-first", "60", sys.executable, "-c", RUNNER]
     process = subprocess.Popen(
@@ -276,7 +266,6 @@ subprocess.Popen([sys.executable, "-c", code, sys.argv[1]]).wait()
 """
 
 
-@pytest.mark.slow
 def test_a_child_that_still_saves_is_awaited_when_its_launcher_died_at_once(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [
@@ -329,7 +318,6 @@ def test_a_killed_process_is_a_failure_that_names_the_signal() -> None:
         run_process(["-c", "import os; os.kill(os.getpid(), 9)"], lambda line: None)
 
 
-@pytest.mark.slow
 def test_a_process_that_does_not_end_in_time_is_killed_and_reported_with_its_last_lines() -> None:
     code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); signal.pause()"
     lines: list[str] = []
@@ -346,7 +334,6 @@ while not os.path.exists(sys.argv[1]):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_output_that_stays_open_after_the_end_is_not_waited_for(
     fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -366,7 +353,6 @@ def test_output_that_stays_open_after_the_end_is_not_waited_for(
     os.close(*held)
 
 
-@pytest.mark.slow
 def test_a_time_limit_holds_for_output_that_comes_faster_than_it_is_read() -> None:
     code = "import time\nwhile True:\n    print('more', flush=True)\n    time.sleep(0.0002)"
 

@@ -29,6 +29,8 @@ from tasks.processes.stacks import HANG
 from tasks.processes.watchdog import CHECK_SECONDS, HangError, watchdog
 from tests.conftest import config_values
 
+pytestmark = pytest.mark.served
+
 LIMIT = 30.0
 
 
@@ -65,7 +67,6 @@ def _no_stacks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr("tasks.processes.watchdog.STACKS_SECONDS", 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_the_process_that_the_others_wait_for_is_named(tmp_path: Path, ranks: int) -> None:
     training = Simulated(tmp_path, ranks)
@@ -90,7 +91,6 @@ def test_a_training_that_hangs_is_ended_even_if_the_reason_cannot_be_written(tmp
         training.turn(2 * LIMIT, set())
 
 
-@pytest.mark.slow
 def test_processes_that_all_wait_for_each_other_are_cut_off_from_each_other(tmp_path: Path) -> None:
     training = Simulated(tmp_path, 3)
     for rank in range(3):
@@ -101,7 +101,6 @@ def test_processes_that_all_wait_for_each_other_are_cut_off_from_each_other(tmp_
     assert hang.value.restartable
 
 
-@pytest.mark.slow
 def test_a_process_that_may_wait_for_one_at_work_is_left_alone(tmp_path: Path) -> None:
     """NCCL waits without a word: then two processes seem to work, and one compiles or samples for long."""
     training = Simulated(tmp_path, 3)
@@ -116,7 +115,6 @@ def test_a_process_that_may_wait_for_one_at_work_is_left_alone(tmp_path: Path) -
         training.turn(4 * LIMIT, set())
 
 
-@pytest.mark.slow
 def test_a_process_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:
     training = Simulated(tmp_path, 3)
     del training.records[2]
@@ -134,7 +132,6 @@ def test_a_reward_that_hangs_is_named_and_not_started_again(tmp_path: Path) -> N
     assert not hang.value.restartable
 
 
-@pytest.mark.slow
 @settings(max_examples=20)
 @given(st.lists(st.tuples(st.floats(0.1, 0.9), st.floats(0, 1e6)), max_size=3))
 def test_time_in_which_the_watcher_was_stopped_too_does_not_count(
@@ -149,7 +146,6 @@ def test_time_in_which_the_watcher_was_stopped_too_does_not_count(
         training.turn(CHECK_SECONDS, set())
 
 
-@pytest.mark.slow
 def test_one_sign_of_life_before_the_limit_is_enough(tmp_path: Path) -> None:
     """A judge that retries for hours, a long evaluation, a machine with too much to do: slow, but moving."""
     training = Simulated(tmp_path, 2)
@@ -159,7 +155,6 @@ def test_one_sign_of_life_before_the_limit_is_enough(tmp_path: Path) -> None:
         training.turn(CHECK_SECONDS, {0})
 
 
-@pytest.mark.slow
 def test_a_process_that_a_debugger_has_stopped_is_left_alone(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as process:
         try:
@@ -243,7 +238,6 @@ def _given(machines: list[Machine]) -> Iterator[list[Machine]]:
     yield machines
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "how", "said"),
     [

@@ -63,7 +63,7 @@ def test_the_same_policy_twice_is_promoted_no_more_often_than_stated(
     assert promoted <= binom.ppf(0.99, TRIALS, 1 - confidence)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_difference_that_is_said_to_be_detectable_is_found_with_the_stated_power() -> None:
     unguarded, guarded = promotion_config(), promotion_config(guards=GUARDS)
     stated = [verdict.comparisons[0].difference.minimum_detectable for verdict in _trials(unguarded, {}, trials=50)]
