@@ -18,9 +18,9 @@ from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.training.limit_file import read_limit
 from tasks.processes.launch import launch_with_restarts
-from tasks.processes.resources import gpus_and_servers
 from tasks.processes.run import ProcessError, TakenError
 from tasks.processes.training_machine import check_training_machine
+from tasks.processes.vllm_servers import gpus_and_servers
 from tasks.reports.cost import training_cost
 from tasks.reports.events import announce_training
 from tasks.stages.condition import saved_updates

@@ -17,8 +17,7 @@ from grpo_core.system.progress import MACHINES, RANKS
 from grpo_core.system.torch_releases import EXACT_PINNED_MEMORY
 from tasks.processes.job_servers import job_servers
 from tasks.processes.launchers.kubernetes import kubernetes
-from tasks.processes.launchers.local import local
-from tasks.processes.launchers.machines import Launcher
+from tasks.processes.launchers.machines import Launcher, local
 from tasks.processes.launchers.slurm import slurm
 from tasks.processes.launchers.ssh import ssh
 from tasks.processes.restarting import AGAIN
