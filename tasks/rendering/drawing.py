@@ -114,11 +114,11 @@ def plot(
     finish(axes, len(lines) if legend else 0)
 
 
-def finish(axes: Any, labels: int, xlabel: str = "update") -> None:
+def finish(axes: Any, labels: int) -> None:
     """Put integers on the x axis, and a legend above the picture if there is more than one line."""
     from matplotlib.ticker import MaxNLocator
 
-    axes.set(xlabel=xlabel)
+    axes.set(xlabel="update")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
     axes.margins(x=0.02)
     if labels > 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -214,8 +213,7 @@ def page_of(
         legend={label: drawing.PAGE_COLOURS[colour] for label, colour in colours.items()},
         charts=[*_overlaid(records, colours)],
     )
-    made = f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
-    return render(title, f"{what} · {made}", verdicts, [*before, parameters, *evaluations, training])
+    return render(title, what, verdicts, [*before, parameters, *evaluations, training])
 
 
 def _verdicts(records: Records) -> Iterator[Verdict]:

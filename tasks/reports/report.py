@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +60,9 @@ def report_page(record: Record, seconds: float, keys: Mapping[str, str], mlflow_
         training_sections.data_section(record),
         training_sections.configuration(record, keys, commit),
     ]
-    made = f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
     return render(
         record.config.name,
-        f"{record.config.model.name_or_path} · {made}",
+        record.config.model.name_or_path,
         [headline(record.evaluation, record.metric)],
         sections,
         _tiles(record.evaluation, record.metric),

@@ -298,14 +298,10 @@ def commit_text(commit: Mapping[str, str]) -> str:
     return f"{commit['git.commit'][:DIGITS]}{changes}"
 
 
+@answering()
 def earlier_throughput(config: RunConfig, hardware: str) -> Throughput | None:
     """Median pace of the last finished runs of the same base model on `hardware` (part of its name; "" for any); None
     if there are none. Raises TrackingError if MLflow does not answer."""
-    with answering():
-        return _earlier_throughput(config, hardware)
-
-
-def _earlier_throughput(config: RunConfig, hardware: str) -> Throughput | None:
     client = connect()
     experiment = client.get_experiment_by_name(config.registry.experiment)
     if experiment is None:
@@ -373,11 +369,6 @@ def _length(lengths: Sequence[float], turns: Sequence[float]) -> str:
     if not any(turns):
         return f"completions of {mean}"
     return f"conversations of {statistics.median(turns):.1f} turns and {mean}, waiting for environments included,"
-
-
-def training_run_id(training: Path) -> str:
-    """Id of the MLflow run of a training."""
-    return read_tracking_run(training)["run_id"]
 
 
 def run_address(training: Path, tab: str = "") -> str:

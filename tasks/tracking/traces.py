@@ -286,23 +286,18 @@ def _assessments(it: Told) -> Iterator[Assessment]:
             value=None if value is None else float(value),
             error="the reward gave None" if value is None else None,
             source=AssessmentSource("CODE", f"rewards/{name}"),
-            trace_id=trace_id(it),
-            create_time_ms=it.time,
-            last_update_time_ms=it.time,
         )
         yield _identified(it, found)
     if it.expected is not None:
-        source = AssessmentSource("CODE", "data")
-        answer = Expectation("answer", _text(it.expected), source, trace_id(it))
-        answer.create_time_ms = answer.last_update_time_ms = it.time
-        yield _identified(it, answer)
+        yield _identified(it, Expectation("answer", _text(it.expected), AssessmentSource("CODE", "data")))
 
 
 def _identified(it: Told, assessment: Assessment) -> Assessment:
-    """Give the assessment an id by which MLflow recognises it when it is sent again."""
+    """Give the assessment its trace and time, and an id by which MLflow recognises it when it is sent again."""
     name = f"{type(assessment).__name__} {assessment.name}"
     digest = hashlib.blake2b(_trace_number(it) + name.encode(), digest_size=16).hexdigest()
-    assessment.assessment_id = f"a-{digest}"
+    assessment.assessment_id, assessment.trace_id = f"a-{digest}", trace_id(it)
+    assessment.create_time_ms = assessment.last_update_time_ms = it.time
     return assessment
 
 
