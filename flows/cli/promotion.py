@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from pydantic import ValidationError
 
-from flows.cli.terminal import refusals, refuse, say
+from flows.cli.terminal import refusals, refuse, say, set_option
 from flows.serving.environment import TAG, configure
 from flows.serving.find_server import use_running_server
 from grpo_core.config.evaluation import RegistryConfig
@@ -34,9 +34,7 @@ def promote(
     force: Annotated[
         bool, typer.Option("--force", help="promote whatever the gate decides; the version's tags keep its decision")
     ] = False,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a rule, such as promotion.confidence=0.9")
-    ] = None,
+    overrides: Annotated[list[str] | None, set_option("a rule, such as promotion.confidence=0.9")] = None,
     approve: Annotated[
         str | None, typer.Option(metavar="NAME", help="approve in this person's name (promotion.approval)")
     ] = None,

@@ -19,6 +19,7 @@ from typing import TextIO
 import psutil
 
 from grpo_core.errors import GrpoError
+from tasks.stages.locks import lock
 from tasks.stages.run_directory import storage_root
 
 LOCK_SECONDS = 1.0  # to try for the lock; a command that only looks at it holds it for less
@@ -80,15 +81,9 @@ def _locked(file: TextIO) -> bool:
     """Try to get the lock; returns True if this process has it. Another `find_up` holds it for an instant, another
     `grpo up` for as long as it runs."""
     deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.01)
-        else:
-            return True
+    while not (has_lock := lock(file.fileno())) and time.monotonic() <= deadline:
+        time.sleep(0.01)
+    return has_lock
 
 
 def find_up() -> Up | None:
