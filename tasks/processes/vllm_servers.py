@@ -1,5 +1,5 @@
 """The vLLM servers of a stage: on this machine or on hosts of their own, for the length of the stage, restarted when
-they die. For servers on machines of a scheduler's job, see `tasks.processes.job_servers`."""
+they die. For servers on machines of a scheduler's job, see `tasks.processes.launch.job_servers`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import httpx2
 from grpo_core.config.launch import host_name
 from grpo_core.rollout.vllm.secret import SECRET, with_secret
 from grpo_core.rollout.vllm.serve import ADDRESSES
-from tasks.processes.job_servers import serve, url
+from tasks.processes.launch import serve, url
 from tasks.processes.launchers.ssh import RELAY_SECONDS, address_of, answering_hosts, relay_command
 from tasks.processes.run import GRACE_SECONDS, TAIL_LINES, ProcessError, describe_status, training_python
 from tasks.processes.slots import hold_gpus
