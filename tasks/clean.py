@@ -30,9 +30,8 @@ from mlflow.utils.file_utils import local_file_uri_to_path
 from grpo_core import run_files
 from grpo_core.errors import GrpoError
 from grpo_core.system.memory import gib_text
-from tasks.registry.champion import REMOVED, why_needed
+from tasks.registry.champion import REMOVED, model_lock, why_needed
 from tasks.registry.lookup import if_there
-from tasks.registry.model_lock import model_lock
 from tasks.registry.model_version import LOGGED_MODEL
 from tasks.stages.access import AccessError
 from tasks.stages.files import read_json, remove

@@ -27,8 +27,7 @@ from tasks.registry.champion import present_champion
 from tasks.registry.judging import identity
 from tasks.rendering import figures as as_text
 from tasks.rendering.markdown import escape, table
-from tasks.reports.evaluation_tables import rows_of, verdicts
-from tasks.reports.report import PAGE, headline, write_report
+from tasks.reports.report import PAGE, headline, rows_of, verdicts, write_report
 from tasks.stages.arms import other_arms
 from tasks.stages.dependencies import Parts, hash_values
 from tasks.stages.files import remove

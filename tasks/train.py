@@ -154,8 +154,7 @@ def check_result(result: dict[str, Any], metrics: Path, plan: Plan) -> None:
     if [step["step"] for step in steps] != recorded:
         raise StageError(f"{metrics} does not hold each of the {updates} steps once: its result is not used")
     for step in steps:
-        broken = [name for name, value in step.items() if not math.isfinite(value)]
-        if broken:
+        if broken := [name for name, value in step.items() if not math.isfinite(value)]:
             raise StageError(
                 f"step {step['step']}: {broken[0]} is {step[broken[0]]}; a model with such a step is not used"
             )

@@ -15,9 +15,8 @@ from tasks.rendering.visible import shortened
 Points = Sequence[tuple[float, float]]
 Row = dict[str, float]
 
-INK, BLUE, ORANGE, GREEN, PURPLE, GREY, RED = (
-    *("#222222", "#3366aa", "#cc7722", "#2a8f6d", "#9a5fb0", "#7a7a7a", "#cc3333"),
-)
+INK, BLUE, ORANGE = "#222222", "#3366aa", "#cc7722"
+GREEN, PURPLE, GREY, RED = "#2a8f6d", "#9a5fb0", "#7a7a7a", "#cc3333"
 LINE_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY, RED)
 PAGE_COLOURS = {  # variables of the page's style sheet, which follow its dark mode
     INK: "currentColor",

@@ -94,6 +94,33 @@ def headline(evaluation: Mapping[str, Any], metric: str) -> Verdict:
     )
 
 
+def verdicts(report: Mapping[str, Any], metric: str) -> list[str]:
+    """Sentences on the metric: one per set and policy that the trained one is compared with."""
+    return [
+        f"{name}: {figures.verdict(metric, differences[metric], other, figures.unit(found))}"
+        for name, found in report["sets"].items()
+        for other, differences in found["differences"].items()
+    ]
+
+
+def rows_of(of_set: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield a set's report as the rows of a table, head first. One row per metric: its mean under each policy, then the
+    trained policy minus each other one, in points if the metric is a share."""
+    policies, differences = of_set["policies"], of_set["differences"]
+    yield [
+        "",
+        *policies,
+        *(f"trained − {other} [{d['accuracy']['confidence']:.0%}]" for other, d in differences.items()),
+    ]
+    for metric in policies["trained"]:
+        means = [
+            figures.amount(metric, found[metric]["mean"]) if metric in found else "" for found in policies.values()
+        ]
+        gains = [found[metric] for found in differences.values()]
+        changes = [f"{figures.gain(metric, found)} {figures.interval(metric, found)}" for found in gains]
+        yield [metric, *means, *changes]
+
+
 def rival_of(evaluation: Mapping[str, Any]) -> str:
     """Policy that the trained one has to beat: the champion or, without a champion, the base."""
     return "champion" if evaluation["champion"] else "base"

@@ -187,12 +187,11 @@ def choose(rewards: Sequence[float], groups: Sequence[int], count: int) -> list[
 
 
 def _rollout(row: Mapping[str, Any], config: RunConfig, run_id: str, batch: str, time: int) -> Told:
-    said = json.loads(row["conversation"]) if row.get("conversation") else [answered(row["completion"])]
     return Told(
         name=f"rollout, update {row['step']}",
         identity=[run_id, batch, row["step"], row["place"], row["completion"], row.get("conversation")],
         prompt=row["prompt"],
-        messages=said,
+        messages=messages_of(row.get("conversation"), row["completion"]),
         tokens=(row["prompt_tokens"], row["completion_tokens"]),
         rewards={it.name: row[f"rewards/{it.name}"] for it in config.rewards},
         tags={
@@ -220,8 +219,8 @@ def _age(row: Mapping[str, Any]) -> str:
     return f", its oldest token {oldest} earlier" if oldest else ""
 
 
-def answered(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
+def messages_of(conversation: str | None, completion: str) -> list[dict[str, Any]]:
+    return json.loads(conversation) if conversation else [{"role": "assistant", "content": completion}]
 
 
 def _figure(value: float) -> str:
