@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from flows.cli.terminal import Terminal, print_refusal, set_option, table_of
+from flows.cli.terminal import Terminal, option, print_refusal, set_option, table_of
 from grpo_core.config.files import load_config, parse_config
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
@@ -45,39 +45,35 @@ File = Annotated[Path | None, typer.Argument(help="run configuration (TOML); wit
 Whole = int | None
 
 
-def _option(help: str) -> Any:
-    return typer.Option(help=help, show_default=False)
-
-
 def plan(
     file: File = None,
     recipe: Annotated[
-        System | None, _option("the file is a recipe of TRL or Open-R1, or of ms-swift: YAML, launch script or JSON")
+        System | None, option("the file is a recipe of TRL or Open-R1, or of ms-swift: YAML, launch script or JSON")
     ] = None,
-    rules: Annotated[Rules | None, _option("batch rules to apply; default: the newest of the recipe's system")] = None,
-    num_prompts: Annotated[Whole, _option("prompts in the training data; default: counted in the data")] = None,
-    num_generations: Annotated[Whole, _option("G: completions per prompt")] = None,
-    per_device_train_batch_size: Annotated[Whole, _option("b: completions per process and micro-step")] = None,
-    num_processes: Annotated[Whole, _option("W: training processes, one per GPU")] = None,
-    gradient_accumulation_steps: Annotated[Whole, _option("A: micro-steps per update")] = None,
-    steps_per_generation: Annotated[Whole, _option("S: micro-steps per generation batch")] = None,
-    generation_batch_size: Annotated[Whole, _option("completions sampled together, over all processes")] = None,
-    num_iterations: Annotated[Whole, _option("passes over each generation batch")] = None,
-    num_train_epochs: Annotated[float | None, _option("passes over the prompts")] = None,
-    max_steps: Annotated[Whole, _option("updates, whatever the epochs")] = None,
-    warmup_steps: Annotated[float | None, _option("updates of warm-up; below 1: a share of all")] = None,
-    max_completion_length: Annotated[Whole, _option("most tokens per completion")] = None,
-    per_device_eval_batch_size: Annotated[Whole, _option("completions per process, if the recipe evaluates")] = None,
-    num_generations_eval: Annotated[Whole, _option("completions per prompt, if the recipe evaluates")] = None,
-    num_eval_prompts: Annotated[Whole, _option("held-out prompts, if the recipe evaluates on data of its own")] = None,
-    prompt_tokens: Annotated[Whole, _option("tokens per prompt, for forecasts; default: as in the data")] = None,
+    rules: Annotated[Rules | None, option("batch rules to apply; default: the newest of the recipe's system")] = None,
+    num_prompts: Annotated[Whole, option("prompts in the training data; default: counted in the data")] = None,
+    num_generations: Annotated[Whole, option("G: completions per prompt")] = None,
+    per_device_train_batch_size: Annotated[Whole, option("b: completions per process and micro-step")] = None,
+    num_processes: Annotated[Whole, option("W: training processes, one per GPU")] = None,
+    gradient_accumulation_steps: Annotated[Whole, option("A: micro-steps per update")] = None,
+    steps_per_generation: Annotated[Whole, option("S: micro-steps per generation batch")] = None,
+    generation_batch_size: Annotated[Whole, option("completions sampled together, over all processes")] = None,
+    num_iterations: Annotated[Whole, option("passes over each generation batch")] = None,
+    num_train_epochs: Annotated[float | None, option("passes over the prompts")] = None,
+    max_steps: Annotated[Whole, option("updates, whatever the epochs")] = None,
+    warmup_steps: Annotated[float | None, option("updates of warm-up; below 1: a share of all")] = None,
+    max_completion_length: Annotated[Whole, option("most tokens per completion")] = None,
+    per_device_eval_batch_size: Annotated[Whole, option("completions per process, if the recipe evaluates")] = None,
+    num_generations_eval: Annotated[Whole, option("completions per prompt, if the recipe evaluates")] = None,
+    num_eval_prompts: Annotated[Whole, option("held-out prompts, if the recipe evaluates on data of its own")] = None,
+    prompt_tokens: Annotated[Whole, option("tokens per prompt, for forecasts; default: as in the data")] = None,
     pass_rate: Annotated[
-        list[float] | None, _option("known share of right answers to one prompt; can be repeated")
+        list[float] | None, option("known share of right answers to one prompt; can be repeated")
     ] = None,
     gpu: Annotated[
-        str | None, _option("forecast for this GPU, such as H200, instead of this machine's hardware")
+        str | None, option("forecast for this GPU, such as H200, instead of this machine's hardware")
     ] = None,
-    history: Annotated[bool, _option("ask MLflow for the pace of earlier runs of this model (takes seconds)")] = False,
+    history: Annotated[bool, option("ask MLflow for the pace of earlier runs of this model (takes seconds)")] = False,
     overrides: Annotated[list[str] | None, set_option("override one key of the configuration")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from pydantic import ValidationError
 
-from flows.cli.terminal import refusals, refuse, say, set_option
+from flows.cli.terminal import option, refusals, refuse, say, set_option
 from flows.serving.environment import TAG, configure
 from flows.serving.find_server import use_running_server
 from grpo_core.config.evaluation import RegistryConfig
@@ -26,10 +26,7 @@ def promote(
     model: RegisteredModel,
     version: Annotated[
         str | None,
-        typer.Option(
-            help=f"its number or an alias; default: the alias {RegistryConfig().alias}; for a run, its version",
-            show_default=False,
-        ),
+        option(f"its number or an alias; default: the alias {RegistryConfig().alias}; for a run, its version"),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="promote whatever the gate decides; the version's tags keep its decision")

@@ -68,9 +68,8 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
 def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
     """Print what happened and where to look."""
     from tasks.rendering.figures import metric_of
-    from tasks.reports.evaluation_tables import rows_of, verdicts
     from tasks.reports.record import read_record
-    from tasks.reports.report import PAGE
+    from tasks.reports.report import PAGE, rows_of, verdicts
     from tasks.reports.training_sections import stage_times
 
     terminal = Terminal()

@@ -32,8 +32,7 @@ from tasks.stages.run_directory import run_folder
 from tasks.stages.table import PLAN, VALIDATE
 
 if TYPE_CHECKING:
-    from flows.parameters.arm import Values
-    from flows.parameters.arms import Sweep
+    from flows.parameters.arms import Sweep, Values
 
 
 def sweep(

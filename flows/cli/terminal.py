@@ -55,12 +55,17 @@ class Terminal(Console):
         return super().render_str(shortened(text, LONGEST).expandtabs(), **options)  # rich measures a tab as nothing
 
 
+def option(help: str) -> Any:
+    """An option whose help says what its default means."""
+    return typer.Option(help=help, show_default=False)
+
+
 def set_option(help: str = "override one key") -> Any:
     """The option --set, which can be repeated."""
     return typer.Option("--set", metavar="KEY=VALUE", help=help)
 
 
-def table_of(head: Iterable[str | Column], rows: Iterable[Iterable[str]], title: str | None = None) -> Table:
+def table_of(head: Iterable[str | Column], rows: Iterable[Iterable[Any]], title: str | None = None) -> Table:
     table = Table(*head, title=title)
     for row in rows:
         table.add_row(*row)
