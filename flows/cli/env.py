@@ -125,10 +125,9 @@ class _Typed:
                 self.terminal.print(str(error), style="red")
 
     def _line(self) -> str:
-        try:
+        with suppress(EOFError, StopIteration):
             return input("\npolicy> ") if self.lines is None else next(self.lines)
-        except (EOFError, StopIteration):
-            return ""
+        return ""
 
     def _show(self, who: str, ids: Sequence[int], note: str) -> None:
         style = {"policy": POLICY, "environment": ENVIRONMENT}.get(who, "")

@@ -10,7 +10,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -102,10 +102,9 @@ def find_up() -> Up | None:
 
 def _read() -> Up | None:
     """Read the file; None if it is still empty, or if another version of grpo wrote it."""
-    try:
+    with suppress(ValueError, TypeError):
         return Up(**json.loads(_file().read_text()))
-    except (ValueError, TypeError):
-        return None
+    return None
 
 
 def _file() -> Path:

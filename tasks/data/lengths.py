@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import polars as pl
@@ -116,10 +117,9 @@ def renders(conversations: pl.Series, tokenizer: Any, options: Options = NO_OPTI
 
 
 def _is_rendered(conversation: list[dict[str, Any]], tokenizer: Any, options: Options) -> bool:
-    try:
+    with suppress(Exception):
         return bool(_rendered(conversation, tokenizer, options))
-    except Exception:
-        return False
+    return False
 
 
 def _rendered(messages: list[Any], tokenizer: Any, options: Options) -> Any:
@@ -260,7 +260,6 @@ def _bytes(prompts: pl.Series) -> pl.Series:
 def _overhead(order: str, tokenizer: Any, options: Options) -> int:
     """Bytes that the chat template adds to messages of these roles."""
     messages = [{"role": role, "content": "x"} for role in order.split(",")]
-    try:
+    with suppress(Exception):  # the template needs other fields too: then such prompts are tokenized
         return len(_rendered(messages, tokenizer, options).encode())
-    except Exception:  # the template needs other fields too: then such prompts are tokenized
-        return UNKNOWN
+    return UNKNOWN
