@@ -28,7 +28,7 @@ from grpo_core.config.files import load_config
 from grpo_core.planning.ahead_forecast import CPU_SLOTS, EarlierSampling, advise, fit_speed
 from grpo_core.planning.plan import load_plan
 from grpo_core.planning.sampling_ahead import Group, Speed, simulate
-from tasks.data.earlier_sampling import earlier_sampling
+from tasks.data.forecast_inputs import earlier_sampling
 from tests.conftest import config_values, make_model, make_run
 from tests.serving import free_ports, policy_server
 

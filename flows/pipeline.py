@@ -75,11 +75,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def _run_name() -> str:
-    return read_name(**flow_run.parameters)
-
-
-@flow(flow_run_name=_run_name, **OPTIONS)
+@flow(flow_run_name=lambda: read_name(**flow_run.parameters), **OPTIONS)
 @end_in_plain_words
 def pipeline(preset: Preset = PRESET, changes: Changes = {}) -> State[Path]:  # noqa: B006 (read only)
     """Take the configured prompts and base model to a registered, evaluated policy. The final state's message is the

@@ -12,8 +12,7 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Completed
 
 from flows.parameters.allowed import resolve_allowed
-from flows.parameters.arm import Arm, Values
-from flows.parameters.arms import Search, Sweep, arm_name
+from flows.parameters.arms import Arm, Search, Sweep, Values, arm_name
 from flows.parameters.form import Changes, Preset, add_changes, read_name
 from flows.parameters.search import make_requested_sweep
 from flows.pipeline import PRESET, make_pipeline, run_elsewhere

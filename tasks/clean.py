@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import time
 import tomllib
 import uuid
@@ -29,10 +30,8 @@ from mlflow.utils.file_utils import local_file_uri_to_path
 from grpo_core import run_files
 from grpo_core.errors import GrpoError
 from grpo_core.system.memory import gib_text
-from tasks.processes.leftovers import leftovers
-from tasks.registry.champion import REMOVED, why_needed
+from tasks.registry.champion import REMOVED, model_lock, why_needed
 from tasks.registry.lookup import if_there
-from tasks.registry.model_lock import model_lock
 from tasks.registry.model_version import LOGGED_MODEL
 from tasks.stages.access import AccessError
 from tasks.stages.files import read_json, remove
@@ -47,6 +46,10 @@ SECONDS_PER_DAY = 86_400
 TRASH = "trash"  # folder under the storage root
 TRACES_PER_REQUEST = 100
 YOUNG = "it has changed since"
+# What vLLM leaves on a machine when it is killed: shared memory, and sockets in the temporary folder.
+SHARED_MEMORY = Path("/dev/shm")
+SEGMENT = re.compile(r"psm_[0-9a-f]+|nccl-\w+|.*-cpushm-.*")
+SOCKET = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True)
@@ -309,3 +312,26 @@ def _size(client: MlflowClient, path: Path) -> int:
 def _first(reasons: Iterator[str]) -> str:
     """The first that is not empty, or ""."""
     return next(filter(None, reasons), "")
+
+
+def leftovers(before: float) -> list[Path]:
+    """Segments of shared memory and sockets of this user that have not changed since `before`, in seconds since 1970,
+    and that no process of this machine uses."""
+    segments = [it for it in SHARED_MEMORY.glob("*") if SEGMENT.fullmatch(it.name)]
+    sockets = [it for it in Path(tempfile.gettempdir()).iterdir() if SOCKET.fullmatch(it.name) and it.is_socket()]
+    old = []
+    for path in [*segments, *sockets]:
+        with suppress(FileNotFoundError):
+            if (stat := path.stat()).st_uid == os.getuid() and stat.st_mtime < before:
+                old.append(path)
+    used = _used() if old else ""
+    return [path for path in old if f"{path}\n" not in used]
+
+
+def _used() -> str:
+    """Paths that processes have mapped and sockets that they have open, each at the end of a line."""
+    texts = [Path("/proc/net/unix").read_text()]
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended, or is another user's, who cannot use files of this one
+            texts.append(maps.read_text())
+    return "".join(texts)

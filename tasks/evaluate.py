@@ -21,14 +21,13 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import turns
 from grpo_core.system.tables import read_parquet
 from tasks.processes.launch import launch_with_restarts
-from tasks.processes.resources import gpus_and_servers
 from tasks.processes.training_machine import check_training_machine
+from tasks.processes.vllm_servers import gpus_and_servers
 from tasks.registry.champion import present_champion
 from tasks.registry.judging import identity
 from tasks.rendering import figures as as_text
 from tasks.rendering.markdown import escape, table
-from tasks.reports.evaluation_tables import rows_of, verdicts
-from tasks.reports.report import PAGE, headline, write_report
+from tasks.reports.report import PAGE, headline, rows_of, verdicts, write_report
 from tasks.stages.arms import other_arms
 from tasks.stages.dependencies import Parts, hash_values
 from tasks.stages.files import remove
@@ -40,10 +39,10 @@ from tasks.tracking.runs import (
     answering,
     commit_text,
     connect,
+    read_tracking_run,
     run_address,
     run_page,
     trained_on_commit,
-    training_run_id,
 )
 
 SAMPLES_SHOWN = 20
@@ -87,7 +86,7 @@ def _work(context: Context) -> dict[str, Any]:
     report = json.loads((context.partial / EVALUATE.receipt).read_text()) | {"base_answers": answers}
     if champion is not None and CHAMPION in report["policies"]:
         report["champion"] = identity(champion)
-    run_id = training_run_id(TRAIN.path(context.run))
+    run_id = read_tracking_run(TRAIN.path(context.run))["run_id"]
     metric = as_text.metric_of(config, report)
     links = f"On one page: `{EVALUATE.path(context.run) / PAGE}`. MLflow run: {run_page(TRAIN.path(context.run))}"
     show_markdown("evaluation", f"{_markdown(report, metric)}\n{links}\n", escape("; ".join(verdicts(report, metric))))

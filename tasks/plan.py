@@ -26,8 +26,8 @@ from grpo_core.planning.plan import Plan, make_plan, plan_inputs, plan_rows
 from grpo_core.planning.sampling_notes import sampling_notes
 from grpo_core.planning.shapes import PromptLengths
 from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
+from tasks.data.forecast_inputs import validated
 from tasks.data.sources import validated_pass_rates
-from tasks.data.validated import validated
 from tasks.processes.pace import measured_pace
 from tasks.rendering.markdown import escape
 from tasks.stages.run import Context, run_stage

@@ -12,8 +12,8 @@ from prefect.client.schemas.objects import State
 
 from grpo_core.config.run import RunConfig
 from tasks.processes.launch import launch_with_restarts
-from tasks.processes.resources import gpus_and_servers
 from tasks.processes.training_machine import check_training_machine
+from tasks.processes.vllm_servers import gpus_and_servers
 from tasks.rendering.markdown import table
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import PROBE

@@ -18,9 +18,9 @@ from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.training.limit_file import read_limit
 from tasks.processes.launch import launch_with_restarts
-from tasks.processes.resources import gpus_and_servers
 from tasks.processes.run import ProcessError, TakenError
 from tasks.processes.training_machine import check_training_machine
+from tasks.processes.vllm_servers import gpus_and_servers
 from tasks.reports.cost import training_cost
 from tasks.reports.events import announce_training
 from tasks.stages.condition import saved_updates
@@ -154,8 +154,7 @@ def check_result(result: dict[str, Any], metrics: Path, plan: Plan) -> None:
     if [step["step"] for step in steps] != recorded:
         raise StageError(f"{metrics} does not hold each of the {updates} steps once: its result is not used")
     for step in steps:
-        broken = [name for name, value in step.items() if not math.isfinite(value)]
-        if broken:
+        if broken := [name for name, value in step.items() if not math.isfinite(value)]:
             raise StageError(
                 f"step {step['step']}: {broken[0]} is {step[broken[0]]}; a model with such a step is not used"
             )

@@ -107,10 +107,11 @@ def _work(context: Context) -> dict[str, Any]:
     metric = deciding_metric_of(context.config, rehearsal["zero_or_one"])
     counts |= report["num_groups"]
     files = {name: f"eval/{name}" for name in context.config.evaluated_sources} | context.config.evaluation_files
+    units = {name: counts[file] for name, file in files.items()}
     rehearsal["warnings"] += [
         *screened.notes,
-        *too_few_to_promote(context.config, counts, rehearsal["zero_or_one"]),
-        *rules_beyond_size(context.config, metric, {name: counts[file] for name, file in files.items()}),
+        *too_few_to_promote(context.config, metric, units),
+        *rules_beyond_size(context.config, metric, units),
         *too_few_groups(context.config, report),
     ]
     for warning in rehearsal["warnings"]:
@@ -141,15 +142,10 @@ def deciding_metric_of(config: RunConfig, zero_or_one: Sequence[str]) -> str:
     return config.promotion.metric or ("accuracy" if {*config.accuracy_rewards} <= {*zero_or_one} else "reward")
 
 
-def too_few_to_promote(config: RunConfig, num_units: Mapping[str, int], zero_or_one: Sequence[str]) -> list[str]:
+def too_few_to_promote(config: RunConfig, metric: str, num_units: Mapping[str, int]) -> list[str]:
     """Warn if no promotion will be possible because versions are compared by a reward of unknown range, on too few
-    prompts or groups (`num_units`: of each data set).
-
-    zero_or_one: the rewards that gave only 0 and 1 in the rehearsal.
-    """
-    metric = deciding_metric_of(config, zero_or_one)
-    files = {name: f"eval/{name}" for name in config.evaluated_sources} | config.evaluation_files
-    held_out, unit = num_units[files[config.promotion.set]], "groups" if config.evaluation.group_column else "prompts"
+    prompts or groups. `metric`, `num_units`: as in `rules_beyond_size`."""
+    held_out, unit = num_units[config.promotion.set], "groups" if config.evaluation.group_column else "prompts"
     if held_out >= LEAST_UNITS or all(map(math.isfinite, bounds_of(metric, config))):
         return []
     unbounded = [repr(it.name) for it in config.rewards if not all(map(math.isfinite, range_of_sum([it])))]

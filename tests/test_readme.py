@@ -41,7 +41,7 @@ def test_the_first_runs_data_and_reward_keep_their_contract_and_can_be_promoted_
     screened = screen(config)
     assert not screened.refused
     assert screened.report["num_prompts"] == {"train": 400, "eval": 300}
-    assert too_few_to_promote(config, screened.report["num_prompts"], []) == []
+    assert too_few_to_promote(config, "reward", {"held-out": 300}) == []
 
 
 @pytest.mark.slow

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.terminal import refusals, refuse, say
+from flows.cli.terminal import refusals, refuse, say, set_option
 from grpo_core.config.files import load_config
 from grpo_core.errors import ConfigError
 from grpo_core.system.libraries import quiet_libraries
 
 app = typer.Typer(no_args_is_help=True, help="The contract that a run's data must keep, and checks against it.")
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key")]
+Overrides = Annotated[list[str] | None, set_option()]
 
 
 @app.command("check")

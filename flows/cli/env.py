@@ -15,7 +15,7 @@ import typer
 from rich.text import Text
 
 from flows.cli.rewards import read_row, rewards_table
-from flows.cli.terminal import LONGEST, Terminal, refusals, refuse
+from flows.cli.terminal import LONGEST, Terminal, refusals, refuse, set_option
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.environments.calls import ToolCall
@@ -43,7 +43,7 @@ def try_environment(
     config: Annotated[Path, typer.Argument(help="run configuration (TOML), such as configs/calculator.toml")],
     row: Annotated[int, typer.Option(min=0, help="row of data.train, from 0")] = 0,
     script: Annotated[Path | None, typer.Option(help="file with the policy's turns, one per line, as typed")] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key")] = None,
+    overrides: Annotated[list[str] | None, set_option()] = None,
 ) -> None:
     """Hold a conversation about a row: you write the policy's turns, the environment answers as in training.
 
@@ -125,10 +125,9 @@ class _Typed:
                 self.terminal.print(str(error), style="red")
 
     def _line(self) -> str:
-        try:
+        with suppress(EOFError, StopIteration):
             return input("\npolicy> ") if self.lines is None else next(self.lines)
-        except (EOFError, StopIteration):
-            return ""
+        return ""
 
     def _show(self, who: str, ids: Sequence[int], note: str) -> None:
         style = {"policy": POLICY, "environment": ENVIRONMENT}.get(who, "")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from flows.cli.terminal import Terminal, print_refusal
+from flows.cli.terminal import Terminal, option, print_refusal, set_option, table_of
 from grpo_core.config.files import load_config, parse_config
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
@@ -35,7 +35,6 @@ from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_inpu
 from grpo_core.planning.rules import PlanInputs, Rules
 
 ONE_PROCESS = "the recipe does not say how many processes train: 1 is assumed; give --num-processes"
-ASSUMED_PROMPT_TOKENS = 256
 NO_FILE: dict[str, Any] = {  # keys that a configuration needs and a plan does not
     "name": "plan",
     "model": {"name_or_path": ""},
@@ -46,42 +45,36 @@ File = Annotated[Path | None, typer.Argument(help="run configuration (TOML); wit
 Whole = int | None
 
 
-def _option(help: str) -> Any:
-    return typer.Option(help=help, show_default=False)
-
-
 def plan(
     file: File = None,
     recipe: Annotated[
-        System | None, _option("the file is a recipe of TRL or Open-R1, or of ms-swift: YAML, launch script or JSON")
+        System | None, option("the file is a recipe of TRL or Open-R1, or of ms-swift: YAML, launch script or JSON")
     ] = None,
-    rules: Annotated[Rules | None, _option("batch rules to apply; default: the newest of the recipe's system")] = None,
-    num_prompts: Annotated[Whole, _option("prompts in the training data; default: counted in the data")] = None,
-    num_generations: Annotated[Whole, _option("G: completions per prompt")] = None,
-    per_device_train_batch_size: Annotated[Whole, _option("b: completions per process and micro-step")] = None,
-    num_processes: Annotated[Whole, _option("W: training processes, one per GPU")] = None,
-    gradient_accumulation_steps: Annotated[Whole, _option("A: micro-steps per update")] = None,
-    steps_per_generation: Annotated[Whole, _option("S: micro-steps per generation batch")] = None,
-    generation_batch_size: Annotated[Whole, _option("completions sampled together, over all processes")] = None,
-    num_iterations: Annotated[Whole, _option("passes over each generation batch")] = None,
-    num_train_epochs: Annotated[float | None, _option("passes over the prompts")] = None,
-    max_steps: Annotated[Whole, _option("updates, whatever the epochs")] = None,
-    warmup_steps: Annotated[float | None, _option("updates of warm-up; below 1: a share of all")] = None,
-    max_completion_length: Annotated[Whole, _option("most tokens per completion")] = None,
-    per_device_eval_batch_size: Annotated[Whole, _option("completions per process, if the recipe evaluates")] = None,
-    num_generations_eval: Annotated[Whole, _option("completions per prompt, if the recipe evaluates")] = None,
-    num_eval_prompts: Annotated[Whole, _option("held-out prompts, if the recipe evaluates on data of its own")] = None,
-    prompt_tokens: Annotated[Whole, _option("tokens per prompt, for forecasts; default: as in the data")] = None,
+    rules: Annotated[Rules | None, option("batch rules to apply; default: the newest of the recipe's system")] = None,
+    num_prompts: Annotated[Whole, option("prompts in the training data; default: counted in the data")] = None,
+    num_generations: Annotated[Whole, option("G: completions per prompt")] = None,
+    per_device_train_batch_size: Annotated[Whole, option("b: completions per process and micro-step")] = None,
+    num_processes: Annotated[Whole, option("W: training processes, one per GPU")] = None,
+    gradient_accumulation_steps: Annotated[Whole, option("A: micro-steps per update")] = None,
+    steps_per_generation: Annotated[Whole, option("S: micro-steps per generation batch")] = None,
+    generation_batch_size: Annotated[Whole, option("completions sampled together, over all processes")] = None,
+    num_iterations: Annotated[Whole, option("passes over each generation batch")] = None,
+    num_train_epochs: Annotated[float | None, option("passes over the prompts")] = None,
+    max_steps: Annotated[Whole, option("updates, whatever the epochs")] = None,
+    warmup_steps: Annotated[float | None, option("updates of warm-up; below 1: a share of all")] = None,
+    max_completion_length: Annotated[Whole, option("most tokens per completion")] = None,
+    per_device_eval_batch_size: Annotated[Whole, option("completions per process, if the recipe evaluates")] = None,
+    num_generations_eval: Annotated[Whole, option("completions per prompt, if the recipe evaluates")] = None,
+    num_eval_prompts: Annotated[Whole, option("held-out prompts, if the recipe evaluates on data of its own")] = None,
+    prompt_tokens: Annotated[Whole, option("tokens per prompt, for forecasts; default: as in the data")] = None,
     pass_rate: Annotated[
-        list[float] | None, _option("known share of right answers to one prompt; can be repeated")
+        list[float] | None, option("known share of right answers to one prompt; can be repeated")
     ] = None,
     gpu: Annotated[
-        str | None, _option("forecast for this GPU, such as H200, instead of this machine's hardware")
+        str | None, option("forecast for this GPU, such as H200, instead of this machine's hardware")
     ] = None,
-    history: Annotated[bool, _option("ask MLflow for the pace of earlier runs of this model (takes seconds)")] = False,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key of the configuration")
-    ] = None,
+    history: Annotated[bool, option("ask MLflow for the pace of earlier runs of this model (takes seconds)")] = False,
+    overrides: Annotated[list[str] | None, set_option("override one key of the configuration")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Show what a run would do and need, or why it is refused and what would work. Exit status 2 when it is refused."""
@@ -152,10 +145,8 @@ def _arithmetic(config: RunConfig, known: int | None, pass_rates: Sequence[float
         raise ConfigError("the number of prompts is not known; give it by --num-prompts, or give a configuration")
     if forecasts:
         raise ConfigError("--gpu, --history, --prompt-tokens: forecasts are about a model, so name a configuration")
-    inputs = plan_inputs(config, known)
-    figures = make_plan(inputs)
-    useful = _useful(pass_rates, figures.num_generations)
-    return {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": useful, "sources": {}}
+    found = _plain(plan_inputs(config, known))
+    return {**found, "forecasts": _useful(pass_rates, found["num_generations"]), "sources": {}}
 
 
 def _foreign_plan(file: Path | None, rules: Rules, given: Mapping[str, Any], pass_rates: list[float]) -> dict[str, Any]:
@@ -170,7 +161,10 @@ def _foreign_plan(file: Path | None, rules: Rules, given: Mapping[str, Any], pas
         rows = [count_prompts(it) if Path(it.data).exists() else None for it in found]
     assumes_one = not recipe.processes and "num_processes" not in given
     try:
-        answer = _megatron(recipe, rows, given) if recipe.algorithm == "megatron" else _plain(recipe, rows, given)
+        if recipe.algorithm == "megatron":
+            answer = _megatron(recipe, rows, given)
+        else:
+            answer = _plain(recipe_inputs(recipe, rows, given))
     except PlanError as error:
         raise PlanError(error.inputs, [*error.problems, *[ONE_PROCESS] * assumes_one], error.fixes) from None
     answer["forecasts"] = _useful(pass_rates, answer["num_generations"])
@@ -181,10 +175,9 @@ def _foreign_plan(file: Path | None, rules: Rules, given: Mapping[str, Any], pas
     return answer
 
 
-def _plain(recipe: Recipe, rows: list[int | None], given: Mapping[str, Any]) -> dict[str, Any]:
-    inputs = recipe_inputs(recipe, rows, given)
+def _plain(inputs: PlanInputs) -> dict[str, Any]:
     figures = make_plan(inputs)
-    return {**_valid(inputs, figures), **dataclasses.asdict(figures)}
+    return {"valid": True, "rules": inputs.rules, "notes": notes(inputs, figures), **dataclasses.asdict(figures)}
 
 
 def _megatron(recipe: Recipe, rows: list[int | None], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,10 +195,6 @@ def _rules(recipe: System | None, rules: Rules | None) -> Rules:
     if recipe and not rules.startswith(recipe):
         raise RecipeError(f"--rules {rules} does not go with --recipe {recipe}")
     return rules
-
-
-def _valid(inputs: PlanInputs, figures: Plan) -> dict[str, Any]:
-    return {"valid": True, "rules": inputs.rules, "notes": notes(inputs, figures)}
 
 
 def _useful(pass_rates: Sequence[float], num_generations: int) -> dict[str, Any]:
@@ -233,22 +222,15 @@ def _show(answer: Mapping[str, Any]) -> None:
             terminal.print(_fixes_table(answer["fixes"]))
         return
     figures = {field.name: answer[field.name] for field in dataclasses.fields(Plan) if field.name in answer}
-    table = Table("quantity", "value", title=f"plan (batch rules: {answer['rules']})")
-    for row in plan_rows(figures):
-        table.add_row(*row)
-    terminal.print(table)
+    title = f"plan (batch rules: {answer['rules']})"
+    terminal.print(table_of(("quantity", "value"), plan_rows(figures), title))
     if sources := [*source_table(answer.get("sources", {}))]:
-        table = Table(*sources[0])
-        for line in sources[1:]:
-            table.add_row(*line)
-        terminal.print(table)
+        terminal.print(table_of(sources[0], sources[1:]))
     for note in answer["notes"]:
         terminal.print(note, style="yellow")
     if answer["forecasts"]:
-        table = Table("forecast", "value", Column("how", overflow="fold"))  # keys are long
-        for row in forecast_rows(answer["forecasts"]):
-            table.add_row(*row)
-        terminal.print(table)
+        head = ("forecast", "value", Column("how", overflow="fold"))  # keys are long
+        terminal.print(table_of(head, forecast_rows(answer["forecasts"])))
 
 
 def _fixes_table(fixes: list[dict[str, Any]]) -> Table:

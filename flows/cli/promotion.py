@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from pydantic import ValidationError
 
-from flows.cli.terminal import refusals, refuse, say
+from flows.cli.terminal import option, refusals, refuse, say, set_option
 from flows.serving.environment import TAG, configure
 from flows.serving.find_server import use_running_server
 from grpo_core.config.evaluation import RegistryConfig
@@ -26,17 +26,12 @@ def promote(
     model: RegisteredModel,
     version: Annotated[
         str | None,
-        typer.Option(
-            help=f"its number or an alias; default: the alias {RegistryConfig().alias}; for a run, its version",
-            show_default=False,
-        ),
+        option(f"its number or an alias; default: the alias {RegistryConfig().alias}; for a run, its version"),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="promote whatever the gate decides; the version's tags keep its decision")
     ] = False,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a rule, such as promotion.confidence=0.9")
-    ] = None,
+    overrides: Annotated[list[str] | None, set_option("a rule, such as promotion.confidence=0.9")] = None,
     approve: Annotated[
         str | None, typer.Option(metavar="NAME", help="approve in this person's name (promotion.approval)")
     ] = None,

@@ -15,7 +15,7 @@ import typer
 from rich.padding import Padding
 from rich.table import Table
 
-from flows.cli.terminal import Terminal, refusals
+from flows.cli.terminal import Terminal, refusals, set_option
 from grpo_core.config.files import load_config
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
@@ -58,10 +58,7 @@ def try_rewards(
         list[str], typer.Option("--completion", metavar="TEXT", help="a completion; repeat it for a group")
     ],
     row: Annotated[int, typer.Option(min=0, help="row of data.train, from 0")] = 0,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="override one key"),
-    ] = None,
+    overrides: Annotated[list[str] | None, set_option()] = None,
 ) -> None:
     """Show each reward's value for a completion of a row, how much of it counts, and the sum.
 

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.padding import Padding
 from rich.style import Style
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
-from flows.cli.terminal import Terminal, refuse, say
+from flows.cli.terminal import Terminal, option, refuse, say, table_of
 from grpo_core.errors import GrpoError
 from grpo_core.system.libraries import quiet_libraries
 from tasks.stages.files import write_text
 from tasks.stages.run_directory import find_run
 
 if TYPE_CHECKING:
-    from tasks.rendering import page
     from tasks.reports.rollouts import Rollouts
     from tasks.reports.tokens import Piece
 
@@ -38,30 +37,19 @@ SHADES = {
 def rollouts(
     run: Annotated[str, typer.Argument(help="name of a run; its training may still be under way")],
     order: Annotated[str, typer.Option(help="worst, best, longest or step (in their order)")] = "",
-    reward: Annotated[
-        str | None, typer.Option(help="order by this reward instead of the weighted sum", show_default=False)
-    ] = None,
-    step: Annotated[
-        str | None, typer.Option(help="only those sampled for this update, or for a range: 40-60", show_default=False)
-    ] = None,
-    text: Annotated[
-        str | None, typer.Option(help="only those with this text in prompt or completion", show_default=False)
-    ] = None,
+    reward: Annotated[str | None, option("order by this reward instead of the weighted sum")] = None,
+    step: Annotated[str | None, option("only those sampled for this update, or for a range: 40-60")] = None,
+    text: Annotated[str | None, option("only those with this text in prompt or completion")] = None,
     prompt: Annotated[
-        str | None,
-        typer.Option(help="follow one prompt over the training: its row, or text that it contains", show_default=False),
+        str | None, option("follow one prompt over the training: its row, or text that it contains")
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help=f"most to show; default: {IN_TERMINAL}, in a page {IN_PAGE}")
     ] = None,
     colour: Annotated[
-        str | None,
-        typer.Option(
-            help="colour tokens by advantage, surprise or age; by ratio or entropy under the trained policy",
-            show_default=False,
-        ),
+        str | None, option("colour tokens by advantage, surprise or age; by ratio or entropy under the trained policy")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="write a page to this file", show_default=False)] = None,
+    html: Annotated[Path | None, option("write a page to this file")] = None,
 ) -> None:
     """Show rollouts that a training has sampled: the worst first, or those asked for.
 
@@ -110,7 +98,8 @@ def _print(found: Rollouts, colour: str, tokenizer: Any) -> None:
 
     terminal = Terminal()
     if found.prompt is not None:
-        terminal.print(_table(by_step(found)))
+        table = by_step(found)
+        terminal.print(table_of([Column(name, justify="right") for name in table.head], table.rows))
     pieces = pieces_of(found, tokenizer) if colour else [None for _ in found.rows]
     for row, of_row in zip(found.rows, pieces, strict=True):
         terminal.print(f"\n{describe(row)}", style="bold")
@@ -156,12 +145,3 @@ def _coloured(pieces: Sequence[Piece], colour: str) -> Text:
 
 def _indented(text: Text) -> Padding:
     return Padding(text, (0, 0, 0, 2), expand=False)
-
-
-def _table(it: page.Table) -> Table:
-    table = Table()
-    for name in it.head:
-        table.add_column(name, justify="right")
-    for row in it.rows:
-        table.add_row(*map(str, row))
-    return table

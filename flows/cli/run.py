@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from flows.cli.terminal import Terminal, refusals, refuse, say
+from flows.cli.terminal import Terminal, refusals, refuse, say, set_option, table_of
 from flows.serving.environment import TAG, configure
 from flows.serving.find_server import server_for_command
 from flows.serving.up_file import find_up
@@ -24,10 +23,7 @@ from tasks.stages.table import EVALUATE, REGISTER, TRAIN, stages_of
 
 def run(
     config: Annotated[Path, typer.Argument(help="run configuration (TOML), such as configs/quickstart.toml")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="override one key, such as train.max_steps=50"),
-    ] = None,
+    overrides: Annotated[list[str] | None, set_option("override one key, such as train.max_steps=50")] = None,
 ) -> None:
     """Run the pipeline here, stage after stage. Stages that are up to date are skipped.
 
@@ -72,9 +68,8 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
 def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
     """Print what happened and where to look."""
     from tasks.rendering.figures import metric_of
-    from tasks.reports.evaluation_tables import rows_of, verdicts
     from tasks.reports.record import read_record
-    from tasks.reports.report import PAGE
+    from tasks.reports.report import PAGE, rows_of, verdicts
     from tasks.reports.training_sections import stage_times
 
     terminal = Terminal()
@@ -85,19 +80,14 @@ def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
     drawn = f"temperature {report['temperature']:g}" if report["temperature"] else "greedy"
     for name, figures in report["sets"].items():
         head, *rows = rows_of(figures)
-        table = Table(*head, title=f"{name}: {figures['num_prompts']:,} prompts, {drawn}")
-        for row in rows:
-            table.add_row(*row)
-        terminal.print(table)
+        terminal.print(table_of(head, rows, f"{name}: {figures['num_prompts']:,} prompts, {drawn}"))
     record = read_record(folder, config)
     made = [stage.read_receipt(folder)["made_at"] for stage in stages_of(config)]
     if record.metrics and min(made) > time.time() - seconds:
         timed = [*stage_times(record, report["seconds"]), (REGISTER.name, registration["seconds"])]
         rest = seconds - sum(value for _, value in timed)
-        table = Table("stage", "seconds", title="Where the time went")
-        for name, value in [("start of command and Prefect", rest), *timed]:
-            table.add_row(name, f"{value:.1f}")
-        terminal.print(table)
+        shown = [(name, f"{value:.1f}") for name, value in [("start of command and Prefect", rest), *timed]]
+        terminal.print(table_of(("stage", "seconds"), shown, "Where the time went"))
     terminal.print(
         "\n".join(f"{sentence}." for sentence in verdicts(report, metric_of(config, report))) + "\n"
         f"{counted['updates']} of {training['planned']['updates']} planned updates, "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli.terminal import refuse, say
+from flows.cli.terminal import refuse, say, set_option
 from flows.serving.environment import configure
 from flows.serving.find_server import use_running_server
 from grpo_core.config.files import DATE, read_values
@@ -26,10 +26,7 @@ def schedule(
     ],
     cron: Annotated[str, typer.Option(help='minute, hour, day, month and weekday, such as "0 2 * * 1-5"')],
     timezone: Annotated[str, typer.Option(help="time zone of --cron, such as Europe/Berlin")] = "UTC",
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="override one key, such as name=nightly-{date}"),
-    ] = None,
+    overrides: Annotated[list[str] | None, set_option("override one key, such as name=nightly-{date}")] = None,
     deployment: Annotated[
         str | None, typer.Option(help="deployment of the pipeline, such as pipeline/local; default: the only one")
     ] = None,

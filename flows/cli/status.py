@@ -92,14 +92,12 @@ def progress_line(stage: Stage, ranks: Path, now: float) -> str:
     for record in [record for record in records if not record.waits] or records:
         phases.setdefault(record.doing, []).append(record)
     doing = [
-        f"{phase} since {_since(those)}{_ranks_in_brackets(those, len(records))}" for phase, those in phases.items()
+        f"{phase} since {datetime.fromtimestamp(max(record.since for record in those)):%H:%M:%S}"
+        + _ranks_in_brackets(those, len(records))
+        for phase, those in phases.items()
     ]
     moved = f"moved {now - max(record.moved for record in records):.0f} s ago"
     return f"{stage.name} runs on {', '.join(machines)}: {'; '.join(doing)}; {moved}"
-
-
-def _since(records: Sequence[Record]) -> str:
-    return f"{datetime.fromtimestamp(max(record.since for record in records)):%H:%M:%S}"
 
 
 def _ranks_in_brackets(records: Sequence[Record], processes: int) -> str:

@@ -12,7 +12,7 @@ import typer
 from rich.table import Column, Table
 
 from flows.cli.compare import show
-from flows.cli.terminal import Terminal, refusals, say
+from flows.cli.terminal import Terminal, refusals, say, set_option
 from flows.serving.environment import TAG, configure
 from flows.serving.find_server import server_for_command
 from grpo_core.config.evaluation import HELD_OUT
@@ -32,8 +32,7 @@ from tasks.stages.run_directory import run_folder
 from tasks.stages.table import PLAN, VALIDATE
 
 if TYPE_CHECKING:
-    from flows.parameters.arm import Values
-    from flows.parameters.arms import Sweep
+    from flows.parameters.arms import Sweep, Values
 
 
 def sweep(
@@ -62,8 +61,7 @@ def sweep(
         ),
     ] = None,
     overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="override one key for all arms, such as train.max_steps=50"),
+        list[str] | None, set_option("override one key for all arms, such as train.max_steps=50")
     ] = None,
 ) -> None:
     """Run the pipeline with each combination of values, one after the other, and choose the best on the held-out set.

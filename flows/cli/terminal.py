@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.table import Column, Table
 from rich.text import Text
 from typer.core import TyperGroup
 
@@ -52,6 +53,23 @@ class Terminal(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(shortened(text, LONGEST).expandtabs(), **options)  # rich measures a tab as nothing
+
+
+def option(help: str) -> Any:
+    """An option whose help says what its default means."""
+    return typer.Option(help=help, show_default=False)
+
+
+def set_option(help: str = "override one key") -> Any:
+    """The option --set, which can be repeated."""
+    return typer.Option("--set", metavar="KEY=VALUE", help=help)
+
+
+def table_of(head: Iterable[str | Column], rows: Iterable[Iterable[Any]], title: str | None = None) -> Table:
+    table = Table(*head, title=title)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def say(text: str) -> None:

@@ -18,7 +18,7 @@ import typer
 from flows.cli.terminal import refuse, say
 from flows.serving.children import Child, describe_end, last_words, start_child
 from flows.serving.environment import configure
-from flows.serving.find_server import SERVER, SERVER_ID, START_SECONDS, is_ours, server_command, server_log
+from flows.serving.find_server import SERVER, SERVER_ID, START_SECONDS, is_ours, server_log
 from flows.serving.ports import HOST, is_listening, refuse_taken
 from flows.serving.up_file import Up, announced, new_up
 from grpo_core.system.processes import importing
@@ -63,7 +63,8 @@ def _serve(this: Up, prefect_port: int, mlflow_port: int) -> None:
     say(f"Starting Prefect and MLflow over {storage_root()}")
     children: list[Child] = []
     try:
-        children.append(start_child(SERVER, server_command(prefect_port), ENDING_SECONDS, server_log()))
+        prefect = ["flows.serving.prefect_server", str(prefect_port)]
+        children.append(start_child(SERVER, prefect, ENDING_SECONDS, server_log()))
         with answering():
             connect()  # creates the database, which the server and trainings would otherwise create concurrently
         children.append(start_child("MLflow's server", mlflow, ENDING_SECONDS, mlflow_log))

@@ -13,26 +13,48 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from flows.parameters.arm import Arm, Values, arm_label, value_as_text
 from flows.parameters.early_refusals import refuse_early
-from flows.parameters.early_stop_refusals import refuse_stopping
 from grpo_core.config.base import flatten
 from grpo_core.config.evaluation import EVALUATED_BY
 from grpo_core.config.run import RunConfig, is_run_name
 from grpo_core.errors import ConfigError, GrpoError
+from grpo_core.planning.plan import Plan
 from tasks.stages.arms import arm_prefix
 from tasks.stages.trials import Space
 
 MOST_ARMS = 256
 ALIAS = "arm"  # of the arm registered last; the chosen arm gets the configured alias
 LONGEST_LABEL = 120  # characters of a run's name after the sweep's
-SHARE_OF_A_SOURCE = re.compile(
-    r"data\.sources\.\d+\.(weight|epochs)"
-)  # of the training prompts, not of those evaluated
+# Of the training prompts, not of those evaluated.
+SHARE_OF_A_SOURCE = re.compile(r"data\.sources\.\d+\.(weight|epochs)")
 SET_BY_SWEEP = ("name", "registry.", "promotion.")
 ARMS_NAMED = 3  # of the arms refused for one reason
 Grid = Mapping[str, Sequence[Any]]
+Values = Mapping[str, Any]  # by key
 Load = Callable[[Values], RunConfig]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A run of a sweep. `values`: by key, those in which the arms differ; `keys`: these and the keys that a sweep sets
+    in every arm; `plan`: the run's plan, provided that validate keeps all prompts."""
+
+    values: Values
+    keys: Values
+    config: RunConfig
+    plan: Plan
+
+    @property
+    def label(self) -> str:
+        return arm_label(self.values)
+
+
+def arm_label(values: Values) -> str:
+    return ", ".join(f"{key}={value_as_text(value)}" for key, value in values.items())
+
+
+def value_as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 @dataclass(frozen=True)
@@ -78,20 +100,18 @@ def read_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def _values(text: str) -> list[Any]:
-    try:
+    with suppress(tomllib.TOMLDecodeError):
         return tomllib.loads(f"v = [{text}]")["v"]
-    except tomllib.TOMLDecodeError:
-        return [_value(part.strip()) for part in text.split(",")]
+    return [_value(part.strip()) for part in text.split(",")]
 
 
 def _value(text: str) -> Any:
-    try:
+    with suppress(tomllib.TOMLDecodeError):
         return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        return text
+    return text
 
 
-def make_sweep(load: Load, grid: Grid, seeds: int, name: str, stop_early: bool = False) -> Sweep:
+def make_sweep(load: Load, grid: Grid, seeds: int, name: str) -> Sweep:
     """Make the sweep over every combination of the grid's values, each with `seeds` seeds, starting at the
     configuration's. `load`: reads the configuration with some keys changed; `name`: distinguishes the sweeps of one
     configuration.
@@ -116,9 +136,7 @@ def make_sweep(load: Load, grid: Grid, seeds: int, name: str, stop_early: bool =
         combinations = [{**values, "seed": seed} for values in combinations for seed in all_seeds]
     arms = collect(combinations, lambda values: make_arm(load, base, sweep, values))
     _refuse_equal(arms)
-    if stop_early:
-        refuse_stopping(sweep, arms)
-    return Sweep(sweep, base, arms, stop_early)
+    return Sweep(sweep, base, arms)
 
 
 def combine(grid: Grid, seeds: int = 1) -> list[Values]:

@@ -7,6 +7,7 @@ import dataclasses
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from flows.parameters.early_refusals import refuse_early
@@ -15,7 +16,6 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.curriculum import curriculum_notes
 from grpo_core.data.order import source_counts
 from grpo_core.errors import ConfigError
-from grpo_core.planning.ahead_forecast import EarlierSampling
 from grpo_core.planning.forecast import forecast
 from grpo_core.planning.hardware import capability, find_gpu, hardware_notes, name_hardware, named_gpu
 from grpo_core.planning.nvidia import problem_of_driver
@@ -24,10 +24,8 @@ from grpo_core.planning.plan import make_plan, notes, plan_inputs
 from grpo_core.planning.sampling_notes import sampling_notes
 from grpo_core.planning.shapes import PromptLengths
 from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
-from tasks.data.earlier_sampling import earlier_sampling
-from tasks.data.first_prompts import first_lengths
+from tasks.data.forecast_inputs import Validated, earlier_sampling, first_lengths, read_validated
 from tasks.data.sources import count_prompts, list_pass_rates, training_sources
-from tasks.data.validated import Validated, read_validated
 from tasks.processes.pace import measured_pace
 from tasks.stages.run_directory import run_folder
 
@@ -69,7 +67,9 @@ def describe_plan(
     # With the signal handler that polars installs, Ctrl-C would wait for the end of a measurement.
     signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
     if pace is None and gpu is None:
-        pace = measure(resolved, figures, lengths, hardware, data.prompts if data else None, _say)
+        say = partial(print, file=sys.stderr)
+        pace = measure(resolved, figures, lengths, hardware, data.prompts if data else None, say)
+    may_sample_ahead = gpu is None and config.rollout.engine == "vllm-server" and not config.environment.is_used
     forecasts = forecast(
         resolved,
         figures,
@@ -78,7 +78,7 @@ def describe_plan(
         pass_rates,
         hardware,
         costs=data.costs if data else NOT_VALIDATED,
-        sampling=_earlier_sampling(config) if gpu is None else None,
+        sampling=earlier_sampling(run_folder(config.name)) if may_sample_ahead else None,
     )
     if "error" in forecasts["time"] and not history:
         elsewhere = "" if gpu else ", --gpu H200 forecasts for that GPU"
@@ -99,14 +99,6 @@ def describe_plan(
     }
 
 
-def _earlier_sampling(config: RunConfig) -> EarlierSampling | str | None:
-    """Return what the run's last training measured of sampling ahead, or why that is unknown; None if the run cannot
-    sample ahead."""
-    if config.rollout.engine != "vllm-server" or config.environment.is_used:
-        return None
-    return earlier_sampling(run_folder(config.name))
-
-
 def _prompt_lengths(config: RunConfig, data: Validated | None, given: int | None, reads_data: bool) -> PromptLengths:
     if given:
         return PromptLengths(given, given, "given")
@@ -115,7 +107,3 @@ def _prompt_lengths(config: RunConfig, data: Validated | None, given: int | None
     if reads_data and (found := first_lengths(config)):
         return found
     return PromptLengths(ASSUMED_PROMPT_TOKENS, ASSUMED_PROMPT_TOKENS, "assumed; --prompt-tokens says better")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)

@@ -19,7 +19,7 @@ from grpo_core.rewards.composition import check_curriculum
 from grpo_core.rewards.contract import check, check_environments, rewards_of
 from tasks.data.path_or_hub import check_places
 from tasks.data.sources import count_prompts, needs_loading, training_sources
-from tasks.processes.launchers.kubernetes_job import check_template
+from tasks.processes.launchers.kubernetes_job import read_template
 from tasks.processes.training_machine import check_training_machine
 from tasks.stages.run_directory import run_folder, storage_root
 from tasks.stages.table import GPU_DEPLOYMENT
@@ -48,7 +48,8 @@ def refuse_early(config: RunConfig, known_prompts: int | None = None, here: bool
             count_gpus(config, gpu)
     if known_prompts is None:
         check_places(config)
-        check_template(config)
+        if config.launch.launcher == "kubernetes":
+            read_template(config.launch.kubernetes)
     _check_vllm_finds_weights(config)
     _check_positions(config)
     sources(config.environment)

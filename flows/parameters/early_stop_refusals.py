@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flows.parameters.arm import Arm
+from flows.parameters.arms import Arm
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.evaluation.sequential import has_fallen_behind

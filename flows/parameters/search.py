@@ -6,17 +6,19 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from flows.parameters.arm import Arm, Values
 from flows.parameters.arms import (
     MOST_ARMS,
+    Arm,
     Grid,
     Load,
     Search,
     Sweep,
+    Values,
     collect,
     combine,
     load_base,
@@ -25,6 +27,7 @@ from flows.parameters.arms import (
     refuse_keys,
     sweep_name,
 )
+from flows.parameters.early_stop_refusals import refuse_stopping
 from grpo_core.errors import ConfigError, GrpoError, install
 from tasks.stages.trials import TRIALS, Range, Space, is_other_space
 
@@ -51,7 +54,10 @@ def make_requested_sweep(
     """Make the sweep that a command or a form asks for: over a grid, or by `trials` trials in ranges. See
     `make_sweep`."""
     if not trials and not ranges:
-        return make_sweep(load, grid, seeds, name, stop_early)
+        sweep = make_sweep(load, grid, seeds, name)
+        if stop_early:
+            refuse_stopping(sweep.name, sweep.arms)
+        return replace(sweep, stop_early=stop_early)
     _refuse_options(ranges, grid, trials, seeds, stop_early)
     return make_search(load, ranges, grid, trials, name)
 

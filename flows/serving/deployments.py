@@ -115,9 +115,7 @@ def _deployment(flow: Flow, tags: list[str], **options: Any) -> RunnerDeployment
 
 
 def _is_known(name: str) -> bool:
-    with get_client(sync_client=True) as client:
-        try:
-            client.read_deployment_by_name(name)
-        except ObjectNotFound:
-            return False
-    return True
+    with get_client(sync_client=True) as client, suppress(ObjectNotFound):
+        client.read_deployment_by_name(name)
+        return True
+    return False

@@ -167,11 +167,6 @@ class _OwnServer:
         self.child.process.wait()
 
 
-def server_command(port: int) -> list[str]:
-    """Module and arguments that start our Prefect server."""
-    return ["flows.serving.prefect_server", str(port)]
-
-
 def server_log() -> Path:
     """The file to which our Prefect server writes its output."""
     return Path(os.environ["PREFECT_HOME"]) / "server.log"

@@ -42,13 +42,19 @@ def _listeners(port: int) -> set[int | None]:
 
 
 def _port_problem(port: int) -> str:
+    refusal = _refusal(port)
+    if isinstance(refusal, PermissionError):
+        return "only the administrator's processes may listen there"
+    return f"the port is taken by {_owner(port)}" if refusal else ""
+
+
+def _refusal(port: int) -> OSError | None:
+    """The system's error if this process cannot listen on the port."""
     try:
         socket.create_server((HOST, port)).close()
-    except PermissionError:
-        return "only the administrator's processes may listen there"
-    except OSError:
-        return f"the port is taken by {_owner(port)}"
-    return ""
+    except OSError as error:
+        return error
+    return None
 
 
 def _free(ports: Mapping[str, int]) -> str:
@@ -56,16 +62,8 @@ def _free(ports: Mapping[str, int]) -> str:
     found: dict[str, int] = {}
     for option, first in ports.items():
         later = range(max(first, LEAST_PORT), 65536)
-        found[option] = next((it for it in later if it not in found.values() and not _is_taken(it)), 0)
+        found[option] = next((it for it in later if it not in found.values() and not _refusal(it)), 0)
     return " ".join(f"{option} {port}" for option, port in found.items())
-
-
-def _is_taken(port: int) -> bool:
-    try:
-        socket.create_server((HOST, port)).close()
-    except OSError:
-        return True
-    return False
 
 
 def _owner(port: int) -> str:

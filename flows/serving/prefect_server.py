@@ -63,8 +63,7 @@ async def _repair_database() -> None:
     from alembic.util.exc import CommandError
     from prefect.server.database import provide_database_interface
 
-    from flows.serving.lost_slots import free_lost_slots
-    from flows.serving.watched_runs import renew_crash_watch
+    from flows.serving.database_repair import free_lost_slots, renew_crash_watch
 
     database = provide_database_interface()
     try:

@@ -11,12 +11,7 @@ from datetime import timedelta
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateName,
-    FlowRunFilterTags,
-)
+from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.events import AutomationCore, EventTrigger, Posture
@@ -80,10 +75,7 @@ def ensure_gpu_limit() -> None:
 def restore_lost_retries() -> None:
     """Schedule again the last of our flow runs that waited for their next attempt when the watch called them crashed.
     A server that other programs started does not renew the watch as it starts."""
-    crashed = FlowRunFilter(
-        tags=FlowRunFilterTags(all_=[TAG]),
-        state=FlowRunFilterState(name=FlowRunFilterStateName(any_=["Crashed"])),
-    )
+    crashed = FlowRunFilter.model_validate({"tags": {"all_": [TAG]}, "state": {"name": {"any_": ["Crashed"]}}})
     with get_client(sync_client=True) as client:
         newest = FlowRunSort.END_TIME_DESC
         for run in client.read_flow_runs(flow_run_filter=crashed, sort=newest, limit=MOST_RESTORED):

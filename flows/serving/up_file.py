@@ -10,7 +10,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TextIO
 import psutil
 
 from grpo_core.errors import GrpoError
+from tasks.stages.locks import lock
 from tasks.stages.run_directory import storage_root
 
 LOCK_SECONDS = 1.0  # to try for the lock; a command that only looks at it holds it for less
@@ -80,15 +81,9 @@ def _locked(file: TextIO) -> bool:
     """Try to get the lock; returns True if this process has it. Another `find_up` holds it for an instant, another
     `grpo up` for as long as it runs."""
     deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.01)
-        else:
-            return True
+    while not (has_lock := lock(file.fileno())) and time.monotonic() <= deadline:
+        time.sleep(0.01)
+    return has_lock
 
 
 def find_up() -> Up | None:
@@ -107,10 +102,9 @@ def find_up() -> Up | None:
 
 def _read() -> Up | None:
     """Read the file; None if it is still empty, or if another version of grpo wrote it."""
-    try:
+    with suppress(ValueError, TypeError):
         return Up(**json.loads(_file().read_text()))
-    except (ValueError, TypeError):
-        return None
+    return None
 
 
 def _file() -> Path:

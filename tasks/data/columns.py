@@ -123,8 +123,8 @@ def _after_system_prompt(kind: pl.DataType, text: str) -> pl.Expr:
         system = [_message("system", pl.lit(text))] if text else []
         messages = pl.concat_list([*system, _message("user", prompt)])
         return pl.when(prompt.is_not_null()).then(messages)
-    fields: Mapping[str, Any] = dict(kind.inner) if _is_messages(kind) else {}  # type: ignore[attr-defined]
-    if not text or not {"role", "content"} <= fields.keys():
+    fields = kind.inner.fields if isinstance(kind, pl.List) and isinstance(kind.inner, pl.Struct) else []
+    if not text or not {"role", "content"} <= {field.name for field in fields}:
         return prompt
     system_message = pl.lit(pl.Series([[{"role": "system", "content": text}]], dtype=kind))
     first = prompt.list.first().struct.field("role")
@@ -133,7 +133,3 @@ def _after_system_prompt(kind: pl.DataType, text: str) -> pl.Expr:
 
 def _message(role: str, content: pl.Expr) -> pl.Expr:
     return pl.struct(role=pl.lit(role), content=content)
-
-
-def _is_messages(kind: pl.DataType) -> bool:
-    return isinstance(kind, pl.List) and isinstance(kind.inner, pl.Struct)

@@ -148,7 +148,8 @@ def build_schema(
 ) -> pa.DataFrameSchema:
     """Build the rules about single rows: those about the prompt, and that no value read by a reward is missing.
     `known`: see `has_tokens`."""
-    answerable = _answerable(frame)  # further problems of a blank or malformed prompt would say nothing new
+    # Further problems of a blank or malformed prompt would say nothing new.
+    answerable = frame.select(~_is_blank(frame) & _is_well_formed(frame)).to_series()
 
     def holds(rows: pl.Series, of: Callable[[pl.Series, Options], pl.Series]) -> pl.Series:
         """Result of `of` for the prompts of these rows; true for the others."""
@@ -325,10 +326,6 @@ def _type_name(kind: pl.DataType) -> str:
 
 def _check(name: str, holds: pl.Series) -> pa.Check:
     return pa.Check(lambda _: holds.to_frame().lazy(), error=name, ignore_na=False)
-
-
-def _answerable(frame: pl.DataFrame) -> pl.Series:
-    return frame.select(~_is_blank(frame) & _is_well_formed(frame)).to_series()
 
 
 def _asked(prompts: pl.Series) -> pl.Series:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import polars as pl
@@ -73,16 +74,11 @@ def embedding_rows(config: ModelConfig) -> int:
 
 def beyond(known: int, rows: Rows, tokenizer: Any, options: OptionsByEnvironment) -> int:
     """Count the prompts with a token whose number is not below `known`."""
-    largest = [
-        by_environment(frame, options, lambda prompts, given: _largest_tokens(prompts, tokenizer, given))
-        for frame in rows.slices()
-        if frame.height
-    ]
-    return sum(int((each >= known).sum()) for each in largest)
 
+    def has_unknown(prompts: pl.Series, given: Options) -> pl.Series:
+        return pl.Series([max(ids) >= known for ids in encode_prompts(prompts.to_list(), tokenizer, given)])
 
-def _largest_tokens(prompts: pl.Series, tokenizer: Any, options: Options) -> pl.Series:
-    return pl.Series([max(ids) for ids in encode_prompts(prompts.to_list(), tokenizer, options)], dtype=pl.Int64)
+    return sum(int(by_environment(frame, options, has_unknown).sum()) for frame in rows.slices() if frame.height)
 
 
 def by_environment(
@@ -121,10 +117,9 @@ def renders(conversations: pl.Series, tokenizer: Any, options: Options = NO_OPTI
 
 
 def _is_rendered(conversation: list[dict[str, Any]], tokenizer: Any, options: Options) -> bool:
-    try:
+    with suppress(Exception):
         return bool(_rendered(conversation, tokenizer, options))
-    except Exception:
-        return False
+    return False
 
 
 def _rendered(messages: list[Any], tokenizer: Any, options: Options) -> Any:
@@ -248,10 +243,10 @@ def _most_tokens(prompts: pl.Series, tokenizer: Any, options: Options) -> pl.Ser
     growth = 1 if tokenizer.is_fast and tokenizer.backend_tokenizer.normalizer is None else GROWTH
     if prompts.dtype == pl.String:
         return _bytes(prompts) * growth + SPECIAL_TOKENS
-    roles = prompts.list.eval(pl.element().struct.field("role"))
-    overhead = {order: _overhead(order, tokenizer, options) for order in _orders(roles)}
+    roles = prompts.list.eval(pl.element().struct.field("role")).list.join(",")
+    overhead = {order: _overhead(order, tokenizer, options) for order in roles.unique()}
     # Doubled, for templates that add text only for some contents.
-    return 2 * (_bytes(prompts) + roles.list.join(",").replace_strict(overhead, return_dtype=pl.UInt32)) * growth
+    return 2 * (_bytes(prompts) + roles.replace_strict(overhead, return_dtype=pl.UInt32)) * growth
 
 
 def _bytes(prompts: pl.Series) -> pl.Series:
@@ -262,14 +257,9 @@ def _bytes(prompts: pl.Series) -> pl.Series:
     return prompts.list.eval(pl.sum_horizontal(text.str.len_bytes().fill_null(0) for text in texts)).list.sum()
 
 
-def _orders(roles: pl.Series) -> list[str]:
-    return roles.list.join(",").unique().to_list()
-
-
 def _overhead(order: str, tokenizer: Any, options: Options) -> int:
     """Bytes that the chat template adds to messages of these roles."""
     messages = [{"role": role, "content": "x"} for role in order.split(",")]
-    try:
+    with suppress(Exception):  # the template needs other fields too: then such prompts are tokenized
         return len(_rendered(messages, tokenizer, options).encode())
-    except Exception:  # the template needs other fields too: then such prompts are tokenized
-        return UNKNOWN
+    return UNKNOWN

@@ -12,6 +12,7 @@ from grpo_core.planning.adapter import check_adapter
 
 LONGEST_HUB_NAME = 96  # characters, by the hub's rule
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+is_file, is_folder = os.path.isfile, os.path.isdir  # False for a name too long for any file, at which Path's raise
 FILE_NAME = re.compile(r"\.(parquet|jsonl?|ndjson|csv|tsv|txt|arrow|xlsx?|gz|bz2|xz|zst|zip)$", re.IGNORECASE)
 
 
@@ -26,20 +27,6 @@ def may_be_on_the_hub(source: str) -> bool:
     here = bool(separator) and is_folder(Path(owner))
     named = len(source) <= LONGEST_HUB_NAME and HUB_NAME.fullmatch(source) is not None
     return named and FILE_NAME.search(source) is None and not here
-
-
-def is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # such as a name too long for any file
-        return False
-
-
-def is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:
-        return False
 
 
 def check_places(config: RunConfig) -> None:
@@ -65,8 +52,6 @@ def check_places(config: RunConfig) -> None:
 
 
 def _why_not_there(path: Path) -> str:
-    try:
-        there = os.path.lexists(path)
-    except ValueError:  # a NUL
-        there = False
-    return "a pipe, a device or a link to nothing" if there else f"no such file or folder (looked in {Path.cwd()})"
+    if os.path.lexists(path):
+        return "a pipe, a device or a link to nothing"
+    return f"no such file or folder (looked in {Path.cwd()})"

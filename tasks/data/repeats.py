@@ -76,9 +76,12 @@ def duplicates(parts: Mapping[str, Rows], keys: Mapping[str, pl.DataFrame], whol
     for name, part in parts.items():
         own = found.filter(pl.col("dataset") == name)
         wanted = pl.repeat(False, part.height, eager=True).scatter(own["row"], True)
-        texts = [shown_texts(frame, whole) for frame in part.where(wanted).slices()]
+        texts = [
+            prompt_text(frame, whole).to_frame("text").select(shown(pl.col("text")))
+            for frame in part.where(wanted).slices()
+        ]
         place = pl.format("{} ({} row {})", "text", "other", "first")
-        yield own.with_columns(pl.concat(texts)).select(
+        yield own.with_columns(pl.concat(texts).to_series()).select(
             pl.col("dataset").cast(pl.String),
             "row",
             column=pl.lit("prompt"),
@@ -86,11 +89,6 @@ def duplicates(parts: Mapping[str, Rows], keys: Mapping[str, pl.DataFrame], whol
             value=pl.when(pl.col("other") == name).then("text").otherwise(place),
             other=pl.col("other").cast(pl.String),
         )
-
-
-def shown_texts(frame: pl.DataFrame, whole: bool) -> pl.Series:
-    """Each prompt as shown in findings."""
-    return prompt_text(frame, whole).to_frame("text").select(shown(pl.col("text"))).to_series()
 
 
 def firsts(keys: Mapping[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:

@@ -68,7 +68,7 @@ def with_needed_columns(read: Mapping[str, Rows], config: RunConfig) -> dict[str
 def sources_of(config: RunConfig) -> dict[str, Source]:
     """Source of each data set: train, eval and those of `evaluation.sets`. With `data.sources`, train and eval have one
     part per source: train/NAME and eval/NAME."""
-    parts = {**dict(_training_sources(config.data)), **held_out_sources(config.data)}
+    parts = {**_prompt_sources(config.data, "train"), **held_out_sources(config.data)}
     origins = {source.name: key for key, source in config.data.origins.items() if isinstance(source, DataSource)}
     for place, it in enumerate(config.evaluation.sets):
         key, origin = f"evaluation.sets.{place}.data", origins.get(it.source or "", "data")
@@ -78,26 +78,22 @@ def sources_of(config: RunConfig) -> dict[str, Source]:
 
 def training_sources(data: DataConfig) -> list[Source]:
     """Sources of the training prompts: `data.train`, or that of each of `data.sources`."""
-    return [source for _, source in _training_sources(data)]
+    return [*_prompt_sources(data, "train").values()]
 
 
 def held_out_sources(data: DataConfig) -> dict[str, Source]:
     """Sources of the held-out prompts, by part (see `sources_of`): `data.eval`, or that of each of `data.sources`."""
-    return dict(_held_out_sources(data))
+    return _prompt_sources(data, "eval")
 
 
-def _training_sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
+def _prompt_sources(data: DataConfig, name: str) -> dict[str, Source]:
+    """Sources of a data set, train or eval, by part."""
+    sources = {}
     for key, it in data.origins.items():
-        yield _part("train", it), Source(f"{key}.train", it.train, it.train_split, it.subset, it.revision, key)
-
-
-def _held_out_sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
-    for key, it in data.origins.items():
-        yield _part("eval", it), Source(f"{key}.eval", it.eval, it.eval_split, it.subset, it.revision, key)
-
-
-def _part(name: str, origin: PromptSource) -> str:
-    return f"{name}/{origin.name}" if isinstance(origin, DataSource) else name
+        place, split = getattr(it, name), getattr(it, f"{name}_split")
+        part = f"{name}/{it.name}" if isinstance(it, DataSource) else name
+        sources[part] = Source(f"{key}.{name}", place, split, it.subset, it.revision, key)
+    return sources
 
 
 def pooled(parts: Mapping[str, Rows]) -> dict[str, Rows]:
@@ -288,27 +284,26 @@ def _parquet(source: Source, path: Path) -> Rows:
     import pyarrow as pa  # takes a tenth of a second to import
     import pyarrow.parquet as pq
 
+    faults = (OSError, pa.ArrowException, pl.exceptions.PolarsError, pl.exceptions.PanicException)
+
     def read() -> Iterator[pl.DataFrame]:
         try:
             with pq.ParquetFile(path, buffer_size=BUFFER) as file:
                 for batch in file.iter_batches(batch_size=decodable()):
                     yield to_frame(pa.Table.from_batches([batch]))
-        except (OSError, pa.ArrowException, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        except faults as error:
             raise _unreadable(source, error) from error
 
     try:
         with pq.ParquetFile(path) as file:
             facts, columns = file.metadata, file.schema_arrow
-    except (OSError, pa.ArrowException) as error:
+        if twice := [name for name, count in Counter(columns.names).items() if count > 1]:
+            raise Fault(f"the column {twice[0]!r} appears twice")
+        empty = to_frame(pa.Table.from_batches([], columns))  # `empty_table()` would import pandas
+    except (*faults, Fault) as error:
         raise _unreadable(source, error) from error
-    if twice := [name for name, count in Counter(columns.names).items() if count > 1]:
-        raise _unreadable(source, Fault(f"the column {twice[0]!r} appears twice"))
     at_once = slice_rows(facts.num_rows, sum(facts.row_group(it).total_byte_size for it in range(facts.num_row_groups)))
     decodable = cache(lambda: decodable_rows(path, at_once))
-    try:
-        empty = to_frame(pa.Table.from_batches([], columns))  # `empty_table()` would import pandas
-    except (pa.ArrowException, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        raise _unreadable(source, error) from error
     return Rows(empty, facts.num_rows, read)
 
 

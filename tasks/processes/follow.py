@@ -25,31 +25,26 @@ TOLD_FILE = "told"
 
 
 def main() -> None:
-    told = False
-
-    def stop(number: int, frame: object) -> None:
-        nonlocal told
-        told = True
-
-    signal.signal(signal.SIGTERM, stop)
+    told: list[int] = []  # signals
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     folder, number, arguments = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     request = {"environment": shared_environment(), "arguments": arguments}
     write_text(folder / f"{number}.request", json.dumps(request))
     machine, output = Signs(folder / f"{number}.machine"), folder / f"{number}.output"
-    shown, beats, next_beat, said = 0, 0, 0.0, False
+    shown, beats, next_beat, stop, said = 0, 0, 0.0, False, False
     while machine.read() or machine.silence() < SILENCE_SECONDS:
         status = machine.content.get("status")
         if machine.content.get("told"):
             with suppress(OSError):  # retried at the next look
                 (folder / TOLD_FILE).touch()
-        told = told or (folder / TOLD_FILE).exists()
+        stop = stop or bool(told) or (folder / TOLD_FILE).exists()
         shown = print_from(output, shown)
         if status is not None:
             sys.exit(status)
-        if time.monotonic() >= next_beat or told > said:
-            beats, next_beat, said = beats + 1, time.monotonic() + BEAT_SECONDS, told
+        if time.monotonic() >= next_beat or stop > said:
+            beats, next_beat, said = beats + 1, time.monotonic() + BEAT_SECONDS, stop
             with suppress(OSError):  # the next sign may arrive
-                write_text(folder / f"{number}.stage", json.dumps({"beats": beats, "stop": told}))
+                write_text(folder / f"{number}.stage", json.dumps({"beats": beats, "stop": stop}))
         time.sleep(POLL_SECONDS)
     print(
         f"no sign of life for {SILENCE_SECONDS:g} s; waiting {ENDING_SECONDS:g} s until no process can be left there",

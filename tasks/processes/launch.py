@@ -1,24 +1,26 @@
-"""Starts the processes of a training, and of the evaluation of a sharded model."""
+"""Starts a training's processes, and those that evaluate a sharded model; with vLLM servers of a scheduler's job."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any, Literal
 
+from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
+from grpo_core.rollout.vllm.secret import SECRET
+from grpo_core.rollout.vllm.serve import ADDRESSES
 from grpo_core.system.memory import ALLOCATOR
 from grpo_core.system.progress import MACHINES, RANKS
 from grpo_core.system.torch_releases import EXACT_PINNED_MEMORY
-from tasks.processes.job_servers import job_servers
 from tasks.processes.launchers.kubernetes import kubernetes
-from tasks.processes.launchers.local import local
-from tasks.processes.launchers.machines import Launcher
+from tasks.processes.launchers.machines import Launcher, Machine, local
 from tasks.processes.launchers.slurm import slurm
 from tasks.processes.launchers.ssh import ssh
 from tasks.processes.restarting import AGAIN
@@ -86,6 +88,44 @@ def launch(
         return run_together(
             commands | servers, on_output_line, environments, grace, check=check, endless=servers.keys()
         )
+
+
+@contextmanager
+def job_servers(machines: Sequence[Machine], folder: Path) -> Iterator[tuple[dict[str, list[str]], dict[str, str]]]:
+    """Give the command of each machine's vLLM server, by the machine's name, and the environment variables by which the
+    training finds the servers; both empty without machines. `folder`: the stage's, in the run's directory.
+
+    The machines belong to the scheduler's job like the others: if one is lost, all are ended, and the training starts
+    again as a new job. A server that dies is started again on its machine (`tasks.processes.restarting`), at the same
+    address.
+    """
+    if not machines:
+        yield {}, {}
+        return
+    addresses = folder.absolute() / "vllm-servers"
+    addresses.write_text("\n".join(url(machine.address, machine.port) for machine in machines))
+    commands = {
+        machine.name: [
+            *machine.command,
+            *("-m", "tasks.processes.restarting"),
+            *serve(folder.absolute().parent, machine.address, machine.port, 0),
+        ]
+        for machine in machines
+    }
+    try:
+        yield commands, {ADDRESSES: str(addresses), SECRET: secrets.token_hex(16)}
+    finally:
+        addresses.unlink(missing_ok=True)
+
+
+def serve(run: Path, address: str, port: int, first_gpu: int) -> list[str]:
+    """Arguments with which `python` serves the run's model."""
+    options = ["--host", address, "--port", str(port), "--first-gpu", str(first_gpu)]
+    return ["-m", "grpo_core.rollout.vllm.serve", str(run / run_files.CONFIG), *options]
+
+
+def url(address: str, port: int) -> str:
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
 def launch_with_restarts(

@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ def _take_gpus(arguments: list[str]) -> None:
     try:
         if not visible_devices():
             return
-        taken = take_gpus(gpus_needed(arguments), _say, wait_for_sign)
+        taken = take_gpus(gpus_needed(arguments), partial(print, flush=True), wait_for_sign)
     except GrpoError as error:
         sys.exit(str(error))
     for descriptor in taken.values():
@@ -150,10 +151,6 @@ def gpus_needed(arguments: list[str]) -> int:
 
     rollout = load_config(Path(arguments[2])).rollout
     return rollout.vllm_tensor_parallel_size * rollout.vllm_data_parallel_size
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 def main() -> None:

@@ -92,10 +92,9 @@ def measured_pace(
 
 def _read_kept(file: Path) -> Pace | None:
     """The pace in a file; None if the file is missing or damaged."""
-    try:
+    with suppress(OSError, ValidationError):
         return TypeAdapter(Pace).validate_json(file.read_bytes())
-    except (OSError, ValidationError):
-        return None
+    return None
 
 
 def _identity(config: RunConfig, gpu: Gpu | None, prompts: Path | None) -> str:

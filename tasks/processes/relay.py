@@ -26,13 +26,8 @@ ENDING_SECONDS = max(SILENCE_SECONDS, GRACE_SECONDS) + KILL_SECONDS
 
 
 def main() -> None:
-    told = False
-
-    def stop(number: int, frame: object) -> None:
-        nonlocal told
-        told = True
-
-    signal.signal(signal.SIGTERM, stop)
+    told: list[int] = []  # signals
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     transport, arguments = json.loads(sys.argv[1]), sys.argv[2:]
     # In a session of its own: a signal to this process's group would end ssh before the processes that it started.
     process = subprocess.Popen(transport, stdin=subprocess.PIPE, start_new_session=True)

@@ -16,10 +16,10 @@ from contextlib import ExitStack, suppress
 
 from grpo_core.errors import LOST_PEER
 from grpo_core.system.descendants import KILL_SECONDS
-from tasks.processes.interpreter import training_python
 from tasks.stages.errors import StageError
 from tasks.stages.locks import held_locks
 
+PYTHON = "GRPO_PYTHON"
 TAIL_LINES = 25
 CHECK_SECONDS = 1.0
 GRACE_SECONDS = 20.0
@@ -51,6 +51,13 @@ class ProcessError(StageError):
 class TakenError(ProcessError):
     """Raised if a scheduler took the machines away, for example for another job; the training was told to stop
     before."""
+
+
+def training_python() -> str:
+    """Path of the Python that runs a training's processes, its servers, and the rehearsal of its rewards: this one, or
+    by GRPO_PYTHON that of an environment of its own. vLLM and Prefect ask for different releases of packages that both
+    use, so the newest of both are in two environments."""
+    return os.environ.get(PYTHON) or sys.executable
 
 
 def run_process(

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from grpo_core.system.descendants import KILL_SECONDS
+from tasks.processes import ranks
 from tasks.processes.machine import check, supervised
 from tasks.processes.run import SIGNALLED, TOLD
 from tasks.processes.signs_of_life import BEAT_SECONDS, POLL_SECONDS, SILENCE_SECONDS, Signs
@@ -136,10 +137,7 @@ def own_address() -> str:
         address = socket.gethostbyname(socket.gethostname())
         if not address.startswith("127."):
             return address
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((OUTSIDE, 9))  # sends nothing
-        return str(way.getsockname()[0])
-    return "127.0.0.1"
+    return str(ranks.own_address(OUTSIDE) or "127.0.0.1")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Asks the environment that trains (`tasks.processes.interpreter`) what it has."""
+"""Asks the environment that trains (`training_python`) what it has."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from grpo_core.config.run import RunConfig
 from tasks.processes.gpu import MachineError
-from tasks.processes.interpreter import PYTHON, training_python
 from tasks.processes.machine import code_digest, describe
+from tasks.processes.run import PYTHON, training_python
 
 ANSWER_SECONDS = 120.0
 

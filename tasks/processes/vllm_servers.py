@@ -1,5 +1,5 @@
 """The vLLM servers of a stage: on this machine or on hosts of their own, for the length of the stage, restarted when
-they die. For servers on machines of a scheduler's job, see `tasks.processes.job_servers`."""
+they die. For servers on machines of a scheduler's job, see `tasks.processes.launch.job_servers`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,10 @@ import httpx2
 from grpo_core.config.launch import host_name
 from grpo_core.rollout.vllm.secret import SECRET, with_secret
 from grpo_core.rollout.vllm.serve import ADDRESSES
-from tasks.processes.interpreter import training_python
-from tasks.processes.job_servers import serve, url
+from tasks.processes.launch import serve, url
 from tasks.processes.launchers.ssh import RELAY_SECONDS, address_of, answering_hosts, relay_command
-from tasks.processes.run import GRACE_SECONDS, TAIL_LINES, ProcessError, describe_status
+from tasks.processes.run import GRACE_SECONDS, TAIL_LINES, ProcessError, describe_status, training_python
+from tasks.processes.slots import hold_gpus
 from tasks.stages.errors import StageError
 from tasks.stages.locks import held_locks
 from tasks.stages.run import Context
@@ -45,6 +46,19 @@ class Place:
     command: list[str]
     grace: float
     log: Path
+
+
+@contextmanager
+def gpus_and_servers(
+    context: Context, log: Logger | LoggerAdapter[Any], is_training: bool = False
+) -> Iterator[dict[str, str]]:
+    """Hold the GPUs of a stage and start its vLLM servers, which get those after its processes'. Gives the environment
+    variables by which the processes find the servers.
+
+    `context.config` has as many processes as the stage starts: both the GPUs and the servers' places follow from it.
+    """
+    with hold_gpus(context.config, is_training), servers(context, log) as addresses:
+        yield addresses
 
 
 @contextmanager
@@ -97,10 +111,8 @@ def _places_on_this_machine(context: Context, held: ExitStack) -> list[Callable[
         command = serve(context.run, address, port, gpu)
         return Place("", url(address, port), command, GRACE_SECONDS, log)
 
-    def constant(place: Place) -> Callable[[], Place]:
-        return lambda: place
-
-    return [constant(place(number)) for number in range(rollout.vllm_num_servers)]
+    places = [place(number) for number in range(rollout.vllm_num_servers)]
+    return [lambda place=place: place for place in places]
 
 
 def _places_on_hosts(context: Context) -> list[Callable[[], Place]]:
@@ -139,10 +151,7 @@ def _places_on_hosts(context: Context) -> list[Callable[[], Place]]:
             log=context.partial / f"vllm-server-{number}-{name}.log",
         )
 
-    def place_for(number: int) -> Callable[[], Place]:
-        return lambda: place(number)
-
-    return [place_for(number) for number in range(config.rollout.vllm_num_servers)]
+    return [partial(place, number) for number in range(config.rollout.vllm_num_servers)]
 
 
 class _Server:

@@ -12,8 +12,11 @@ history, and last the time (DECIDED_AT, or ROLLED_BACK_AT).
 from __future__ import annotations
 
 import difflib
+import fcntl
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -28,8 +31,8 @@ from tasks.registry.gate import NotComparableError, Verdict
 from tasks.registry.history import ROLLED_BACK, Entry, bounded, reigns, written
 from tasks.registry.judging import RECORD, config_of, evaluated_before, judge, read_recorded
 from tasks.registry.lookup import find_version, if_there
-from tasks.registry.model_lock import model_lock
 from tasks.registry.spending import ATTEMPTS, take_number
+from tasks.stages.run_directory import storage_root
 from tasks.tracking.runs import answering, connect
 
 CANDIDATE = RegistryConfig().alias
@@ -58,6 +61,18 @@ class Outcome:
     reason: str
     verdict: Verdict | None = None
     changes: tuple[Change, ...] = ()
+
+
+@contextmanager
+def model_lock(name: str) -> Iterator[None]:
+    """Wait for the lock of a registered model and hold it: across all machines that share the storage, one process at a
+    time moves its aliases. The work under it takes seconds."""
+    folder = storage_root() / "models"
+    folder.mkdir(parents=True, exist_ok=True)
+    # A model's name may be too long for a file name.
+    with (folder / f"{name[:40]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def promote(

@@ -244,7 +244,6 @@ def _held_to_guard(guard: Guard, config: RunConfig, candidate: Contestant, rival
     bounds = {name: bound for name in keeps if (bound := getattr(guard, name)) is not None}
     found = below if {"max_drop", "min"} & bounds.keys() else above
     exceeded = [f"{name} {bound:g}" for name, bound in bounds.items() if not keeps[name](bound)]
-    broken = None
     if exceeded:
         values = f"{figures.amount(found.metric, found.candidate)}, a change of {_change(found)}"
         broken = f"the guard {' and '.join(exceeded)} is broken: {found.metric} on {found.set} is {values}"

@@ -15,9 +15,8 @@ from tasks.rendering.visible import shortened
 Points = Sequence[tuple[float, float]]
 Row = dict[str, float]
 
-INK, BLUE, ORANGE, GREEN, PURPLE, GREY, RED = (
-    *("#222222", "#3366aa", "#cc7722", "#2a8f6d", "#9a5fb0", "#7a7a7a", "#cc3333"),
-)
+INK, BLUE, ORANGE = "#222222", "#3366aa", "#cc7722"
+GREEN, PURPLE, GREY, RED = "#2a8f6d", "#9a5fb0", "#7a7a7a", "#cc3333"
 LINE_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY, RED)
 PAGE_COLOURS = {  # variables of the page's style sheet, which follow its dark mode
     INK: "currentColor",
@@ -114,11 +113,11 @@ def plot(
     finish(axes, len(lines) if legend else 0)
 
 
-def finish(axes: Any, labels: int, xlabel: str = "update") -> None:
+def finish(axes: Any, labels: int) -> None:
     """Put integers on the x axis, and a legend above the picture if there is more than one line."""
     from matplotlib.ticker import MaxNLocator
 
-    axes.set(xlabel=xlabel)
+    axes.set(xlabel="update")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
     axes.margins(x=0.02)
     if labels > 1:

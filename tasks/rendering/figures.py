@@ -63,13 +63,9 @@ def detectable(metric: str, found: Mapping[str, Any]) -> str:
 
 def size(metric: str, difference: float) -> str:
     """Format a difference without a sign: 6.1 points, or 0.061."""
-    return (
-        NONE
-        if math.isnan(difference)
-        else f"{100 * difference:.1f} points"
-        if is_share(metric)
-        else f"{difference:.3f}"
-    )
+    if math.isnan(difference):
+        return NONE
+    return f"{100 * difference:.1f} points" if is_share(metric) else f"{difference:.3f}"
 
 
 def unit(found: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import jinja2
@@ -86,10 +87,10 @@ def render(
     tiles: Sequence[Tile] = (),
     links: Mapping[str, str] | None = None,
 ) -> str:
-    """Render the page as HTML. `links`: text → address."""
+    """Render the page as HTML; its subtitle ends with the present time. `links`: text → address."""
     return _template().render(
         title=title,
-        subtitle=subtitle,
+        subtitle=f"{subtitle} · {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
         verdicts=verdicts,
         sections=[section for section in sections if not section.is_empty],
         tiles=tiles,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from grpo_core.config.base import flatten
 from grpo_core.config.evaluation import EVALUATED_BY, HELD_OUT
 from grpo_core.config.metrics import DECIDING, EVALUATED, TRAINED
+from grpo_core.config.run import RunConfig
 from grpo_core.data.units import paired_units
 from grpo_core.evaluation.outcomes import bounds_of, grouped, outcomes, unit_name, unit_numbers
 from grpo_core.evaluation.statistics import Difference, paired_difference
@@ -39,12 +40,12 @@ class Paired:
     unit: str = "prompts"
 
 
-def parameters_that_differ(records: Records) -> dict[str, list[str]]:
-    """Configuration keys, except the name, whose values differ between runs, with the value in each run."""
-    values = [flatten(record.config.model_dump(mode="json", exclude_none=True)) for record in records.values()]
-    keys = dict.fromkeys(key for of_run in values for key in of_run if key != "name")
-    rows = {key: [str(of_run[key]) if key in of_run else figures.NONE for of_run in values] for key in keys}
-    return {key: row for key, row in rows.items() if len(set(row)) > 1}
+def parameters_that_differ(configs: Iterable[RunConfig], ignored: Collection[str] = ("name",)) -> dict[str, list[str]]:
+    """Configuration keys, except the `ignored`, whose values differ between runs, with the value in each run."""
+    values = [flatten(config.model_dump(mode="json", exclude_none=True)) for config in configs]
+    keys = dict.fromkeys(key for of_run in values for key in of_run if key not in ignored)
+    differing = [key for key in keys if len({json.dumps(of_run.get(key)) for of_run in values}) > 1]
+    return {key: [str(of_run.get(key, figures.NONE)) for of_run in values] for key in differing}
 
 
 def evaluation_sets(records: Records) -> list[str]:
@@ -63,7 +64,8 @@ def paired_with_first(records: Records, name: str, pairs: int = 1) -> dict[str, 
 def _pair(first: Record, other: Record, name: str, pairs: int) -> Paired:
     if first.evaluation["key"] != other.evaluation["key"]:
         return Paired({}, _what_differs(first, other))
-    confidence = simultaneous(first.config.evaluation.confidence, pairs)
+    # Of each interval, so that all of them hold together with the configured one (Bonferroni).
+    confidence = 1 - (1 - first.config.evaluation.confidence) / pairs
     samples = grouped(first.samples, other.samples)
 
     def difference(metric: str) -> Difference:
@@ -72,11 +74,6 @@ def _pair(first: Record, other: Record, name: str, pairs: int) -> Paired:
         return paired_difference(*units, confidence, bounds_of(metric, first.config))
 
     return Paired({metric: asdict(difference(metric)) for metric in DECIDING}, unit=unit_name(samples))
-
-
-def simultaneous(confidence: float, intervals: int) -> float:
-    """Confidence of each interval, so that all of them hold together with `confidence` (Bonferroni)."""
-    return 1 - (1 - confidence) / intervals
 
 
 def outcomes_on(record: Record, name: str, metric: str, policy: str = "trained") -> np.ndarray:
@@ -89,7 +86,7 @@ def _what_differs(first: Record, other: Record) -> str:
     """Return why the outcomes of two evaluations cannot be paired."""
     differing = [
         f"{key} ({' / '.join(values)})"
-        for key, values in parameters_that_differ({"first": first, "other": other}).items()
+        for key, values in parameters_that_differ([first.config, other.config]).items()
         if key.startswith(EVALUATED_BY)
     ]
     if differing:
@@ -126,7 +123,8 @@ def comparison(records: Records, pairs: int = 1) -> list[Section]:
     """Sections of the comparison, without the curves. `pairs`: number of pairs whose intervals should hold together, of
     which these are some; 0: compare nothing prompt by prompt."""
     labels = [*records]
-    differing = [[key, *values] for key, values in parameters_that_differ(records).items()]
+    configs = (record.config for record in records.values())
+    differing = [[key, *values] for key, values in parameters_that_differ(configs).items()]
     ends = {label: end_of_training(record) for label, record in records.items()}
     titles = dict.fromkeys(title for found in ends.values() for title in found)
     trained = [[title, *(found.get(title, figures.NONE) for found in ends.values())] for title in titles]
@@ -214,8 +212,7 @@ def page_of(
         legend={label: drawing.PAGE_COLOURS[colour] for label, colour in colours.items()},
         charts=[*_overlaid(records, colours)],
     )
-    made = f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
-    return render(title, f"{what} · {made}", verdicts, [*before, parameters, *evaluations, training])
+    return render(title, what, verdicts, [*before, parameters, *evaluations, training])
 
 
 def _verdicts(records: Records) -> Iterator[Verdict]:

@@ -16,12 +16,11 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.events import emit_event
 
-from grpo_core import run_files
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
 from tasks.rendering import figures
 from tasks.rendering.visible import shortened
-from tasks.reports.cost import Cost, cost_of, run_cost
+from tasks.reports.cost import Cost, run_cost, training_cost
 from tasks.reports.report import PAGE, headline, rival_of
 from tasks.reports.sweep import describe, read_choice
 from tasks.stages.arms import sweep_folder
@@ -29,7 +28,7 @@ from tasks.stages.files import read_json
 from tasks.stages.prefect_address import flow_run_page
 from tasks.stages.run_directory import run_folder
 from tasks.stages.table import EVALUATE, REGISTER, TRAIN
-from tasks.tracking.runs import HARDWARE, RUN_FILE, run_address, version_address
+from tasks.tracking.runs import RUN_FILE, run_address, version_address
 
 FAILURE = "Flow run encountered an exception: "  # Prefect's prefix of the error
 
@@ -43,45 +42,34 @@ def announce(event: str, kind: str, name: str, payload: Mapping[str, Any], relat
 def announce_completed(run: Path, config: RunConfig, flow_run_id: str) -> str:
     """Emit grpo.run.completed: the run's stages are all done. Returns the verdict."""
     figures, done = _if_known(lambda: run_figures(run, config)), "all stages are done"
-    _announce_end(run, "completed", done, flow_run_id, figures)
+    _announce_end("run", run.name, "completed", done, flow_run_id, figures)
     return figures.get("verdict", done)
 
 
 def announce_end(flow: Any, flow_run: FlowRun, state: State) -> None:
     """Hook of the pipeline: emit grpo.run.failed, cancelled or crashed."""
-    if end := _end_of(flow_run, state):
-        known, ended, reason = end
-        _announce_end(run_folder(known.name), ended, reason, str(known.id), {})
-
-
-def _end_of(flow_run: FlowRun, state: State) -> tuple[FlowRun, str, str] | None:
-    """Return the flow run, how it ended, and why; None if it is scheduled again after a crash and so has not ended."""
-    with get_client(sync_client=True) as client:
-        known = client.read_flow_run(flow_run.id)
-    if state.is_crashed() and known.state and known.state.is_scheduled():
-        return None
-    ended = "cancelled" if state.is_cancelling() else state.type.value.lower()
-    return known, ended, (state.message or "").removeprefix(FAILURE)
+    _announce_without_result("run", flow_run, state)
 
 
 def announce_sweep(sweep: str, flow_run_id: str) -> None:
     """Emit grpo.sweep.completed: all arms are done, and one is chosen."""
-    _announce_sweep(sweep, "completed", "one arm is chosen", flow_run_id, _if_known(lambda: _sweep_figures(sweep)))
+    figures = _if_known(lambda: _sweep_figures(sweep))
+    _announce_end("sweep", sweep, "completed", "one arm is chosen", flow_run_id, figures)
 
 
 def announce_sweep_end(flow: Any, flow_run: FlowRun, state: State) -> None:
     """Hook of a sweep: emit grpo.sweep.failed, cancelled or crashed."""
-    if end := _end_of(flow_run, state):
-        known, ended, reason = end
-        _announce_sweep(known.name, ended, reason, str(known.id), {})
+    _announce_without_result("sweep", flow_run, state)
 
 
-def _announce_sweep(sweep: str, ended: str, reason: str, flow_run_id: str, figures: Mapping[str, Any]) -> None:
-    folder = sweep_folder(sweep)
-    payload = {"sweep": sweep, "ended": ended, "reason": reason, "flow_run_url": flow_run_page(flow_run_id)}
-    payload |= {"text": f"sweep {sweep} {ended}: {reason}", **figures}
-    payload |= {"mlflow_url": run_address(folder)} if read_json(folder / RUN_FILE) else {}
-    announce(f"grpo.sweep.{ended}", "sweep", sweep, payload, [_related(sweep, flow_run_id)])
+def _announce_without_result(kind: str, flow_run: FlowRun, state: State) -> None:
+    """Emit how a flow run has ended, and why, unless it is scheduled again after a crash and so has not ended."""
+    with get_client(sync_client=True) as client:
+        known = client.read_flow_run(flow_run.id)
+    if state.is_crashed() and known.state and known.state.is_scheduled():
+        return
+    ended = "cancelled" if state.is_cancelling() else state.type.value.lower()
+    _announce_end(kind, known.name, ended, (state.message or "").removeprefix(FAILURE), str(known.id), {})
 
 
 def _sweep_figures(sweep: str) -> dict[str, Any]:
@@ -108,24 +96,19 @@ def _sweep_figures(sweep: str) -> dict[str, Any]:
     }
 
 
-def _announce_end(run: Path, ended: str, reason: str, flow_run_id: str, figures: Mapping[str, Any]) -> None:
-    payload = {"run": run.name, "ended": ended, "reason": reason, "flow_run_url": flow_run_page(flow_run_id)}
-    payload |= {"text": f"run {run.name} {ended}: {reason}", **figures}
-    if (run / run_files.CONFIG).exists():
-        payload |= _addresses(run)
-    announce(f"grpo.run.{ended}", "run", run.name, payload, [_related(run.name, flow_run_id)])
-
-
-def _related(name: str, flow_run_id: str) -> dict[str, str]:
+def _announce_end(kind: str, name: str, ended: str, reason: str, flow_run_id: str, figures: Mapping[str, Any]) -> None:
+    folders = [sweep_folder(name)] if kind == "sweep" else _trainings(run_folder(name))
+    payload = {kind: name, "ended": ended, "reason": reason, "flow_run_url": flow_run_page(flow_run_id)}
+    payload |= {"text": f"{kind} {name} {ended}: {reason}", **figures, **_address(folders)}
     flow_run = {"prefect.resource.id": f"prefect.flow-run.{flow_run_id}", "prefect.resource.role": "flow-run"}
-    return {**flow_run, "prefect.resource.name": name}
+    announce(f"grpo.{kind}.{ended}", kind, name, payload, [{**flow_run, "prefect.resource.name": name}])
 
 
 def announce_training(run: Path, config: RunConfig, ended: str, reason: str) -> None:
     """Emit grpo.training.completed, failed or stopped (by a signal)."""
     payload: dict[str, Any] = {"run": run.name, "ended": ended, "reason": reason}
     payload["text"] = f"training of {run.name} {ended}: {reason}"
-    payload |= _addresses(run)
+    payload |= _address(_trainings(run))
     if ended == "completed":
         payload |= _if_known(lambda: _training_figures(run, config))
     announce(f"grpo.training.{ended}", "run", run.name, payload)
@@ -137,7 +120,7 @@ def _training_figures(run: Path, config: RunConfig) -> dict[str, Any]:
         **{name: result[name] for name in ("stopped_early_at_step", "best_step", "train_seconds")},
         "updates": result["counted"]["updates"],
         "planned_updates": result["planned"]["updates"],
-        **_cost(cost_of(config, _hardware(run), result, 0.0, 0.0)),
+        **_cost(training_cost(TRAIN.path(run), config)),
     }
 
 
@@ -186,14 +169,14 @@ def _cost(cost: Cost) -> dict[str, float]:
     return {name.removeprefix("cost/"): value for name, value in cost.metrics.items()}
 
 
-def _hardware(run: Path) -> str:
-    return read_json(TRAIN.path(run) / RUN_FILE).get(HARDWARE, "")
+def _trainings(run: Path) -> list[Path]:
+    return [TRAIN.partial(run), TRAIN.path(run)]
 
 
-def _addresses(run: Path) -> dict[str, str]:
-    """Address of the training's run in MLflow, if there is one."""
-    folders = [folder for folder in (TRAIN.partial(run), TRAIN.path(run)) if read_json(folder / RUN_FILE)]
-    return {"mlflow_url": run_address(folders[0])} if folders else {}
+def _address(folders: Sequence[Path]) -> dict[str, str]:
+    """Address of the run in MLflow that the first of these folders names, if one does."""
+    known = [folder for folder in folders if read_json(folder / RUN_FILE)]
+    return {"mlflow_url": run_address(known[0])} if known else {}
 
 
 def _plain(value: Any) -> Any:

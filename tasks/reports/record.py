@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import polars as pl
 
 from grpo_core import run_files
@@ -17,11 +18,13 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from grpo_core.system.tables import read_parquet
 from tasks.data.completions import recorded_batches
+from tasks.registry.judging import RECORD
 from tasks.rendering.drawing import Row
 from tasks.rendering.figures import metric_of
 from tasks.reports.cost import Cost, cost_of
 from tasks.stages.run_directory import UnknownRunError, find_run, read_config
 from tasks.stages.table import ALL_STAGES, EVALUATE, PLAN, PROBE, STAGES, TRAIN, VALIDATE
+from tasks.tracking.runs import HARDWARE, RUN_FILE, connect
 
 LOGGED = {  # by register, at the top of the MLflow run
     run_files.CONFIG, run_files.PLAN, run_files.RESULT, run_files.METRICS, run_files.EVALUATION, run_files.DATASET,
@@ -113,7 +116,7 @@ def read_record(
         findings=_lines(training / run_files.FINDINGS),
         batches=[read_parquet(path) for path in dict.fromkeys([*recorded[:1], *recorded[-1:]])],
         samples=read_parquet(evaluation / run_files.SAMPLES),
-        hardware=_json(training / "mlflow.json").get("hardware", ""),
+        hardware=_json(training / RUN_FILE).get(HARDWARE, ""),
         probe=receipts[PROBE] if PROBE.is_asked(config) else {},
     )
 
@@ -121,11 +124,6 @@ def read_record(
 def _tracked(reference: str) -> tuple[str, str | None] | None:
     """Find the MLflow run of this name, and for a model version the folder there with its record; None if there is
     none."""
-    import mlflow
-
-    from tasks.registry.judging import RECORD
-    from tasks.tracking.runs import connect
-
     client = connect()
     name, at, alias = reference.partition("@")
     model, slash, version = reference.rpartition("/")
@@ -144,8 +142,6 @@ def _tracked(reference: str) -> tuple[str, str | None] | None:
 def _download(reference: str, run_id: str, record: str | None) -> Record:
     """Download the record that register logged to the MLflow run, in which the training's files are at the top.
     `record`: folder with the configuration and evaluation of one of its versions; None: those of the latest."""
-    import mlflow
-
     with tempfile.TemporaryDirectory() as folder:
         there = {artifact.path for artifact in mlflow.artifacts.list_artifacts(run_id=run_id)}
         for path in LOGGED & there:
@@ -155,7 +151,7 @@ def _download(reference: str, run_id: str, record: str | None) -> Record:
         if record:
             own = mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=record, dst_path=folder)
             shutil.copytree(own, folder, dirs_exist_ok=True)
-        hardware = mlflow.MlflowClient().get_run(run_id).data.tags.get("hardware", "")
+        hardware = mlflow.MlflowClient().get_run(run_id).data.tags.get(HARDWARE, "")
         return replace(read_record(Path(folder), training=Path(folder)), hardware=hardware)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +60,9 @@ def report_page(record: Record, seconds: float, keys: Mapping[str, str], mlflow_
         training_sections.data_section(record),
         training_sections.configuration(record, keys, commit),
     ]
-    made = f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
     return render(
         record.config.name,
-        f"{record.config.model.name_or_path} · {made}",
+        record.config.model.name_or_path,
         [headline(record.evaluation, record.metric)],
         sections,
         _tiles(record.evaluation, record.metric),
@@ -94,6 +92,33 @@ def headline(evaluation: Mapping[str, Any], metric: str) -> Verdict:
         f"{gain['num_units']:,} {unit}, a true gain of {figures.detectable(metric, gain)} or more would be "
         f"detected {POWER:.0%} of the time.",
     )
+
+
+def verdicts(report: Mapping[str, Any], metric: str) -> list[str]:
+    """Sentences on the metric: one per set and policy that the trained one is compared with."""
+    return [
+        f"{name}: {figures.verdict(metric, differences[metric], other, figures.unit(found))}"
+        for name, found in report["sets"].items()
+        for other, differences in found["differences"].items()
+    ]
+
+
+def rows_of(of_set: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield a set's report as the rows of a table, head first. One row per metric: its mean under each policy, then the
+    trained policy minus each other one, in points if the metric is a share."""
+    policies, differences = of_set["policies"], of_set["differences"]
+    yield [
+        "",
+        *policies,
+        *(f"trained − {other} [{d['accuracy']['confidence']:.0%}]" for other, d in differences.items()),
+    ]
+    for metric in policies["trained"]:
+        means = [
+            figures.amount(metric, found[metric]["mean"]) if metric in found else "" for found in policies.values()
+        ]
+        gains = [found[metric] for found in differences.values()]
+        changes = [f"{figures.gain(metric, found)} {figures.interval(metric, found)}" for found in gains]
+        yield [metric, *means, *changes]
 
 
 def rival_of(evaluation: Mapping[str, Any]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -157,17 +156,6 @@ def _find_prompt(prompt: str, files: Sequence[Path]) -> int:
 
 def by_step(rollouts: Rollouts) -> Table:
     """Table of the followed prompt's figures per update: completions, mean and best reward, length."""
-    per_step = (
-        rollouts.figures.group_by("step")
-        .agg(
-            pl.len().alias("count"),
-            pl.col("reward").fill_nan(None).mean().alias("mean"),
-            pl.col("reward").fill_nan(None).max().alias("best"),
-            pl.col("completion_tokens").mean().alias("length"),
-            pl.col("truncated").mean().alias("cut"),
-        )
-        .sort("step")
-    )
     rows = [
         [
             f"{it['step']}",
@@ -177,9 +165,25 @@ def by_step(rollouts: Rollouts) -> Table:
             figures.number(it["length"]),
             figures.percent(it["cut"]),
         ]
-        for it in per_step.iter_rows(named=True)
+        for it in _per_step(rollouts).iter_rows(named=True)
     ]
     return Table(["update", "completions", "mean reward", "best", "tokens, mean", "cut off"], rows)
+
+
+def _per_step(rollouts: Rollouts) -> pl.DataFrame:
+    reward = pl.col("reward").fill_nan(None)
+    return (
+        rollouts.figures.group_by("step")
+        .agg(
+            count=pl.len(),
+            mean=reward.mean(),
+            best=reward.max(),
+            worst=reward.min(),
+            length=pl.col("completion_tokens").mean(),
+            cut=pl.col("truncated").mean(),
+        )
+        .sort("step")
+    )
 
 
 def _number(value: float | None) -> str:
@@ -236,24 +240,12 @@ def rollouts_page(rollouts: Rollouts, tokenizer: Any = None, colour: str = "", n
             rollouts=samples,
         ),
     ]
-    made = f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
-    subtitle = f"{config.model.name_or_path} · {made}"
-    return render(f"{config.name} · {title[0].lower()}{title[1:]}", subtitle, [], sections)
+    return render(f"{config.name} · {title[0].lower()}{title[1:]}", config.model.name_or_path, [], sections)
 
 
 def _followed(rollouts: Rollouts) -> Section:
-    table = by_step(rollouts)
-    steps = rollouts.figures.group_by("step").agg(
-        pl.col("reward").fill_nan(None).mean().alias("mean"),
-        pl.col("reward").fill_nan(None).max().alias("best"),
-        pl.col("reward").fill_nan(None).min().alias("worst"),
-    )
-    lines: dict[str, Any] = {
-        name: [
-            (step, value) for step, value in steps.sort("step").select("step", name).iter_rows() if value is not None
-        ]
-        for name in ("mean", "best", "worst")
-    }
+    table, steps = by_step(rollouts), _per_step(rollouts)
+    lines: dict[str, Any] = {name: steps.select("step", name).drop_nulls().rows() for name in ("mean", "best", "worst")}
     charts = []
     if lines["mean"]:
         picture = drawing.svg(lambda axes: drawing.plot(axes, lines, [BLUE, GREY, ORANGE], smooth=False))

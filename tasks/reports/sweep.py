@@ -7,7 +7,6 @@ The choice is made on the held-out prompts. Since the chosen arm is one of sever
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from grpo_core.config.base import flatten
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
 from grpo_core.data.units import paired_units, per_unit
@@ -26,7 +24,7 @@ from grpo_core.evaluation.statistics import Difference, SeedDifference, paired_d
 from tasks.rendering import figures
 from tasks.rendering.drawing import LINE_COLOURS
 from tasks.rendering.page import Cell, Section, Table, Verdict
-from tasks.reports.compare import Records, comparison, outcomes_on, page_of
+from tasks.reports.compare import Records, comparison, outcomes_on, page_of, parameters_that_differ
 from tasks.reports.cost import Cost, sum_metrics
 from tasks.reports.record import NotEvaluatedError, Record, read_record
 from tasks.stages.arms import arm_prefix, arms_of
@@ -199,19 +197,10 @@ def make_choice(
 
 def _labels(configs: Mapping[str, RunConfig]) -> dict[str, str]:
     """Setting of each arm: the keys in which arms differ, with their values, as in `train.learning_rate=1e-05`."""
-    values = {
-        name: {
-            key: value
-            for key, value in flatten(config.model_dump(mode="json", exclude_none=True)).items()
-            if key not in OWN_KEYS
-        }
-        for name, config in configs.items()
-    }
-    keys = dict.fromkeys(key for of_arm in values.values() for key in of_arm)
-    differing = [key for key in keys if len({json.dumps(of_arm.get(key)) for of_arm in values.values()}) > 1]
+    differing = parameters_that_differ(configs.values(), OWN_KEYS)
     return {
-        name: ", ".join(f"{key}={of_arm.get(key, figures.NONE)}" for key in differing) or "the configuration"
-        for name, of_arm in values.items()
+        name: ", ".join(f"{key}={values[place]}" for key, values in differing.items()) or "the configuration"
+        for place, name in enumerate(configs)
     }
 
 

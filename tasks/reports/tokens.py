@@ -37,23 +37,22 @@ class Piece:
 def coloured_pieces(row: Mapping[str, Any], tokenizer: Any, strongest: Mapping[str, float]) -> list[Piece]:
     """Colour the tokens of a row of completions/. `strongest`: advantage and age that get the strongest shade."""
     ids = row["completion_ids"]
-    masks = row.get("trained_tokens") or [1] * len(ids)
     if len(ids) <= MOST_TOKENS:
-        return [*_coloured(row, masks, tokenizer, strongest, 0, len(ids))]
+        return [*_coloured(row, tokenizer, strongest, 0, len(ids))]
     tail = MOST_TOKENS // 3
-    beginning = _coloured(row, masks, tokenizer, strongest, 0, MOST_TOKENS - tail)
-    end = _coloured(row, masks, tokenizer, strongest, len(ids) - tail, len(ids))
+    beginning = _coloured(row, tokenizer, strongest, 0, MOST_TOKENS - tail)
+    end = _coloured(row, tokenizer, strongest, len(ids) - tail, len(ids))
     return [*beginning, Piece(f" … {len(ids) - MOST_TOKENS:,} more tokens … ", {}), *end]
 
 
 def _coloured(
-    row: Mapping[str, Any], masks: Sequence[int], tokenizer: Any, strongest: Mapping[str, float], start: int, stop: int
+    row: Mapping[str, Any], tokenizer: Any, strongest: Mapping[str, float], start: int, stop: int
 ) -> Iterator[Piece]:
     """Colour the tokens from `start` to `stop`."""
     limits = {**LIMITS, **strongest}
     for text, first, last in _decoded(row["completion_ids"][start:stop], tokenizer):
         places = slice(start + first, start + last)
-        if not masks[start + first]:
+        if (masks := row.get("trained_tokens")) and not masks[start + first]:
             yield Piece(visible(text), {})
             continue
         surprise = -sum(row["sampling_logprobs"][places])

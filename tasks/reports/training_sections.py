@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
@@ -131,7 +132,7 @@ def plan_and_outcome(record: Record) -> Section:
         notes=[
             *how,
             *_events(result, record.config.rollout.max_staleness),
-            *(_finding(found) for found in _first_findings(record.findings)),
+            *_first_findings(record.findings),
         ],
     )
 
@@ -160,18 +161,12 @@ def _events(result: Mapping[str, Any], max_staleness: int) -> Iterator[str]:
         yield f"Memory ran out; went on with {tokens:,} tokens per forward pass. Its output says what avoids this."
 
 
-def _first_findings(findings: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
-    """First finding of each rule, and the number of its findings."""
-    counts: dict[str, int] = {}
-    for found in findings:
-        counts[found["rule"]] = counts.get(found["rule"], 0) + 1
+def _first_findings(findings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the first finding of each rule, with the number of its findings."""
     first = {found["rule"]: found for found in reversed(findings)}
-    return [(first[rule], count) for rule, count in counts.items()]
-
-
-def _finding(found: tuple[Mapping[str, Any], int]) -> str:
-    first, count = found
-    return f"Health ({first['action']}{f', {count} times' if count > 1 else ''}): {first['message']}"
+    for rule, count in Counter(found["rule"] for found in findings).items():
+        times = f", {count} times" if count > 1 else ""
+        yield f"Health ({first[rule]['action']}{times}): {first[rule]['message']}"
 
 
 def time_of_updates(rows: Sequence[Row], plan: Plan) -> dict[str, np.ndarray]:

@@ -51,7 +51,6 @@ def check_umask(storage: Path) -> None:
 
 
 def _name(find: Callable[[int], Any], number: int) -> str:
-    try:
+    with suppress(KeyError):  # as in a container that knows no such user
         return find(number)[0]
-    except KeyError:  # as in a container that knows no such user
-        return str(number)
+    return str(number)

@@ -7,15 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterStartTime,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    TaskRunFilter,
-    TaskRunFilterFlowRunId,
-    TaskRunFilterState,
-)
+from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
 from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, StateType
 from prefect.events import emit_event
 from prefect.runtime import flow_run
@@ -32,10 +24,8 @@ def crash_task_runs_left_open() -> None:
     """Mark task runs that an earlier attempt of this flow run left running as crashed. Call this when a flow begins."""
     if (flow_run.run_count or 0) < 2:
         return
-    running = TaskRunFilter(
-        flow_run_id=TaskRunFilterFlowRunId(any_=[flow_run.id]),
-        state=TaskRunFilterState(type={"any_": [StateType.RUNNING, StateType.PENDING]}, name=None),
-    )
+    states = {"type": {"any_": [StateType.RUNNING, StateType.PENDING]}}
+    running = TaskRunFilter.model_validate({"flow_run_id": {"any_": [flow_run.id]}, "state": states})
     with get_client(sync_client=True) as client:
         for left_open in client.read_task_runs(task_run_filter=running):
             client.set_task_run_state(left_open.id, Crashed(message="the process that ran it was killed"), force=True)
@@ -58,10 +48,8 @@ def restore_lost_retry(flow: Any, flow_run: FlowRun, state: Any) -> None:
 def names_going_on() -> set[str]:
     """Names of the runs and sweeps of which a flow run has begun and not ended: it is at work, waits for its next
     attempt, or is suspended."""
-    begun = FlowRunFilter(
-        start_time=FlowRunFilterStartTime(is_null_=False),
-        state=FlowRunFilterState(type=FlowRunFilterStateType(not_any_=[*TERMINAL_STATES])),
-    )
+    going_on = {"type": {"not_any_": [*TERMINAL_STATES]}}
+    begun = FlowRunFilter.model_validate({"start_time": {"is_null_": False}, "state": going_on})
     found = list[FlowRun]()
     with get_client(sync_client=True) as client:
         while more := client.read_flow_runs(flow_run_filter=begun, limit=RUNS_PER_REQUEST, offset=len(found)):

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -92,10 +92,9 @@ def _acquire(descriptor: int, run: Path, say: Callable[[str], None], wait: bool)
 
 def _is_at(descriptor: int, path: Path) -> bool:
     """True if the open file is still the one at this path."""
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def lock(descriptor: int) -> bool:
@@ -118,10 +117,9 @@ def _this_process() -> dict[str, Any]:
 
 def _holder(descriptor: int) -> dict[str, Any]:
     """Read the holder's entry in the lock file; empty until the holder has written it."""
-    try:
+    with suppress(ValueError):
         return json.loads(os.pread(descriptor, 4096, 0))
-    except ValueError:
-        return {}
+    return {}
 
 
 def _is_ending(holder: dict[str, Any]) -> bool:

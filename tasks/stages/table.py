@@ -7,7 +7,7 @@ its documentation.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -89,20 +89,7 @@ class Stage:
         return read_json(self.receipt_path(run))
 
     def load_task(self) -> Callable[..., State[None]]:
-        module, _, function = self.task.partition(":")
-        return getattr(importlib.import_module(module), function)
-
-
-def _prompt_files(receipt: Receipt) -> list[str]:
-    return [f"{name}.parquet" for name in receipt["num_prompts"]]
-
-
-def _prompt_hashes(output: Path, receipt: Receipt) -> dict[str, str]:
-    return {name: content_hash(str(output / f"{name}.parquet")) for name in receipt["num_prompts"]}
-
-
-def _prompts_kept(config: RunConfig, receipt: Receipt) -> str:
-    return f"{receipt['num_prompts']['train']:,} + {receipt['num_prompts']['eval']:,} prompts"
+        return pkgutil.resolve_name(self.task)
 
 
 def _gain(config: RunConfig, receipt: Receipt) -> str:
@@ -120,9 +107,13 @@ VALIDATE = Stage(
     depends_on=lambda parts: (
         parts.prompts | parts.reward_limits | parts.environment_limits | parts.evaluated_length | parts.evaluation_sets
     ),
-    key_figure=_prompts_kept,
-    content=_prompt_hashes,
-    files=_prompt_files,
+    key_figure=lambda config, receipt: (
+        f"{receipt['num_prompts']['train']:,} + {receipt['num_prompts']['eval']:,} prompts"
+    ),
+    content=lambda output, receipt: {
+        name: content_hash(str(output / f"{name}.parquet")) for name in receipt["num_prompts"]
+    },
+    files=lambda receipt: [f"{name}.parquet" for name in receipt["num_prompts"]],
 )
 PROBE = Stage(
     name="probe",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from grpo_core.evaluation.outcomes import outcomes
 from grpo_core.system.tables import read_parquet
 from tasks.rendering import figures
 from tasks.tracking.sending import METRICS_PER_REQUEST
-from tasks.tracking.traces import Told, answered, send
+from tasks.tracking.traces import Told, messages_of, send
 
 STANDINGS = ("worse", "better", "same", "not scored")  # prompts are chosen in this order
 NOT_KEPT = "not kept; the figures of the policy at this update"
@@ -175,7 +174,7 @@ def _answer(
     time: int,
 ) -> Told:
     said = {
-        policy: _messages(row.get(f"{policy}/conversation"), row[f"{policy}/completion"])
+        policy: messages_of(row.get(f"{policy}/conversation"), row[f"{policy}/completion"])
         for policy in report["policies"]
     }
     champion = (report.get("champion") or {}).get("version")
@@ -204,7 +203,3 @@ def _answer(
         run_id=run_id,
         model_id=model_id,
     )
-
-
-def _messages(conversation: str | None, completion: str) -> list[dict[str, Any]]:
-    return json.loads(conversation) if conversation else [answered(completion)]

@@ -140,7 +140,8 @@ class Live:
 
     def _show(self) -> None:
         if self.progress is None:
-            self.progress = _id(create_progress_artifact(0.0, key="training-progress", description="starting"))
+            made = create_progress_artifact(0.0, key="training-progress", description="starting")
+            self.progress = cast(UUID, made)  # to a type checker, Prefect's functions may return a coroutine
         for row in self.figures.read():
             if self.rows and row["step"] <= self.rows[-1]["step"]:  # the training went back
                 self.rows.clear()
@@ -155,15 +156,10 @@ class Live:
         update_progress_artifact(self.progress, percent, description=done + left)
         if self.table is None:
             said = f"The newest updates. MLflow run: {self.mlflow_run}"
-            self.table = _id(create_table_artifact(table, key="training-live", description=said))
+            self.table = cast(UUID, create_table_artifact(table, key="training-live", description=said))
             return
         with get_client(sync_client=True) as client:
             client.update_artifact(self.table, ArtifactUpdate(data=json.dumps(table)))
-
-
-def _id(made: object) -> UUID:
-    """Narrow the type of what Prefect's functions return here; to a type checker it may be a coroutine."""
-    return cast(UUID, made)
 
 
 def live_table(rows: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:

@@ -249,7 +249,7 @@ def _dataset_inputs(config: RunConfig, run: Path) -> list[DatasetInput]:
     for name, digest in dataset_digests(run).items():
         sources = [source for part, source in parts.items() if data_set(part) == name]
         local = all(Path(source.data).exists() for source in sources)
-        places = [_local(source) if local else _of_hub(source) for source in sources]
+        places = [_place(source, local) for source in sources]
         where = places[0] if len(places) == 1 else {"parts": places}
         origin = ("local" if local else "hugging_face", json.dumps(where))
         context = InputTag(MLFLOW_DATASET_CONTEXT, "training" if name == "train" else "evaluation")
@@ -258,11 +258,9 @@ def _dataset_inputs(config: RunConfig, run: Path) -> list[DatasetInput]:
     return inputs
 
 
-def _local(source: Source) -> dict[str, str]:
-    return {"uri": str(Path(source.data).resolve())}
-
-
-def _of_hub(source: Source) -> dict[str, str]:
+def _place(source: Source, is_local: bool) -> dict[str, str]:
+    if is_local:
+        return {"uri": str(Path(source.data).resolve())}
     keys = {"path": source.data, "subset": source.subset, "split": source.split, "revision": source.revision}
     return {key: value for key, value in keys.items() if value}
 
@@ -298,14 +296,10 @@ def commit_text(commit: Mapping[str, str]) -> str:
     return f"{commit['git.commit'][:DIGITS]}{changes}"
 
 
+@answering()
 def earlier_throughput(config: RunConfig, hardware: str) -> Throughput | None:
     """Median pace of the last finished runs of the same base model on `hardware` (part of its name; "" for any); None
     if there are none. Raises TrackingError if MLflow does not answer."""
-    with answering():
-        return _earlier_throughput(config, hardware)
-
-
-def _earlier_throughput(config: RunConfig, hardware: str) -> Throughput | None:
     client = connect()
     experiment = client.get_experiment_by_name(config.registry.experiment)
     if experiment is None:
@@ -373,11 +367,6 @@ def _length(lengths: Sequence[float], turns: Sequence[float]) -> str:
     if not any(turns):
         return f"completions of {mean}"
     return f"conversations of {statistics.median(turns):.1f} turns and {mean}, waiting for environments included,"
-
-
-def training_run_id(training: Path) -> str:
-    """Id of the MLflow run of a training."""
-    return read_tracking_run(training)["run_id"]
 
 
 def run_address(training: Path, tab: str = "") -> str:

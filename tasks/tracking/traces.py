@@ -187,12 +187,11 @@ def choose(rewards: Sequence[float], groups: Sequence[int], count: int) -> list[
 
 
 def _rollout(row: Mapping[str, Any], config: RunConfig, run_id: str, batch: str, time: int) -> Told:
-    said = json.loads(row["conversation"]) if row.get("conversation") else [answered(row["completion"])]
     return Told(
         name=f"rollout, update {row['step']}",
         identity=[run_id, batch, row["step"], row["place"], row["completion"], row.get("conversation")],
         prompt=row["prompt"],
-        messages=said,
+        messages=messages_of(row.get("conversation"), row["completion"]),
         tokens=(row["prompt_tokens"], row["completion_tokens"]),
         rewards={it.name: row[f"rewards/{it.name}"] for it in config.rewards},
         tags={
@@ -220,8 +219,8 @@ def _age(row: Mapping[str, Any]) -> str:
     return f", its oldest token {oldest} earlier" if oldest else ""
 
 
-def answered(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
+def messages_of(conversation: str | None, completion: str) -> list[dict[str, Any]]:
+    return json.loads(conversation) if conversation else [{"role": "assistant", "content": completion}]
 
 
 def _figure(value: float) -> str:
@@ -286,23 +285,18 @@ def _assessments(it: Told) -> Iterator[Assessment]:
             value=None if value is None else float(value),
             error="the reward gave None" if value is None else None,
             source=AssessmentSource("CODE", f"rewards/{name}"),
-            trace_id=trace_id(it),
-            create_time_ms=it.time,
-            last_update_time_ms=it.time,
         )
         yield _identified(it, found)
     if it.expected is not None:
-        source = AssessmentSource("CODE", "data")
-        answer = Expectation("answer", _text(it.expected), source, trace_id(it))
-        answer.create_time_ms = answer.last_update_time_ms = it.time
-        yield _identified(it, answer)
+        yield _identified(it, Expectation("answer", _text(it.expected), AssessmentSource("CODE", "data")))
 
 
 def _identified(it: Told, assessment: Assessment) -> Assessment:
-    """Give the assessment an id by which MLflow recognises it when it is sent again."""
+    """Give the assessment its trace and time, and an id by which MLflow recognises it when it is sent again."""
     name = f"{type(assessment).__name__} {assessment.name}"
     digest = hashlib.blake2b(_trace_number(it) + name.encode(), digest_size=16).hexdigest()
-    assessment.assessment_id = f"a-{digest}"
+    assessment.assessment_id, assessment.trace_id = f"a-{digest}", trace_id(it)
+    assessment.create_time_ms = assessment.last_update_time_ms = it.time
     return assessment
 
 

@@ -66,11 +66,11 @@ def _compare(*arguments: str) -> Result:
 
 @pytest.mark.slow
 def test_the_parameters_that_differ_are_exactly_those() -> None:
-    assert parameters_that_differ(_records("first", "slower")) == {
+    assert parameters_that_differ(it.config for it in _records("first", "slower").values()) == {
         "train.learning_rate": ["1e-06", "2e-06"],
         "algorithm.beta": ["0.0", "0.04"],
     }
-    assert parameters_that_differ(_records("first", "asked")) == {}
+    assert parameters_that_differ(it.config for it in _records("first", "asked").values()) == {}
 
 
 def test_the_paired_figures_are_those_of_the_outcomes() -> None:

@@ -22,6 +22,7 @@ from flows import sweep as flow
 from flows.cli import sweep as command
 from flows.parameters.arms import Load, Sweep, make_sweep, read_grid
 from flows.parameters.form import add_changes, resolve
+from flows.parameters.search import make_requested_sweep
 from grpo_core.config.files import load_config, parse_config, read_values, with_keys
 from grpo_core.errors import GrpoError
 from tasks.stages.arms import sweep_folder
@@ -43,7 +44,7 @@ def loader(config: Path, *overrides: str) -> Load:
 
 
 def make(config: Path, *grid: str, seeds: int = 1, overrides: tuple[str, ...] = (), stop_early: bool = False) -> Sweep:
-    return make_sweep(loader(config, *overrides), read_grid(grid), seeds, "sweep", stop_early)
+    return make_requested_sweep(loader(config, *overrides), read_grid(grid), seeds, "sweep", stop_early, 0, {})
 
 
 @pytest.mark.parametrize("name", ["", ".", "a/b", "../x", "a b"])

@@ -22,8 +22,7 @@ import tomli_w
 
 from grpo_core.errors import GrpoError
 from tasks import clean as cleaning
-from tasks.clean import clean
-from tasks.processes.leftovers import leftovers
+from tasks.clean import clean, leftovers
 from tasks.registry.champion import PromotionError, promote, rollback
 from tasks.stages.locks import locked
 from tasks.stages.run_directory import storage_root

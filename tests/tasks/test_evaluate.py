@@ -20,7 +20,7 @@ from tasks.processes.launch import RETURN_SECONDS, launch_with_restarts
 from tasks.processes.run import ProcessError
 from tasks.processes.watchdog import HangError
 from tasks.registry.champion import present_champion
-from tasks.reports.evaluation_tables import rows_of, verdicts
+from tasks.reports.report import rows_of, verdicts
 from tasks.stages.run import Context
 from tasks.tracking.runs import connect
 from tests.conftest import config_values

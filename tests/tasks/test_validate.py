@@ -14,7 +14,7 @@ from grpo_core.planning.nvidia import list_devices
 from tasks import validate
 from tasks.processes import gpu_locks
 from tasks.stages.run import Context
-from tasks.validate import too_few_to_promote
+from tasks.validate import deciding_metric_of, too_few_to_promote
 from tests.conftest import config_values, write_sums
 from tests.nvidia_smi import put_nvidia_smi
 from tests.rows import screen
@@ -48,8 +48,9 @@ def test_held_out_prompts_that_cannot_promote_a_grade_without_range_are_named_be
 ) -> None:
     sets = {"sets": [{"name": "other", "data": "other.parquet"}]}
     values = {**config_values(tmp_path, tmp_path), "rewards": rewards, "promotion": promotion, "evaluation": sets}
-    counts = {"train": 500, "eval": num_prompts, "eval-other": 300}
-    warnings = too_few_to_promote(parse_config(values), counts, zero_or_one)
+    config = parse_config(values)
+    metric = deciding_metric_of(config, zero_or_one)
+    warnings = too_few_to_promote(config, metric, {"held-out": num_prompts, "other": 300})
     assert bool(warnings) == warns
     if warns:
         name = rewards[-1]["function"].rpartition(":")[2]

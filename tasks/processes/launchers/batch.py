@@ -37,9 +37,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_core.config.run import RunConfig
-from tasks.processes.interpreter import training_python
 from tasks.processes.launchers.machines import Launcher, Machine, refuse_unfit
-from tasks.processes.run import TAIL_LINES, ProcessError, TakenError
+from tasks.processes.run import TAIL_LINES, ProcessError, TakenError, training_python
 from tasks.processes.signs_of_life import BEAT_SECONDS, ENDING_SECONDS, POLL_SECONDS, SILENCE_SECONDS, Signs
 from tasks.stages.errors import StageError
 from tasks.stages.files import write_text

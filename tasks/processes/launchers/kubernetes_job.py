@@ -10,7 +10,6 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError, GrpoError, install
 from grpo_core.system.descendants import KILL_SECONDS
 from tasks.processes.run import GRACE_SECONDS
@@ -45,15 +44,9 @@ class MissingClientError(GrpoError):
         )
 
 
-def check_template(config: RunConfig) -> None:
-    """Raises ConfigError if the training's pods cannot be made from launch.kubernetes, and MissingClientError if the
-    client, which validates Jobs, is not installed. Does nothing with another launcher."""
-    if config.launch.launcher == "kubernetes":
-        read_template(config.launch.kubernetes)
-
-
 def read_template(path: str) -> dict[str, Any]:
-    """Read the Job in the file, without the launcher's fields. Raises as `check_template` does."""
+    """Read the Job in the file, without the launcher's fields. Raises ConfigError if the training's pods cannot be made
+    from it, and MissingClientError if the client, which validates Jobs, is not installed."""
     try:
         template = yaml.safe_load(Path(path).read_text())
     except OSError as error:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_core.config.run import RunConfig
+from tasks.processes.machine import free_port
 from tasks.processes.run import GRACE_SECONDS
 from tasks.processes.training_machine import training_version
 from tasks.stages.errors import StageError
@@ -36,6 +37,12 @@ Launcher = Callable[[RunConfig, Path, float, Callable[[str], None]], AbstractCon
 """Gives RunConfig.num_machines machines, for one start of the processes. Each has to see the folder, which is in the
 run's directory. Raises StageError if they are not available within the given seconds, or do not see the folder. The
 function gets lines that say what is waited for."""
+
+
+@contextmanager
+def local(config: RunConfig, folder: Path, patience: float, say: Callable[[str], None]) -> Iterator[list[Machine]]:
+    """The launcher of this machine."""
+    yield [Machine("", [], "127.0.0.1", free_port())]
 
 
 def refuse_unfit(host: str, answer: dict[str, Any], folder: Path) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 from grpo_core.config.launch import host_name
 from grpo_core.config.run import RunConfig
 from grpo_core.system.files import umask
-from tasks.processes.interpreter import training_python
 from tasks.processes.launchers.machines import Machine, refuse_unfit
 from tasks.processes.relay import ENDING_SECONDS
+from tasks.processes.run import training_python
 from tasks.stages.errors import StageError
 
 # A host that is silent for 5 s × 4 is lost: about as long as a host waits for a sign of life.

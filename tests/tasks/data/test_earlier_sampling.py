@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from grpo_core.planning.ahead_forecast import EarlierSampling
-from tasks.data.earlier_sampling import earlier_sampling
+from tasks.data.forecast_inputs import earlier_sampling
 from tests.conftest import config_values, make_run
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_core.config.files import parse_config
 from grpo_core.planning.shapes import PromptLengths
-from tasks.data.first_prompts import FIRST, first_lengths
+from tasks.data.forecast_inputs import FIRST, first_lengths
 from tests.conftest import config_values
 
 

@@ -63,7 +63,5 @@ def test_validate_says_how_many_groups_there_are_and_warns_of_few(model_folder: 
     assert too_few_groups(config, {**screened.report, "num_groups": {"eval": 50}}) == []
     assert too_few_groups(config, {**screened.report, "num_groups": {}}) == []
     graded = parse_config({**values, "rewards": [{"function": "char_length"}]})
-    assert (
-        "with 4 groups in 'held-out' none can be promoted. Hold out 200 groups"
-        in (too_few_to_promote(graded, screened.report["num_groups"], [])[0])
-    )
+    [warning] = too_few_to_promote(graded, "reward", {"held-out": 4})
+    assert "with 4 groups in 'held-out' none can be promoted. Hold out 200 groups" in warning

@@ -14,10 +14,9 @@ from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from tasks.processes import machine
 from tasks.processes.gpu import MachineError
-from tasks.processes.interpreter import PYTHON, training_python
 from tasks.processes.launchers.batch import command
 from tasks.processes.launchers.ssh import remote_command
-from tasks.processes.run import run_process
+from tasks.processes.run import PYTHON, run_process, training_python
 from tasks.processes.training_machine import check_training_machine, training_packages, training_version
 from tests.conftest import config_values
 

@@ -19,7 +19,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.forecast import count_gpus
 from grpo_core.planning.hardware import Gpu
-from tasks.processes import job_servers, launch
+from tasks.processes import launch
 from tasks.processes.launchers.machines import Machine
 from tasks.processes.machine import free_port
 from tasks.processes.run import ProcessError, run_together
@@ -107,7 +107,7 @@ def test_servers_serve_a_training_are_restarted_where_they_are_and_end_with_it(
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(launch.LAUNCHERS, "slurm", slurm)
-    monkeypatch.setattr(job_servers, "serve", lambda run, *told: ["-c", SERVER, *map(str, told)])
+    monkeypatch.setattr(launch, "serve", lambda run, *told: ["-c", SERVER, *map(str, told)])
     (tmp_path / "training.py").write_text(TRAINING)
     lines: list[str] = []
     folder = tmp_path / "output"

@@ -21,7 +21,6 @@ from tasks.processes.launchers.kubernetes import describe, object_to_look_up
 from tasks.processes.launchers.kubernetes_job import (
     STOP_SECONDS,
     MissingClientError,
-    check_template,
     job_name,
     make_job,
     read_template,
@@ -108,7 +107,7 @@ def test_a_template_that_makes_no_training_is_refused_by_the_plan(template: Any,
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(template))
     with pytest.raises(ConfigError, match=rf"launch\.kubernetes=.*{message}"):
-        check_template(kubernetes_config(path))
+        read_template(str(path))
 
 
 @pytest.mark.parametrize(
@@ -119,14 +118,14 @@ def test_a_file_that_holds_no_template_is_refused(content: str | None, message: 
     if content:
         path.write_text(content)
     with pytest.raises(ConfigError, match=message):
-        check_template(kubernetes_config(path))
+        read_template(str(path))
 
 
 def test_a_missing_client_is_named_with_the_extra_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     monkeypatch.setitem(sys.modules, "kubernetes.client", None)
     with pytest.raises(MissingClientError, match=r"pip install -e '\.\[kubernetes\]'"):
-        check_template(kubernetes_config())
+        read_template(kubernetes_config().launch.kubernetes)
 
 
 @given(st.text("aZ0._-", max_size=199).map(lambda rest: f"R{rest}"))

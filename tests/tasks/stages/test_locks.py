@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from grpo_core.config.files import dump_config, load_config, parse_config
-from tasks.registry.model_lock import model_lock
+from tasks.registry.champion import model_lock
 from tasks.stages import locks
 from tasks.stages.locks import RunInUseError, locked
 from tasks.stages.run_directory import open_run
