@@ -38,8 +38,7 @@ from grpo_core.rollout.fallbacks import fallbacks
 from grpo_core.rollout.loading import check_lengths, read_prompts, start_configured
 from grpo_core.rollout.types import Engine, Lookahead
 from grpo_core.training.optimizer import learning_rate, make_optimizer
-from grpo_core.training.out_of_memory import OutOfMemoryRetry
-from grpo_core.training.pass_limit import first_limit
+from grpo_core.training.out_of_memory import OutOfMemoryRetry, first_limit
 from grpo_core.training.sync_probe import SHORTEST, Probe, probe_batch
 
 DATA_PARALLEL = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
