@@ -24,8 +24,8 @@ import pyarrow.parquet as pq
 from grpo_core import run_files
 from grpo_core.data.curriculum import write_rates
 from grpo_core.data.recording import FILE, facts, write_batch
+from grpo_core.rollout.batch_metrics import PHASES
 from grpo_core.rollout.collect import Sample
-from grpo_core.rollout.process_work import PHASES
 from grpo_core.rollout.records import conversation_columns, logged_columns, token_columns
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import naming, publish

@@ -33,9 +33,7 @@ from grpo_core.rewards.composition import check_curriculum, has_pass_rates
 from grpo_core.rewards.contract import rewards_of
 from grpo_core.rollout.collect import Scoring
 from grpo_core.rollout.conversations_ahead import ConversationsAhead
-from grpo_core.rollout.factory import make_engine
-from grpo_core.rollout.fallbacks import fallbacks
-from grpo_core.rollout.loading import check_lengths, read_prompts, start_configured
+from grpo_core.rollout.loading import check_lengths, fallbacks, make_engine, read_prompts, start_configured
 from grpo_core.rollout.types import Engine, Lookahead
 from grpo_core.training.optimizer import learning_rate, make_optimizer
 from grpo_core.training.out_of_memory import OutOfMemoryRetry, first_limit
