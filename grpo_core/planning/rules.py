@@ -179,7 +179,19 @@ def batch_problem(inputs: PlanInputs) -> str | None:
 
 def evaluation_problem(inputs: PlanInputs) -> str | None:
     """The broken rule of the evaluation batches, in systems that evaluate in batches."""
-    return next(_evaluation_problems(inputs), None)
+    b, w, g = inputs.per_device_eval_batch_size, inputs.num_processes, inputs.eval_generations
+    if b is None or g < 1:
+        return None
+    if b * w % g:
+        return (
+            f"per_device_eval_batch_size·num_processes={b}·{w}={b * w} is not divisible by the {g} generations of an "
+            "evaluation (num_generations_eval, or num_generations): an evaluation batch must hold whole groups"
+        )
+    there = inputs.num_eval_prompts
+    if not inputs.framework.fills_evaluation_batch or there is None or there >= b * w // g:
+        return None
+    prompts = f"{b * w // g} prompts ({b}·{w} completions / {g})"
+    return f"{there} evaluation prompts do not fill one evaluation batch of {prompts}"
 
 
 def warmup_problem(inputs: PlanInputs) -> str | None:
@@ -245,26 +257,6 @@ def _batch_problems(inputs: PlanInputs) -> Iterator[str]:
         yield (
             f"{inputs.num_prompts} prompts do not fill one generation batch of {inputs.prompt_batch // g} prompts "
             f"({inputs.prompt_batch} completions / num_generations {g}): the run would have no update"
-        )
-
-
-def _evaluation_problems(inputs: PlanInputs) -> Iterator[str]:
-    b, w, g = inputs.per_device_eval_batch_size, inputs.num_processes, inputs.eval_generations
-    if b is None or g < 1:
-        return
-    if b * w % g:
-        yield (
-            f"per_device_eval_batch_size·num_processes={b}·{w}={b * w} is not divisible by the {g} generations of an "
-            "evaluation (num_generations_eval, or num_generations): an evaluation batch must hold whole groups"
-        )
-    elif (
-        inputs.framework.fills_evaluation_batch
-        and inputs.num_eval_prompts is not None
-        and inputs.num_eval_prompts < b * w // g
-    ):
-        yield (
-            f"{inputs.num_eval_prompts} evaluation prompts do not fill one evaluation batch of {b * w // g} prompts "
-            f"({b}·{w} completions / {g})"
         )
 
 

@@ -177,7 +177,7 @@ def _next_requests(requests: Sequence[tuple[int, Request]], rows: int) -> dict[i
 
 
 class PlainCache:
-    """transformers' own cache with the methods of `GroupCache`, for models whose attention is not the plain one: one row
+    """transformers' own cache with the methods of `GroupCache`, for models whose attention is not the plain one: a row
     per completion, padded on the left."""
 
     def __init__(self, model: Any, prompts: list[list[int]], copies: list[int], max_tokens: int, pad_id: int):
