@@ -25,8 +25,8 @@ from grpo_core.errors import TrainingError
 from grpo_core.model.checkpoint_fit import left_out
 from grpo_core.model.loading import copy_of_trainable_state, load_model, with_adapter
 from grpo_core.model.logprobs import FUSED
-from grpo_core.model.parallelize import sharding
 from grpo_core.model.policy import Policy
+from grpo_core.model.sharded import sharding
 from grpo_core.planning.adapter import check_adapter
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.rewards.composition import check_curriculum, has_pass_rates
