@@ -10,7 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from grpo_core.planning.plan import Plan
 
 Rules = Literal["grpo", "trl-1.16", "trl-0.17", "trl-0.16", "swift-4.6"]
 
@@ -148,19 +151,14 @@ class PlanInputs:
     @property
     def rollouts(self) -> int:
         """Generation batches that the whole run samples."""
-        return rollouts_of(
-            self.total_updates,
-            self.updates_per_epoch,
-            self.rollouts_per_epoch,
-            self.gradient_accumulation_steps,
-            self.micro_steps_per_rollout,
-        )
+        return rollouts_of(self, self.total_updates)
 
 
-def rollouts_of(updates: int, updates_per_epoch: int, rollouts_per_epoch: int, a: int, micro_steps: int) -> int:
-    """Generation batches that the first `updates` updates read; `micro_steps`: those that one batch feeds."""
-    epochs, rest = divmod(updates, updates_per_epoch)
-    return epochs * rollouts_per_epoch + math.ceil(rest * a / micro_steps)
+def rollouts_of(plan: PlanInputs | Plan, updates: int) -> int:
+    """Generation batches that the first `updates` updates of a plan read."""
+    epochs, rest = divmod(updates, plan.updates_per_epoch)
+    micro_steps = rest * plan.gradient_accumulation_steps
+    return epochs * plan.rollouts_per_epoch + math.ceil(micro_steps / plan.micro_steps_per_rollout)
 
 
 def problems(inputs: PlanInputs) -> list[str]:

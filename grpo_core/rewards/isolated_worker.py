@@ -23,8 +23,7 @@ from grpo_core.config.inputs import RewardConfig
 from grpo_core.errors import RewardError
 from grpo_core.rewards.batch import Batch
 from grpo_core.rewards.contract import Reward, files_here, resolve_here
-from grpo_core.rewards.isolated import kind_names
-from grpo_core.rewards.random_draws import draws_state, set_draws_state
+from grpo_core.rewards.isolated import draws_state, kind_names, set_draws_state
 from grpo_core.rewards.scoring import checked, message_of, plain_answer
 from grpo_core.rewards.trl_arguments import CallLog
 from grpo_core.system.guard import OPEN_FILES, flush_output, guarded, limit_resources

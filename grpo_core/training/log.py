@@ -30,7 +30,6 @@ from grpo_core.rollout.records import conversation_columns, logged_columns, toke
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import naming, publish
 from grpo_core.system.progress import rank_name
-from grpo_core.training import health
 from grpo_core.training.health import Finding
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
@@ -127,9 +126,11 @@ class TrainingLog:
             write_rates(state.rates, self.output / run_files.PASS_RATES)
 
     def finding(self, finding: Finding) -> None:
-        """Record what the health policy found."""
+        """Record and print what the health policy found."""
         if self.accelerator.is_main_process:
-            health.record_finding(self.output / run_files.FINDINGS, finding)
+            with (self.output / run_files.FINDINGS).open("a") as file:
+                file.write(json.dumps(vars(finding)) + "\n")
+            print(f"health: {finding.message} [{finding.action.replace('_', ' ')}]", flush=True)
 
     def rewind(self, state: TrainingState) -> None:
         """Drop what was logged after `state`: those updates are done again."""
