@@ -19,11 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.errors import ConfigError
-from grpo_core.model.capabilities import decoder, make_packable, plain_output_layer
-from grpo_core.model.float32_logits import gives_float32_logits
-from grpo_core.model.gradients import check_recomputing, why_not_packed
+from grpo_core.model.capabilities import check_recomputing, decoder, make_packable, plain_output_layer, why_not_packed
 from grpo_core.model.loading import adapter_dropouts
-from grpo_core.model.logprobs import chosen_logprobs, over_logits
+from grpo_core.model.logprobs import chosen_logprobs, gives_float32_logits, over_logits
 from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
 from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.sequences import Sequences

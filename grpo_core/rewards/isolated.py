@@ -185,8 +185,8 @@ def _error_named(name: str) -> type[Exception]:
 
 
 def draws_state() -> dict[str, Any]:
-    """State of the random generators of Python and, if loaded, NumPy and torch (on the CPU), as values for JSON. It goes
-    between the training and a reward's process, so that the function draws the same in either, also after a resume."""
+    """State of the random generators of Python and, if loaded, NumPy and torch (on the CPU), as values for JSON: handed
+    on between the training and a reward's process, so that either draws the same, also after a resume."""
     state: dict[str, Any] = {"python": random.getstate()}
     if numpy := sys.modules.get("numpy"):
         kind, key, *rest = numpy.random.get_state()

@@ -32,7 +32,7 @@ from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.rewards.composition import check_curriculum, has_pass_rates
 from grpo_core.rewards.contract import rewards_of
 from grpo_core.rollout.collect import Scoring
-from grpo_core.rollout.conversations_ahead import ConversationsAhead
+from grpo_core.rollout.conversations import ConversationsAhead
 from grpo_core.rollout.loading import check_lengths, fallbacks, make_engine, read_prompts, start_configured
 from grpo_core.rollout.types import Engine, Lookahead
 from grpo_core.training.optimizer import learning_rate, make_optimizer

@@ -34,7 +34,7 @@ from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.sampling_ahead import choose_groups
 from grpo_core.rollout.checksums import checksums_of
 from grpo_core.rollout.requests import training_sampling, vllm_parameters
-from grpo_core.rollout.types import Completion, Request, Sampling, Stream, with_ages
+from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of
 from grpo_core.rollout.vllm.client import NO_WEIGHTS, OVER_4BIT, OVER_BASE, Server, Weights, token_versions
 from grpo_core.rollout.vllm.logprobs import HEAD, LOGPROBS_MODE
@@ -247,7 +247,9 @@ class VLLMServerEngine:
         self.loop.call_soon_threadsafe(self.router.stop)
 
     def _aged(self, found: list[Completion]) -> list[Completion]:
-        return [with_ages(each, self.version) for each in found]
+        """Return the completions with ages instead of versions."""
+        ages = ([self.version - then for then in each.versions or ()] for each in found)
+        return [replace(each, ages=own, versions=None) for each, own in zip(found, ages, strict=True)]
 
     def _submit(self, request: Request, sampling: Sampling, options: Mapping[str, Any]) -> Future[list[Completion]]:
         parameters = vllm_parameters(request, sampling)
