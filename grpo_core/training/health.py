@@ -70,8 +70,7 @@ def may_roll_back(config: HealthConfig) -> bool:
     return "roll_back" in (config.not_finite_action, *(rule.action for rule in _rules(config)))
 
 
-def _rules(config: HealthConfig) -> list[_Rule]:
-    c = config
+def _rules(c: HealthConfig) -> list[_Rule]:
     return [
         _Rule(
             "zero_advantages", "frac_reward_zero_std", 1, 1 - 1e-9, c.zero_advantages_steps, c.zero_advantages_action,

@@ -55,11 +55,12 @@ def measure(request: PaceRequest, started: float) -> Pace:
 
     from grpo_core.config.inputs import ModelConfig
     from grpo_core.data.prompts import load_tokenizer
-    from grpo_core.model.pretrained import from_pretrained
+    from grpo_core.model.pretrained import from_pretrained, without_weights
 
     keys = ModelConfig(**request.model)
     shape = from_pretrained(AutoConfig, keys.name_or_path, keys.revision)
-    parameters, layers = _parameters(shape), shape.get_text_config().num_hidden_layers
+    parameters = sum(parameter.numel() for parameter in without_weights(shape).parameters())
+    layers = shape.get_text_config().num_hidden_layers
     tokenizer = load_tokenizer(keys)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if parameters <= WHOLE or layers < FEWEST_LAYERS:
@@ -93,16 +94,6 @@ def measure(request: PaceRequest, started: float) -> Pace:
             + ("; without what a base of 4 bits takes" if keys.load_in_4bit else "")
         ),
     )
-
-
-def _parameters(shape: Any) -> int:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from grpo_core.model.pretrained import from_config
-
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in from_config(AutoModelForCausalLM, shape).parameters())
 
 
 def _load_whole(keys: Any, shape: Any) -> tuple[Any, bool]:
