@@ -157,12 +157,16 @@ class Policy(nn.Module):
 
         float32 whatever the model's dtype; 0 past a completion's end. The entropy has a gradient only when asked to.
         """
-        tokens, targets = inputs.tokens, inputs.targets
+        layer, targets, temperature = self.output_layer, inputs.targets, self.temperature
         with self.recomputing(), compiled():
-            if self.output_layer is None:
-                logprobs, entropy = _logprobs_and_entropy(self._own_logits(tokens), targets)
-            else:
-                logprobs, entropy = call_as_forward(self.model, self._chosen_logprobs, tokens, targets)
+            if layer is None:
+                logprobs, entropy = _logprobs_and_entropy(self._own_logits(inputs.tokens), targets)
+            else:  # without the model's own forward pass
+                logprobs, entropy = call_as_forward(
+                    self.model,
+                    lambda tokens: chosen_logprobs(self.hidden_states(tokens), layer.weight, targets, temperature),
+                    inputs.tokens,
+                )
         if not entropy_gradient:
             entropy = entropy.detach()
         return _in_rows(logprobs, inputs), _in_rows(entropy, inputs)
@@ -172,31 +176,22 @@ class Policy(nn.Module):
         self, inputs: PassInputs, figure: Callable[[Float32[Tensor, "n V"]], Float32[Tensor, " n"]]
     ) -> Float32[Tensor, "B T"]:
         """A figure of the logits, at the sampling temperature, that predict each completion token; 0 past its end."""
-        tokens = inputs.tokens
+        layer = self.output_layer
         with compiled():
-            if self.output_layer is None:
-                found = figure(self._own_logits(tokens))
+            if layer is None:
+                found = figure(self._own_logits(inputs.tokens))
             else:
-                found = call_as_forward(self.model, self._figure, tokens, figure)
+                found = call_as_forward(
+                    self.model,
+                    lambda tokens: over_logits(self.hidden_states(tokens), layer.weight, self.temperature, figure),
+                    inputs.tokens,
+                )
         return _in_rows(found, inputs)
-
-    def _figure(
-        self, tokens: PackedBatch | PaddedRows, figure: Callable[[Float32[Tensor, "n V"]], Float32[Tensor, " n"]]
-    ) -> Float32[Tensor, " N"]:
-        assert self.output_layer is not None
-        return over_logits(self.hidden_states(tokens), self.output_layer.weight, self.temperature, figure)
 
     def _own_logits(self, tokens: PackedBatch | PaddedRows) -> Float32[Tensor, "N V"]:
         """Logits of the completion tokens by the model's own forward pass."""
         logits = forward(self.model, input_ids=tokens.input_ids, use_cache=False).logits.flatten(0, 1)
         return logits[tokens.predicts].float() / self.temperature
-
-    def _chosen_logprobs(
-        self, tokens: PackedBatch | PaddedRows, targets: Int64[Tensor, " N"]
-    ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
-        """Log-probabilities of the targets and entropies, without the model's own forward pass."""
-        assert self.output_layer is not None
-        return chosen_logprobs(self.hidden_states(tokens), self.output_layer.weight, targets, self.temperature)
 
     def hidden_states(self, tokens: PackedBatch | PaddedRows) -> Float[Tensor, "N h"]:
         """Last hidden states that predict the completion tokens, row by row."""

@@ -120,7 +120,9 @@ def _memory(run: PlannedRun, completion: float) -> dict[str, Any]:
         check_engine_memory(run)
         check_host_memory(run)
     except ConfigError as error:
-        raise ConfigError("\n".join([str(error), *map(_would_fit, memory.get("remedies", []))])) from error
+        text = "would fit, with {} per GPU: {}"
+        found = [text.format(gib_text(each["peak_memory_gib"]), each["change"]) for each in memory.get("remedies", [])]
+        raise ConfigError("\n".join([str(error), *found])) from error
     return memory
 
 
@@ -183,10 +185,6 @@ def _ahead_rows(title: str, found: Mapping[str, Any]) -> Iterator[tuple[str, str
     yield title, f"max_staleness = {found['max_staleness']}; updates per hour {each}", found["how"]
     each = ", ".join(f"{servers}: {share:.0%}" for servers, share in waiting.items())
     yield "  vLLM servers", f"{found['servers']}; the trainer waits {each} of its time", ""
-
-
-def _would_fit(remedy: Mapping[str, Any]) -> str:
-    return f"would fit, with {gib_text(remedy['peak_memory_gib'])} per GPU: {remedy['change']}"
 
 
 def _sizes(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
