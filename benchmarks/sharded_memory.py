@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from benchmarks.command import parse
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
-from grpo_core.model import fused_logprobs, logprobs, parallelize
+from grpo_core.model import fused_logprobs, logprobs, sharded
 from grpo_core.model import policy as policies
 from grpo_core.model.capabilities import use_attention
 from grpo_core.model.sequences import Sequences
@@ -69,7 +69,7 @@ def simulated(model: dict[str, Any], processes: int, *, recomputed: bool, offloa
     dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (processes,))
-        with mock.patch.object(parallelize, "shard_mesh", lambda **_: mesh), _as_on_a_gpu():
+        with mock.patch.object(sharded, "shard_mesh", lambda **_: mesh), _as_on_a_gpu():
             return _peak_of_update(model, config)
     finally:
         dist.destroy_process_group()
@@ -79,7 +79,7 @@ def _peak_of_update(model: dict[str, Any], config: RunConfig) -> dict[str, int]:
     fake = FakeTensorMode()
     with fake:
         master = AutoModelForCausalLM.from_config(Qwen2Config(**model), dtype=torch.float32).eval()
-        shard = parallelize.sharding(config.train, frozen=False)
+        shard = sharded.sharding(config.train, frozen=False)
         assert shard is not None
         shard(master)
         optimizer = optimizers.make_optimizer(master, config.train)

@@ -168,13 +168,9 @@ def gathered_in_block(items: list[T], processes: int) -> list[list[T]]:
     return gathered([items])[first : first + processes]
 
 
-@waiting()
 def any_process(flag: bool) -> bool:
     """True if the flag is set on at least one process."""
-    raised = torch.tensor(int(flag))
-    if PartialState().num_processes > 1:
-        dist.all_reduce(raised, dist.ReduceOp.MAX, group=_control)
-    return bool(raised)
+    return bool(max_over_processes(int(flag)))
 
 
 @waiting()

@@ -45,7 +45,6 @@ os.environ.update(
 SHAPED = (
     "grpo_core.algorithm.losses",
     "grpo_core.algorithm.advantages",
-    "grpo_core.model.float32_logits",
     "grpo_core.model.logprobs",
     "grpo_core.model.policy",
     "grpo_core.model.sequences",

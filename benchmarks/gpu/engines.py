@@ -24,7 +24,7 @@ from benchmarks.gpu.trainings import KEPT, metrics_of, nothing_left, stopped_and
 from benchmarks.gpu.with_vllm_options import OPTIONS, with_options
 from benchmarks.side_ours import run_directory
 from benchmarks.workload import Workload, write
-from grpo_core.rollout.fallbacks import fallbacks
+from grpo_core.rollout.loading import fallbacks
 from grpo_core.rollout.types import Request, Sampling
 
 TRAIN = ("-m", "benchmarks.gpu.with_vllm_options")

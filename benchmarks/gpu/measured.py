@@ -31,7 +31,7 @@ from grpo_core.planning.memory import PlannedRun, peak_memory
 from grpo_core.planning.passes import Pass
 from grpo_core.planning.plan import load_plan
 from grpo_core.planning.shapes import load_shape
-from grpo_core.rollout.fallbacks import fallbacks
+from grpo_core.rollout.loading import fallbacks
 from grpo_core.training import loop
 from grpo_core.training import session as loaded_by
 from grpo_core.training.log import TrainingLog

@@ -125,10 +125,6 @@ def _check_file(file: Path, config: RunConfig, plan: Plan) -> None:
         )
 
 
-def _training_prompts(config: RunConfig) -> str:
-    return ", ".join(f"{key}.train={origin.train!r}" for key, origin in config.data.origins.items())
-
-
 def check_tokens(config: RunConfig, plan: Plan, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     """Raises ConfigError unless the recording has this tokenizer's token ids and the prompts of these rows."""
     ours = vocabulary(tokenizer)
@@ -140,9 +136,10 @@ def check_tokens(config: RunConfig, plan: Plan, tokenizer: Any, rows: Sequence[M
                 f"{config.model.name_or_path!r}; take a model with the tokenizer that it was recorded with"
             )
         table = pq.read_table(file, columns=["row", "prompt"])
+        origins = ", ".join(f"{key}.train={origin.train!r}" for key, origin in config.data.origins.items())
         for row, prompt in zip(*(table[name].to_pylist() for name in ("row", "prompt")), strict=True):
             if row >= len(rows) or rows[row]["prompt"] != prompt:
                 raise ConfigError(
-                    f"{file} has another prompt in row {row} than {_training_prompts(config)}: "
+                    f"{file} has another prompt in row {row} than {origins}: "
                     f"{str(prompt)[:200]!r}; train on the data that it was recorded with"
                 )

@@ -145,11 +145,6 @@ def _tagged(read: Callable[[str, Tools], ToolCall]) -> Form:
     return Form("<tool_call>", parts)
 
 
-def _hermes(body: str, tools: Tools) -> ToolCall:
-    """{"name": …, "arguments": {…}}"""
-    return _from_json(body, "arguments")
-
-
 def _xml(body: str, tools: Tools) -> ToolCall:
     """<function=NAME><parameter=KEY>value</parameter>…</function>"""
     _, opened, rest = body.partition("<function=")
@@ -231,7 +226,7 @@ SIGNS = (  # of a call in some family's form, or in a text about one
 PYTHON = {"True": True, "False": False, "None": None}  # how some templates write values other than text
 THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 FORMS = {
-    "hermes": _tagged(_hermes),
+    "hermes": _tagged(lambda body, _: _from_json(body, "arguments")),
     "xml": _tagged(_xml),
     "glm": _tagged(_glm),
     "mistral": Form("[TOOL_CALLS]", _mistral),

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from grpo_core.data.chat import without_gaps
 from grpo_core.environments.calls import ERROR, ToolCall
@@ -34,15 +34,14 @@ class Question:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(Protocol):
     """A turn of the policy: its tokens (the end token included), and whether the limit of tokens cut it off.
     `versions`: of the weights that sampled each token, if the engine says so."""
 
     ids: list[int]
     logprobs: list[float]
     truncated: bool
-    versions: Sequence[int] = ()
+    versions: list[int] | None
 
 
 @dataclass
@@ -104,7 +103,7 @@ def converse(row: Mapping[str, Any], seed: int, max_tokens: int, environments: E
             return talk
         while True:
             sampled: Sampled = yield Turn(talk.prompt_ids + talk.ids, left - len(talk.ids), said.turns)
-            _add(talk, sampled.ids, sampled.logprobs, sampled.versions)
+            _add(talk, sampled.ids, sampled.logprobs, sampled.versions or ())
             talk.truncated = sampled.truncated
             said.turns += 1
             text, calls = turns.read(sampled.ids, tools)

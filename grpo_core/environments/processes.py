@@ -151,7 +151,7 @@ class Environments:
         factories = {name: source_of(source) for name, source in config.factories.items()}
         setup = {
             "path": [str(Path(entry).absolute()) for entry in sys.path],
-            "tools": {name_of(source): source_of(source) for source in config.tools},
+            "tools": {source.rpartition(":")[2]: source_of(source) for source in config.tools},  # as a policy calls it
             "factories": factories,
             "args": {name: config.args_of(name) for name in factories},
             "memory_gib": config.memory_gib,
@@ -250,11 +250,6 @@ class Environments:
         with theirs:
             socket.send_fds(self.control, [b"."], [theirs.fileno()])
         return mine
-
-
-def name_of(source: str) -> str:
-    """The name by which the policy calls a tool."""
-    return source.rpartition(":")[2]
 
 
 def wait_for_any(environments: Sequence[Environment], seconds: float) -> None:

@@ -183,7 +183,7 @@ def _try(setting: Setting, name: str, rows: Rows, trial: _Trial, deadline: float
         try:
             shown = trial.reset.ask(environment, reset_request(name, place, row), limit)
             trial.shown.append(shown)
-            trial.reset.tokens.append(_reset_tokens(setting, row, shown))
+            trial.reset.tokens.append(len(setting.encode(row, shown)) - len(setting.encode(row)))
             if not _call_each(setting, environment, name, trial, broken, deadline):
                 continue
             what = "get_reward"
@@ -338,10 +338,6 @@ def _ask(environment: Environment, request: Row, limit: float) -> Any:
     if "raised" in answer:
         raise CallError(": ".join(answer["raised"]), is_lost=False)
     return answer["value"]
-
-
-def _reset_tokens(setting: Setting, row: Row, shown: str | None) -> int:
-    return len(setting.encode(row, shown)) - len(setting.encode(row))
 
 
 def _why(error: CallError, limit: float) -> str:

@@ -17,7 +17,6 @@ import os
 import pickle
 import random
 import re
-import resource
 import signal
 import socket
 import struct
@@ -27,22 +26,33 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_core.system.descendants import adopt_orphans, kill_descendants
-from grpo_core.system.guard import die_with_parent, guarded
+from grpo_core.system.guard import die_with_parent, flush_output, guarded, limit_resources
 from grpo_core.system.sandbox.verifier import NoVerdictError
 
 LONGEST_ANSWER = 1 << 16  # characters of a tool's answer: far more than fits into any context
 MAX_BYTES = 1 << 26  # of an attribute that a reward reads
 NO_TEXT = "which is no text"  # ends the error about an answer that is not text
-OPEN_FILES = 1024
 OWN = ("reset", "get_reward")  # methods of an environment that are not tools
 ADDRESS = re.compile(r" at 0x[0-9a-f]+>")  # in the text of an object that defines none
 
 
 class UnusableError(Exception):
     """An environment or tool that cannot be used; the message says why."""
+
+
+class Imported(NamedTuple):
+    """The tools and classes that the configuration names, and the arguments of the classes, by name."""
+
+    tools: Mapping[str, Callable[..., Any]]
+    factories: Mapping[str, Callable[..., Any]]
+    args: Mapping[str, Mapping[str, Any]]
+
+    def make(self, name: str) -> Any:
+        """Make an instance of a class."""
+        return self.factories[name](**self.args.get(name, {}))
 
 
 def main() -> None:
@@ -52,13 +62,13 @@ def main() -> None:
     if first is None:
         return
     setup = pickle.loads(receive(first) or b"")
-    args, sys.path[:] = setup["args"], setup["path"]
+    sys.path[:] = setup["path"]
     try:
-        tools = {name: found(source) for name, source in setup["tools"].items()}
-        factories = {name: found(source) for name, source in setup["factories"].items()}
+        tools, factories = ({name: found(it) for name, it in setup[kind].items()} for kind in ("tools", "factories"))
     except UnusableError as error:
         _send_json(first, {"refused": str(error)})
         return
+    code = Imported(tools, factories, setup["args"])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that ended children leave nothing to be waited for
 
     def start(connection: socket.socket, work: Callable[[], None]) -> None:
@@ -68,9 +78,9 @@ def main() -> None:
         connection.close()
 
     # Instances are made for the description in a process of its own: their threads, say, would break each later fork.
-    start(first, lambda: _send_json(first, describe(tools, factories, args) if setup["describes"] else {}))
+    start(first, lambda: _send_json(first, describe(code) if setup["describes"] else {}))
     while connection := _accept(control):
-        start(connection, partial(serve, connection, tools, factories, args))
+        start(connection, partial(serve, connection, code))
 
 
 def _run_under_keeper(connection: socket.socket, work: Callable[[], None], memory_gib: float) -> None:
@@ -98,7 +108,9 @@ def _run_and_end(work: Callable[[], None], memory_gib: float) -> None:
     try:
         die_with_parent()
         os.setsid()
-        _limit(memory_gib)
+        limit_resources(memory_gib)
+        with suppress(OSError):  # if memory runs out, this process is ended, not the training
+            Path("/proc/self/oom_score_adj").write_text("1000")
         work()
     except OSError:  # the connection is gone
         pass
@@ -108,26 +120,21 @@ def _run_and_end(work: Callable[[], None], memory_gib: float) -> None:
         os._exit(0)
 
 
-def serve(
-    connection: socket.socket,
-    tools: Mapping[str, Callable[..., Any]],
-    factories: Mapping[str, Callable[..., Any]],
-    args: Mapping[str, Mapping[str, Any]],
-) -> None:
+def serve(connection: socket.socket, code: Imported) -> None:
     """Answer the requests of one conversation after the other until the connection is closed."""
     me = os.getpid()
     _send_json(connection, {"pid": me})
     with asyncio.Runner() as runner:
-        instances = _Instances(tools, factories, args, runner)
+        instances = _Instances(code, runner)
         while (body := runner.run(_next(connection))) is not None:
             request = pickle.loads(body)
             if request["do"] == "rest":  # nothing waits for an answer: an error ends this process
-                _reset_tools(tools)
+                _reset_tools(code.tools)
                 continue
             answer = instances.answer(request)
             if os.getpid() != me:  # the user's code has forked, and the fork has returned from it too
                 os._exit(0)
-            _flush()
+            flush_output()
             _send_json(connection, {"to": request["number"], **answer})
 
 
@@ -146,14 +153,8 @@ async def _next(connection: socket.socket) -> bytes | None:
 class _Instances:
     """The tools and this process's environments, each made when a conversation first needs it."""
 
-    def __init__(
-        self,
-        tools: Mapping[str, Callable[..., Any]],
-        factories: Mapping[str, Callable[..., Any]],
-        args: Mapping[str, Mapping[str, Any]],
-        runner: asyncio.Runner,
-    ):
-        self.tools, self.factories, self.args, self.runner = tools, factories, args, runner
+    def __init__(self, code: Imported, runner: asyncio.Runner):
+        self.code, self.runner = code, runner
         self.made: dict[str, Any] = {}
         self.current: Any = None  # the conversation's environment
 
@@ -174,7 +175,7 @@ class _Instances:
             case "reset":
                 return self._reset(request["environment"], request["seed"], request["row"])
             case "call":
-                tool = self.tools.get(request["name"]) or getattr(self.current, request["name"])
+                tool = self.code.tools.get(request["name"]) or getattr(self.current, request["name"])
                 return text_of(self._settled(tool(**request["arguments"])))
             case "get":
                 value = getattr(self.current, request["name"])
@@ -185,10 +186,10 @@ class _Instances:
 
     def _reset(self, name: str, seed: int, row: Mapping[str, Any]) -> str | None:
         """Begin a conversation. Returns what the environment adds to the prompt."""
-        _reset_tools(self.tools)
+        _reset_tools(self.code.tools)
         _seed(seed)
-        if name in self.factories and name not in self.made:
-            self.made[name] = self.factories[name](**self.args.get(name, {}))
+        if name in self.code.factories and name not in self.made:
+            self.made[name] = self.code.make(name)
         self.current = self.made.get(name)
         added = None if self.current is None else self._settled(self.current.reset(**row))
         if not (added is None or isinstance(added, str)):
@@ -220,29 +221,21 @@ def text_of(value: Any) -> str:
     return text
 
 
-def describe(
-    tools: Mapping[str, Callable[..., Any]],
-    factories: Mapping[str, Callable[..., Any]],
-    args: Mapping[str, Mapping[str, Any]],
-) -> dict[str, Any]:
+def describe(code: Imported) -> dict[str, Any]:
     """Schemas of the tools, and of each environment's; or the reason why one cannot be used."""
     try:
-        return _described(tools, factories, args)
+        return _described(code)
     except UnusableError as error:
         return {"refused": str(error)}
 
 
-def _described(
-    tools: Mapping[str, Callable[..., Any]],
-    factories: Mapping[str, Callable[..., Any]],
-    args: Mapping[str, Mapping[str, Any]],
-) -> dict[str, Any]:
-    common = {name: schema(function, name) for name, function in tools.items()}
+def _described(code: Imported) -> dict[str, Any]:
+    common = {name: schema(function, name) for name, function in code.tools.items()}
     environments = {}
-    for name, factory in factories.items():
+    for name, factory in code.factories.items():
         shown = name or getattr(factory, "__name__", str(factory))
         try:
-            instance = factory(**args.get(name, {}))
+            instance = code.make(name)
         except (Exception, SystemExit) as error:
             raise UnusableError(f"the environment {shown} cannot be made: {type(error).__name__}: {error}") from error
         methods = [method for method, _ in inspect.getmembers(type(instance), inspect.isfunction)]
@@ -309,33 +302,11 @@ def _seed(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def _limit(memory_gib: float) -> None:
-    limits = {
-        resource.RLIMIT_DATA: int(memory_gib * 2**30),
-        resource.RLIMIT_NOFILE: OPEN_FILES,
-        resource.RLIMIT_CORE: 0,
-    }
-    for kind, value in limits.items():
-        allowed = resource.getrlimit(kind)[1]
-        value = value if allowed == resource.RLIM_INFINITY else min(value, allowed)
-        resource.setrlimit(kind, (value, value))
-    with suppress(OSError):  # if memory runs out, this process is ended, not the training
-        Path("/proc/self/oom_score_adj").write_text("1000")
-
-
 def _message(error: BaseException) -> str:
     try:
         return str(error)[:LONGEST_ANSWER].encode(errors="backslashreplace").decode()
     except Exception as unsaid:
         return f"(its text cannot be shown: its __str__ raises {type(unsaid).__name__})"
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except Exception:  # the user's code may have closed it
-            continue
 
 
 def _send_json(connection: socket.socket, message: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,6 @@ def _compare_on(name: str, samples: pl.DataFrame, config: RunConfig, policies: S
 def _metrics(config: RunConfig, scored_by: Sequence[str]) -> dict[str, Callable[[pl.DataFrame, str, str], np.ndarray]]:
     """Metric → its outcomes, given samples, set and policy. `scored_by`: the rewards of the prompts' source."""
     n, right = config.evaluation.num_samples, config.accuracy_reward
-    rewards = config.rewards
     names = [
         *DECIDING,
         *reward_means(scored_by),
@@ -69,14 +69,13 @@ def _metrics(config: RunConfig, scored_by: Sequence[str]) -> dict[str, Callable[
     if n > 1:
         names += [f"pass@{k}" for k in (*(2**i for i in range(n.bit_length()) if 2**i < n), n)]
 
-    def outcomes_of(metric: str) -> Callable[[pl.DataFrame, str, str], np.ndarray]:
-        return lambda samples, name, policy: outcomes(samples, name, policy, metric, rewards, right)
-
-    metrics = {metric: outcomes_of(metric) for metric in names}
+    found: dict[str, Callable[[pl.DataFrame, str, str], np.ndarray]] = {
+        metric: partial(outcomes, metric=metric, rewards=config.rewards, accuracy_reward=right) for metric in names
+    }
     if n > 1:
         pattern = config.evaluation.answer_pattern
-        metrics[f"majority@{n}"] = lambda samples, name, policy: majority(samples, name, policy, right, pattern)
-    return metrics
+        found[f"majority@{n}"] = partial(majority, accuracy_reward=right, answer_pattern=pattern)
+    return found
 
 
 def _figures(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 import numpy as np
@@ -186,16 +187,12 @@ def _pass_at(k: int, of_set: pl.DataFrame, scored: pl.Expr) -> np.ndarray:
 
 
 def _vote(drawn: Iterable[tuple[str, float | None]], answer_pattern: str | None) -> float:
-    votes: dict[str, int] = {}
-    rewards: dict[str, float | None] = {}
-    for completion, reward in drawn:
-        answer = _answer(completion, answer_pattern)
-        if answer is not None:
-            votes[answer] = votes.get(answer, 0) + 1
-            rewards.setdefault(answer, reward)
+    answers = ((_answer(completion, answer_pattern), reward) for completion, reward in drawn)
+    votes = [(answer, reward) for answer, reward in answers if answer is not None]
     if not votes:
         return 0.0
-    reward = rewards[max(votes, key=votes.__getitem__)]
+    [(winner, _)] = Counter(answer for answer, _ in votes).most_common(1)  # of equal counts, the first
+    reward = next(reward for answer, reward in votes if answer == winner)
     return np.nan if reward is None else float(reward == 1)
 
 

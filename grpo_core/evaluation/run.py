@@ -131,13 +131,11 @@ def outcomes_key(config: RunConfig, files: Mapping[str, Path], state: TrainerSta
 
 def _incompatible_part(base: Any, folder: Path, scoring: Scoring) -> str:
     """Part of the policy in `folder` that keeps the base's engine from sampling from it; "" if there is none."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
-    from grpo_core.model.pretrained import from_config, from_pretrained
+    from grpo_core.model.pretrained import from_pretrained, without_weights
 
-    with torch.device("meta"):  # the weights of another architecture are not even read
-        model = from_config(AutoModelForCausalLM, from_pretrained(AutoConfig, folder))
+    model = without_weights(from_pretrained(AutoConfig, folder))  # those of another architecture are not even read
     shapes = [{name: weights.shape for name, weights in each.named_parameters()} for each in (base, model)]
     if shapes[0] != shapes[1]:
         return "architecture"

@@ -16,13 +16,11 @@ from grpo_core.distributed import own_range
 from grpo_core.evaluation.samples import Columns, answer_columns
 from grpo_core.model.divergence import mean_kl
 from grpo_core.model.loading import load_model, load_starting_policy
-from grpo_core.model.parallelize import sharding
+from grpo_core.model.sharded import sharding
 from grpo_core.rewards.contract import rewards_of
 from grpo_core.rewards.trl_arguments import UNKNOWN_PLAN, TrainerState
 from grpo_core.rollout.collect import Sample, Scoring, sample_and_score, share_samples
-from grpo_core.rollout.factory import make_engine
-from grpo_core.rollout.fallbacks import fallbacks
-from grpo_core.rollout.loading import check_lengths, read_prompts, start_configured
+from grpo_core.rollout.loading import check_lengths, fallbacks, make_engine, read_prompts, start_configured
 from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
 from grpo_core.rollout.types import Engine
 

@@ -1,4 +1,5 @@
-"""What a model's architecture allows: found out once, by trying it."""
+"""What a model's architecture allows: found out once, by trying it on random tokens, as many as the run's longest
+sequence has, or fewer with the model's own lengths shortened."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_core.errors import ConfigError
-from grpo_core.model.float32_logits import Float32Logits
+from grpo_core.model.logprobs import Float32Logits
 from grpo_core.model.packed_attention import Kind, pack_batch, packed_states, use_attention
 from grpo_core.model.sequences import Sequences
 from grpo_core.model.sharded import call_as_forward, forward
@@ -24,10 +25,16 @@ LONGEST = 512  # tokens of the longest sequences that are tried: in float32, a s
 # Qwen 4), and the tokens after which Llama 4 scales queries by their position.
 THRESHOLDS = ("index_topk", "index_topk_blocks", "topk_blocks", "indexer_budget", "token_budget", "block_topk")
 THRESHOLDS += ("floor_scale",)
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # relative, between two ways to compute the same
+# Relative, between two ways to compute the same states or logits, and the same gradients; and between gradients by the
+# same kernels on the same values.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}
+GRADIENT_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+SAME_KERNELS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 # Deep models in bfloat16 differ by more from rounding alone: this times the difference between transformers' eager and
 # fused attention is allowed. At 28 layers a correct packed batch had 1.0 times that, one that mixes completions 10+.
 ROUNDING = 3.0
+SHORTEST = 16  # tokens of a probe of gradients that are tried at least when memory runs out
+COMPARED = 2**17  # elements of the smallest trained parameters, whose gradients are compared
 NOT_TO_ALL = "a layer attends to a window of tokens only, or carries a state"
 
 
@@ -183,10 +190,10 @@ def _first_match(model: Any, kinds: Sequence[Kind], sequences: Sequences) -> tup
                 packed = call_as_forward(model, packed_states, inner, batch)
                 if packed.requires_grad:
                     packed.sum().backward()
-            difference, allowed = _difference(packed, plain), TOLERANCE[plain.dtype]
+            difference, allowed = relative_difference(packed, plain), TOLERANCE[plain.dtype]
             if not difference < allowed:
                 config._attn_implementation = "eager"
-                allowed = max(allowed, ROUNDING * _difference(call_as_forward(model, states), plain))
+                allowed = max(allowed, ROUNDING * relative_difference(call_as_forward(model, states), plain))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever another architecture, a kernel or a compiler raises
@@ -207,6 +214,78 @@ def shown(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference, relative to that of `expected`."""
-    return float((found - expected).norm() / expected.norm())
+def why_not_packed(policy: Any) -> str:
+    """Reason why packed passes give other gradients than padded rows; "" if they give the same."""
+    if not (parameters := _parameters(policy)):
+        return ""
+    config, dtype = policy.decoder.config, parameters[0].dtype
+    packed = _gradient(policy, parameters, PROBED)
+    policy.packs, usual = False, config._attn_implementation
+    try:
+        padded = _gradient(policy, parameters, PROBED)
+        difference, allowed = relative_difference(packed, padded), GRADIENT_TOLERANCE[dtype]
+        if not difference < allowed and dtype != torch.float32:  # rounding may send a token to other experts
+            config._attn_implementation = "eager"
+            allowed = max(allowed, ROUNDING * relative_difference(_gradient(policy, parameters, PROBED), padded))
+    finally:
+        policy.packs, config._attn_implementation = True, usual
+    return "" if difference < allowed else f"gradients differ by {difference:.2g}, and {allowed:.2g} is allowed"
+
+
+def check_recomputing(policy: Any) -> None:
+    """Raises ConfigError if recomputed activations change gradients. One sequence is tried, and where memory runs out,
+    as it may have done before in the training, a shorter one: torch.OutOfMemoryError if there is no room for any."""
+    if not (parameters := _parameters(policy)):
+        return
+    layers, longest = policy.recomputed, LONGEST
+    while True:
+        policy.recomputed = 0
+        try:
+            kept = _gradient(policy, parameters, longest, sequences=1)
+            break
+        except torch.OutOfMemoryError:
+            if longest <= SHORTEST:
+                raise
+            longest //= 2
+        finally:
+            policy.recomputed = layers
+    difference = relative_difference(_gradient(policy, parameters, longest, sequences=1), kept)
+    if not difference < SAME_KERNELS[parameters[0].dtype]:
+        raise ConfigError(
+            f"{type(policy.master).__name__} has other gradients when activations are computed again, by "
+            f"{difference:.0%}: its layers do not give the same twice. Set train.gradient_checkpointing to false, with "
+            "a smaller train.max_tokens_per_pass if memory runs out, or choose another model"
+        )
+
+
+def _parameters(policy: Any) -> list[Tensor]:
+    """The smallest trained parameters: one at least, up to COMPARED elements. None of a sharded model, whose gradients
+    come in shards, nor of a frozen one."""
+    if policy.is_sharded:
+        return []
+    trained = sorted((each for each in policy.model.parameters() if each.requires_grad), key=Tensor.numel)
+    filled = torch.tensor([each.numel() for each in trained]).cumsum(0).tolist()
+    return [each for place, each in enumerate(trained) if not place or filled[place] <= COMPARED]
+
+
+def _gradient(policy: Any, parameters: list[Tensor], longest: int, sequences: int = 3) -> Tensor:
+    """Gradient of a random projection of hidden states, of the first of three completions of two prompts. The first
+    fills the run's longest sequence, or `longest` tokens that are to the model what it is. (elements,)"""
+    width = probe_width(policy.decoder.config, policy.max_length, longest)
+    prompt, completion = width // 2, width - width // 2
+    prompts, completions = torch.tensor([prompt, prompt, min(prompt, 3)]), torch.tensor([completion, prompt, 1])
+    ids = random_ids(policy.model, (3, width))
+    ids[1, :prompt] = ids[0, :prompt]
+    tried = (ids, prompts, completions, torch.tensor([0, 0, 1]))
+    inputs = policy.prepare(Sequences(*(each[:sequences] for each in tried)))
+    with shortened(policy.model, width, policy.max_length), torch.enable_grad(), policy.recomputing():
+        states = policy.hidden_states(inputs.tokens)
+        generator = torch.Generator().manual_seed(1)
+        weights = torch.randn(states.shape, generator=generator).to(states.device)
+        found = torch.autograd.grad((states.float() * weights).sum(), parameters, allow_unused=True)
+    return torch.cat([each.float().flatten() for each in found if each is not None])
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference, relative to that of `expected`; 0 if both are 0."""
+    return float((found - expected).norm() / expected.norm()) if expected.any() or found.any() else 0.0

@@ -16,7 +16,7 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from grpo_core.config.memory_bounds import chunk_tokens
-from grpo_core.model.float32_logits import float32_product
+from grpo_core.model.logprobs import float32_product
 
 BLOCK = 8192  # logits of a row that a program holds at a time
 WARPS = 16

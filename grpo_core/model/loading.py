@@ -31,8 +31,8 @@ from grpo_core.distributed import (
 from grpo_core.errors import ConfigError
 from grpo_core.model.capabilities import decoder
 from grpo_core.model.checkpoint_fit import misfit, not_finite
-from grpo_core.model.float32_logits import make_logits_float32
 from grpo_core.model.four_bit import dequantised, keep_gradients, nf4_config, take_dequantised
+from grpo_core.model.logprobs import make_logits_float32
 from grpo_core.model.precision import make_bfloat16
 from grpo_core.model.pretrained import from_pretrained, give_logits_alone
 

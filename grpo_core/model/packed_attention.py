@@ -236,14 +236,8 @@ class _Gather(torch.autograd.Function):
         return gradient.new_zeros(ctx.size, *gradient.shape[1:]).index_copy_(0, places, gradient), None
 
 
-class _Repeat(torch.autograd.Function):
+class _Repeat(_Gather):
     """Take rows at places that may repeat; the gradients of each row add up in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.size = len(x)
-        return x.index_select(0, places)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -1,11 +1,12 @@
-"""The policy: load the model, LoRA, and the log-probabilities of completions under it."""
+"""The policy: the log-probabilities of completions under a model, perhaps with compiled layers."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -13,16 +14,14 @@ from typing import Any
 import torch
 from jaxtyping import Float, Float32, Int, Int64
 from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.errors import ConfigError
-from grpo_core.model.capabilities import decoder, make_packable, plain_output_layer
-from grpo_core.model.compilation import compile_layers, compiled
-from grpo_core.model.float32_logits import gives_float32_logits
-from grpo_core.model.gradients import check_recomputing, why_not_packed
+from grpo_core.model.capabilities import check_recomputing, decoder, make_packable, plain_output_layer, why_not_packed
 from grpo_core.model.loading import adapter_dropouts
-from grpo_core.model.logprobs import chosen_logprobs, over_logits
+from grpo_core.model.logprobs import chosen_logprobs, gives_float32_logits, over_logits
 from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
 from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.sequences import Sequences
@@ -30,6 +29,7 @@ from grpo_core.model.sharded import call_as_forward, forward, is_sharded
 from grpo_core.model.to_device import to_device
 
 OWN_LOGITS = "its logits are not those of a linear layer alone"
+_scoring = ContextVar("_scoring", default=False)
 
 
 def _logprobs_and_entropy(
@@ -157,12 +157,16 @@ class Policy(nn.Module):
 
         float32 whatever the model's dtype; 0 past a completion's end. The entropy has a gradient only when asked to.
         """
-        tokens, targets = inputs.tokens, inputs.targets
+        layer, targets, temperature = self.output_layer, inputs.targets, self.temperature
         with self.recomputing(), compiled():
-            if self.output_layer is None:
-                logprobs, entropy = _logprobs_and_entropy(self._own_logits(tokens), targets)
-            else:
-                logprobs, entropy = call_as_forward(self.model, self._chosen_logprobs, tokens, targets)
+            if layer is None:
+                logprobs, entropy = _logprobs_and_entropy(self._own_logits(inputs.tokens), targets)
+            else:  # without the model's own forward pass
+                logprobs, entropy = call_as_forward(
+                    self.model,
+                    lambda tokens: chosen_logprobs(self.hidden_states(tokens), layer.weight, targets, temperature),
+                    inputs.tokens,
+                )
         if not entropy_gradient:
             entropy = entropy.detach()
         return _in_rows(logprobs, inputs), _in_rows(entropy, inputs)
@@ -172,31 +176,22 @@ class Policy(nn.Module):
         self, inputs: PassInputs, figure: Callable[[Float32[Tensor, "n V"]], Float32[Tensor, " n"]]
     ) -> Float32[Tensor, "B T"]:
         """A figure of the logits, at the sampling temperature, that predict each completion token; 0 past its end."""
-        tokens = inputs.tokens
+        layer = self.output_layer
         with compiled():
-            if self.output_layer is None:
-                found = figure(self._own_logits(tokens))
+            if layer is None:
+                found = figure(self._own_logits(inputs.tokens))
             else:
-                found = call_as_forward(self.model, self._figure, tokens, figure)
+                found = call_as_forward(
+                    self.model,
+                    lambda tokens: over_logits(self.hidden_states(tokens), layer.weight, self.temperature, figure),
+                    inputs.tokens,
+                )
         return _in_rows(found, inputs)
-
-    def _figure(
-        self, tokens: PackedBatch | PaddedRows, figure: Callable[[Float32[Tensor, "n V"]], Float32[Tensor, " n"]]
-    ) -> Float32[Tensor, " N"]:
-        assert self.output_layer is not None
-        return over_logits(self.hidden_states(tokens), self.output_layer.weight, self.temperature, figure)
 
     def _own_logits(self, tokens: PackedBatch | PaddedRows) -> Float32[Tensor, "N V"]:
         """Logits of the completion tokens by the model's own forward pass."""
         logits = forward(self.model, input_ids=tokens.input_ids, use_cache=False).logits.flatten(0, 1)
         return logits[tokens.predicts].float() / self.temperature
-
-    def _chosen_logprobs(
-        self, tokens: PackedBatch | PaddedRows, targets: Int64[Tensor, " N"]
-    ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
-        """Log-probabilities of the targets and entropies, without the model's own forward pass."""
-        assert self.output_layer is not None
-        return chosen_logprobs(self.hidden_states(tokens), self.output_layer.weight, targets, self.temperature)
 
     def hidden_states(self, tokens: PackedBatch | PaddedRows) -> Float[Tensor, "N h"]:
         """Last hidden states that predict the completion tokens, row by row."""
@@ -261,3 +256,52 @@ def _outermost_layers(model: nn.Module) -> list[nn.Module]:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
     return [layer for layer in layers if id(layer) not in inner]
+
+
+def compile_layers(layers: Iterable[nn.Module]) -> list[str]:
+    """Compile layers of one class in place when a pass of the policy first calls them; they share the compiled code.
+    Sampling with the same layers stays as it is: its cache differs from layer to layer and from step to step, so that
+    it would be compiled again and again.
+
+    All sizes are dynamic, so that passes of other lengths are not compiled again. If torch's limit of compilations is
+    reached all the same, the layers that need one more run uncompiled from then on, which is printed, and is in the
+    list that is returned; others stay as they are, since what a backward pass computes again must be the same.
+    """
+    given_up: list[str] = []
+    for layer in layers:
+        compiled = torch.compile(layer.forward, dynamic=True)
+        layer.forward = partial(_forward, layer, layer.forward, compiled, given_up)
+    return given_up
+
+
+@contextmanager
+def compiled() -> Iterator[None]:
+    """Inside, passes without a gradient run compiled code too, as those with one always do."""
+    token = _scoring.set(True)
+    try:
+        yield
+    finally:
+        _scoring.reset(token)
+
+
+def _forward(
+    layer: nn.Module,
+    plain: Callable[..., Any],
+    compiled: Callable[..., Any],
+    given_up: list[str],
+    *arguments: Any,
+    **keys: Any,
+) -> Any:
+    # With gradients: sampling has none, and what is computed again in a backward pass is outside of `compiled`.
+    if not (torch.is_grad_enabled() or _scoring.get()):
+        return plain(*arguments, **keys)
+    try:
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            return compiled(*arguments, **keys)
+    except FailOnRecompileLimitHit as error:
+        layer.forward = plain
+        if not given_up:
+            why, *_ = str(error.__cause__ or error).split("\n\n")
+            given_up.append(f"layers run uncompiled: {why}")
+            print(f"train.torch_compile: from now on {given_up[0]}", flush=True)
+        return plain(*arguments, **keys)

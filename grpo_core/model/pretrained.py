@@ -34,6 +34,15 @@ def from_config(kind: Any, config: Any, **options: Any) -> Any:
     return model
 
 
+def without_weights(config: Any) -> Any:
+    """Make a causal language model of this configuration whose weights take no memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return from_config(AutoModelForCausalLM, config)
+
+
 def give_logits_alone(model: Any) -> None:
     """Make the model's passes give the logits by name, and nothing beside them that its configuration asks for. What
     that was is kept as `model.asked_outputs`: (name of the part, "" for the whole; key; value)."""

@@ -87,12 +87,8 @@ def pack(sequences: Sequences, tokens: int, *, share_prompts: bool) -> Iterator[
 
 def prompts_of(sequences: Sequences) -> tuple[list[int], list[int]]:
     """Return the first row of each different prompt, and for each row the index of its prompt among these."""
-    places: dict[int, int] = {}
-    firsts: list[int] = []
-    owners: list[int] = []
-    for row, prompt in enumerate(sequences.prompt_of.tolist()):
-        if prompt not in places:
-            places[prompt] = len(firsts)
-            firsts.append(row)
-        owners.append(places[prompt])
-    return firsts, owners
+    prompts, firsts = sequences.prompt_of.tolist(), dict[int, int]()
+    for row, prompt in enumerate(prompts):
+        firsts.setdefault(prompt, row)
+    places = {prompt: place for place, prompt in enumerate(firsts)}
+    return [*firsts.values()], [places[prompt] for prompt in prompts]

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from grpo_core.model.pretrained import from_config, from_pretrained
+from grpo_core.model.pretrained import from_config, from_pretrained, without_weights
 
 LAYERS, VOCABULARY = 2, 512
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
@@ -37,7 +37,7 @@ def write_small_copy(path: Path | str, revision: str | None, folder: Path, limit
     its weights take more than `limit` bytes, and what transformers raises for an architecture that cannot be made
     small."""
     config = small_config(from_pretrained(AutoConfig, path, revision))
-    shape = _without_weights(config)
+    shape = without_weights(config)
     size = sum(weights.numel() for weights in shape.state_dict().values()) * torch.float32.itemsize
     if size > limit:
         raise ValueError(f"{LAYERS} layers take {size:,} bytes, and {limit:,} are the most for a copy")
@@ -59,7 +59,7 @@ def small_config(config: Any) -> Any:
         for part in _parts(small):
             _make_small(part, factor)
         try:
-            _without_weights(type(small).from_dict(small.to_dict()))  # which checks more than changing it does
+            without_weights(type(small).from_dict(small.to_dict()))  # which checks more than changing it does
         except Exception:  # of whatever kind: a width that the architecture does not take, or (by 1) its own fault
             if factor == 1:
                 raise
@@ -104,11 +104,6 @@ def _make_small(part: Any, factor: int) -> None:
 
 def _first(values: Mapping[str, Any], names: Sequence[str]) -> int:
     return next((values[name] for name in names if isinstance(values.get(name), int)), 0)
-
-
-def _without_weights(config: Any) -> Any:
-    with torch.device("meta"):
-        return from_config(AutoModelForCausalLM, config)
 
 
 def _parts(config: Any) -> Iterator[Any]:

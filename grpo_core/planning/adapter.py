@@ -20,28 +20,9 @@ from grpo_core.planning.shapes import ForecastError, config_file
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in configurations of mixtures of experts
 VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can make room for
-# Keys of peft's adapter_config.json beside those that [model] describes, with the value that leaves a plain LoRA. A key
-# that is not here, of another peft, has to be null, false or empty.
-PLAIN: dict[str, Any] = {
-    "bias": "none",
-    "init_lora_weights": True,
-    "use_dora": False,
-    "use_qalora": False,
-    "lora_bias": False,
-    "alpha_pattern": {},
-    "rank_pattern": {},
-    "layer_replication": None,
-    "trainable_token_indices": None,
-    "alora_invocation_tokens": None,
-    "arrow_config": None,
-    "kasa_config": None,
-    "megatron_config": None,
-    "monteclora_config": None,
-    "use_bdlora": None,
-    "velora_config": None,
-}
-# Their values change nothing: they describe the file, say how the adapter was drawn or trained, follow from the base's
-# layers, or go with a key above. Which layers are adapted, its tensors say too.
+# Keys of peft's adapter_config.json whose values change nothing: they describe the file, say how the adapter was drawn
+# or trained, follow from the base's layers, or go with another key. Which layers are adapted, its tensors say too.
+# Other keys, but for those of DESCRIBED, have to be null, false or empty in a plain LoRA: a new peft may bring more.
 HARMLESS = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
     *("task_type", "runtime_config", "lora_dropout", "corda_config", "eva_config", "loftq_config", "lora_ga_config"),
@@ -126,7 +107,7 @@ def _not_plain(saved: Mapping[str, Any]) -> Iterator[str]:
         if key == "init_lora_weights":
             plain = value in DRAWN
         else:
-            plain = not value or value == PLAIN.get(key) or key in (*HARMLESS, *DESCRIBED)
+            plain = not value or (key, value) == ("bias", "none") or key in (*HARMLESS, *DESCRIBED)
         if not plain:
             yield f"{key} = {value!r}"
 

@@ -72,10 +72,8 @@ def advise(config: RunConfig, plan: Plan, earlier: EarlierSampling, slots: int) 
     numbers of servers the share of its time that the trainer then waits for completions; with `how` it was made.
     `slots`: sequences that a copy of the model samples together."""
     slots *= config.rollout.vllm_data_parallel_size
-    speed, own = (
-        fit_speed(earlier, slots),
-        max(len(config.rollout.vllm_server_base_urls), config.rollout.vllm_num_servers),
-    )
+    speed = fit_speed(earlier, slots)
+    own = max(len(config.rollout.vllm_server_base_urls), config.rollout.vllm_num_servers)
     groups = _groups(earlier.batches, plan, config.rollout.max_completion_length)
     prompt_tokens = mean(batch.prompt_tokens for batch in earlier.batches)
 

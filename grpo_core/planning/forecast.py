@@ -1,26 +1,28 @@
-"""Forecasts of a planned run: memory, time, and the share of groups with a signal, each with how it was made.
+"""Forecasts of a planned run: memory, communication, time, and the share of groups with a signal, each with how it
+was made.
 
 Forecasts are estimates; the plan is exact. Imports no torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.ahead_forecast import CPU_SLOTS, GPU_SLOTS, EarlierSampling, advise
-from grpo_core.planning.communication import communication
-from grpo_core.planning.hardware import Gpu
-from grpo_core.planning.memory import PlannedRun, check_engine_memory, check_host_memory, peak_memory
+from grpo_core.planning.hardware import BETWEEN_MACHINES, TO_HOST, WITHIN_MACHINE, Gpu
+from grpo_core.planning.memory import PlannedRun, check_engine_memory, check_host_memory, moments, peak_memory
 from grpo_core.planning.pace import NOT_VALIDATED, Pace, Throughput, ValidatedCosts
 from grpo_core.planning.passes import passes_per_update
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.remedies import NOTHING_FITS, remedies
-from grpo_core.planning.shapes import ForecastError, PromptLengths, load_shape
-from grpo_core.planning.wall_time import wall_time
-from grpo_core.system.memory import gib_text
+from grpo_core.planning.shapes import ForecastError, PromptLengths, adapter_parameters, load_shape
+from grpo_core.planning.sharding import FLOAT, per_machine, sharing_processes, width
+from grpo_core.planning.wall_time import scorings, wall_time
+from grpo_core.system.memory import GIB, gib_text
 
 TITLES = {
     "gpus": "GPUs",
@@ -118,7 +120,9 @@ def _memory(run: PlannedRun, completion: float) -> dict[str, Any]:
         check_engine_memory(run)
         check_host_memory(run)
     except ConfigError as error:
-        raise ConfigError("\n".join([str(error), *map(_would_fit, memory.get("remedies", []))])) from error
+        text = "would fit, with {} per GPU: {}"
+        found = [text.format(gib_text(each["peak_memory_gib"]), each["change"]) for each in memory.get("remedies", [])]
+        raise ConfigError("\n".join([str(error), *found])) from error
     return memory
 
 
@@ -183,13 +187,67 @@ def _ahead_rows(title: str, found: Mapping[str, Any]) -> Iterator[tuple[str, str
     yield "  vLLM servers", f"{found['servers']}; the trainer waits {each} of its time", ""
 
 
-def _would_fit(remedy: Mapping[str, Any]) -> str:
-    return f"would fit, with {gib_text(remedy['peak_memory_gib'])} per GPU: {remedy['change']}"
-
-
 def _sizes(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     return ((f"  {part}", gib_text(size), "") for part, size in found["parts_gib"].items() if size)
 
 
 def _duration(hours: float) -> str:
     return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min" if hours >= 1 / 60 else f"{3600 * hours:.1f} s"
+
+
+def communication(run: PlannedRun, passes: int) -> dict[str, Any]:
+    """Bytes between GPUs per update of that many `passes`, and the seconds that they take by themselves.
+
+    Parts: `gathered`, the weights that a process receives; `reduced`, the gradients that it sends, in float32;
+    `between_machines`, what a machine receives from the others; `offloaded`, the moments that come from the host's
+    memory and go back. A pass gathers the layers twice (forward, backward) and the rest once, and reduces all
+    gradients; without sharding, and of an adapter, they are reduced once per update. The pass without an adapter's
+    dropout gathers every weight once more. Scoring
+    (old and reference log-probabilities) and the hand-over to the engine gather every weight once.
+    """
+    config, plan, shape, gpu = run.config, run.plan, run.shape, run.gpu
+    lora, sharding = config.model.use_peft, config.train.sharding
+    processes, sharing = plan.num_processes, sharing_processes(config, gpu)
+    machines = math.ceil(processes / per_machine(config, gpu))
+    rollouts = plan.rollouts / plan.max_steps
+    scored = plan.steps_per_generation * scorings(config, plan)
+    weights = 0.0
+    if sharding != "none":
+        numbers: float = passes * (2 * shape.parameters - shape.outside)
+        numbers += passes * shape.parameters * (config.model.lora_dropout > 0)
+        numbers += rollouts * (scored + (not lora)) * shape.parameters
+        weights = width(config) * numbers
+    trained = adapter_parameters(shape, config) if lora else shape.parameters
+    gradients = FLOAT * trained * (1 if lora or sharding == "none" else passes)
+    if lora or sharding == "none":  # an all-reduce: everything goes around twice
+        reduced, crossing = 2 * _others_fraction(processes) * gradients, 2.0 * gradients
+    elif sharding == "full":
+        reduced, crossing = _others_fraction(processes) * gradients, gradients
+    else:
+        reduced = _others_fraction(sharing) * gradients + 2 * _others_fraction(machines) * gradients / sharing
+        crossing = 2 * gradients
+    crossing = _others_fraction(machines) * (crossing + weights * (sharding == "full"))
+    gathered = _others_fraction(sharing) * weights
+    offloaded = 2 * moments(run) * (config.train.offload == "optimizer")
+    found = {"gathered": gathered, "reduced": reduced, "between_machines": crossing, "offloaded": offloaded}
+    assumed = [f"{WITHIN_MACHINE / 1e9:g} GB/s per GPU within a machine"] * (processes > 1)
+    assumed += [f"{BETWEEN_MACHINES / 1e9:g} GB/s per machine to the others"] * (machines > 1)
+    assumed += [f"{TO_HOST / 1e9:g} GB/s between a GPU and its host's memory"] * bool(offloaded)
+    seconds = (gathered + reduced) / WITHIN_MACHINE + crossing / BETWEEN_MACHINES + offloaded / TO_HOST
+    return {
+        "seconds_per_update": seconds,
+        "parts_gib": {name: size / GIB for name, size in found.items()},
+        "passes_per_update": passes,
+        "how": (
+            f"estimate for {processes} process{'es' * (processes > 1)} on {machines} machine{'s' * (machines > 1)}, "
+            f"per process; {passes} passes per update, fewer if completions are short; assumed, not measured: "
+            f"{', '.join(assumed)}"
+            + "; computation hides part of it" * (processes > 1)
+            + ", but not of the way to the host and back" * (processes > 1 and offloaded > 0)
+        ),
+    }
+
+
+def _others_fraction(processes: int) -> float:
+    """Fraction of an array that other processes hold if all processes hold equal parts of it."""
+    return (processes - 1) / processes

@@ -103,13 +103,7 @@ class Plan:
 
     def counts(self, updates: int) -> dict[str, int]:
         """Generation batches, prompts seen and dropped, and completions of the first `updates` updates."""
-        rollouts = rollouts_of(
-            updates,
-            self.updates_per_epoch,
-            self.rollouts_per_epoch,
-            self.gradient_accumulation_steps,
-            self.micro_steps_per_rollout,
-        )
+        rollouts = rollouts_of(self, updates)
         return {
             "updates": updates,
             "rollouts": rollouts,

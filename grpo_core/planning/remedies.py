@@ -57,7 +57,8 @@ def remedies(run: PlannedRun) -> list[dict[str, Any]]:
             if len(found) == SHOWN:
                 break
             fewest = min((it["num_processes"] for parts, it in found.items() if parts < chosen), default=math.inf)
-            merged = map(_merged, itertools.product(*(values for kind, values in kinds.items() if kind in chosen)))
+            combined = itertools.product(*(values for kind, values in kinds.items() if kind in chosen))
+            merged = ({key: value for changes in parts for key, value in changes.items()} for parts in combined)
             tried = (it for it in merged if it.get("train.num_processes", config.train.num_processes) < fewest)
             if fits := next(_fitting(run, tried), None):
                 found[chosen] = fits
@@ -98,10 +99,6 @@ def _smaller_share(config: RunConfig) -> Iterator[Changes]:
     if config.rollout.engine_on(has_gpu=True) == "vllm":
         present = config.rollout.memory_share
         yield from ({"rollout.gpu_memory_utilization": it} for it in SHARES if it < present)
-
-
-def _merged(parts: tuple[Changes, ...]) -> Changes:
-    return {key: value for changes in parts for key, value in changes.items()}
 
 
 def _fitting(run: PlannedRun, tried: Iterator[Changes]) -> Iterator[dict[str, Any]]:

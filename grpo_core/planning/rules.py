@@ -10,7 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from grpo_core.planning.plan import Plan
 
 Rules = Literal["grpo", "trl-1.16", "trl-0.17", "trl-0.16", "swift-4.6"]
 
@@ -148,19 +151,14 @@ class PlanInputs:
     @property
     def rollouts(self) -> int:
         """Generation batches that the whole run samples."""
-        return rollouts_of(
-            self.total_updates,
-            self.updates_per_epoch,
-            self.rollouts_per_epoch,
-            self.gradient_accumulation_steps,
-            self.micro_steps_per_rollout,
-        )
+        return rollouts_of(self, self.total_updates)
 
 
-def rollouts_of(updates: int, updates_per_epoch: int, rollouts_per_epoch: int, a: int, micro_steps: int) -> int:
-    """Generation batches that the first `updates` updates read; `micro_steps`: those that one batch feeds."""
-    epochs, rest = divmod(updates, updates_per_epoch)
-    return epochs * rollouts_per_epoch + math.ceil(rest * a / micro_steps)
+def rollouts_of(plan: PlanInputs | Plan, updates: int) -> int:
+    """Generation batches that the first `updates` updates of a plan read."""
+    epochs, rest = divmod(updates, plan.updates_per_epoch)
+    micro_steps = rest * plan.gradient_accumulation_steps
+    return epochs * plan.rollouts_per_epoch + math.ceil(micro_steps / plan.micro_steps_per_rollout)
 
 
 def problems(inputs: PlanInputs) -> list[str]:
@@ -179,7 +177,19 @@ def batch_problem(inputs: PlanInputs) -> str | None:
 
 def evaluation_problem(inputs: PlanInputs) -> str | None:
     """The broken rule of the evaluation batches, in systems that evaluate in batches."""
-    return next(_evaluation_problems(inputs), None)
+    b, w, g = inputs.per_device_eval_batch_size, inputs.num_processes, inputs.eval_generations
+    if b is None or g < 1:
+        return None
+    if b * w % g:
+        return (
+            f"per_device_eval_batch_size·num_processes={b}·{w}={b * w} is not divisible by the {g} generations of an "
+            "evaluation (num_generations_eval, or num_generations): an evaluation batch must hold whole groups"
+        )
+    there = inputs.num_eval_prompts
+    if not inputs.framework.fills_evaluation_batch or there is None or there >= b * w // g:
+        return None
+    prompts = f"{b * w // g} prompts ({b}·{w} completions / {g})"
+    return f"{there} evaluation prompts do not fill one evaluation batch of {prompts}"
 
 
 def warmup_problem(inputs: PlanInputs) -> str | None:
@@ -245,26 +255,6 @@ def _batch_problems(inputs: PlanInputs) -> Iterator[str]:
         yield (
             f"{inputs.num_prompts} prompts do not fill one generation batch of {inputs.prompt_batch // g} prompts "
             f"({inputs.prompt_batch} completions / num_generations {g}): the run would have no update"
-        )
-
-
-def _evaluation_problems(inputs: PlanInputs) -> Iterator[str]:
-    b, w, g = inputs.per_device_eval_batch_size, inputs.num_processes, inputs.eval_generations
-    if b is None or g < 1:
-        return
-    if b * w % g:
-        yield (
-            f"per_device_eval_batch_size·num_processes={b}·{w}={b * w} is not divisible by the {g} generations of an "
-            "evaluation (num_generations_eval, or num_generations): an evaluation batch must hold whole groups"
-        )
-    elif (
-        inputs.framework.fills_evaluation_batch
-        and inputs.num_eval_prompts is not None
-        and inputs.num_eval_prompts < b * w // g
-    ):
-        yield (
-            f"{inputs.num_eval_prompts} evaluation prompts do not fill one evaluation batch of {b * w // g} prompts "
-            f"({b}·{w} completions / {g})"
         )
 
 

@@ -105,16 +105,13 @@ def _values(inputs: PlanInputs, key: str) -> Iterator[int]:
         micro_step = inputs.per_device_train_batch_size * inputs.num_processes
         yield from _multiples(math.lcm(micro_step, g), present, inputs.num_prompts * g)
     elif inputs.generation_batch_size:
-        yield from divisors(max(inputs.generation_batch_size // _other(inputs, key), 1))
+        b, w = inputs.per_device_train_batch_size, inputs.num_processes
+        other = w if key == "per_device_train_batch_size" else b
+        yield from divisors(max(inputs.generation_batch_size // other, 1))
     else:
         alone = _with(inputs, {key: 1})
         unit = g // math.gcd(g, alone.generation_batch)
         yield from _multiples(unit, present, inputs.num_prompts * g // alone.prompt_batch)
-
-
-def _other(inputs: PlanInputs, key: str) -> int:
-    """The value of W if `key` is b, else that of b."""
-    return inputs.num_processes if key == "per_device_train_batch_size" else inputs.per_device_train_batch_size
 
 
 def _multiples(unit: int, *near: int) -> Iterator[int]:

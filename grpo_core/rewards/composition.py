@@ -28,16 +28,21 @@ def counted(given: np.ndarray, rewards: Sequence[RewardConfig]) -> np.ndarray:
     place = {reward.name: k for k, reward in enumerate(rewards)}
     columns = []
     for values, reward in zip(given.T, rewards, strict=True):
-        if reward.clip:
-            low, high = reward.clip
-            values = np.clip(values, low, high)
-            if reward.normalize:
-                values = (values - low) / (high - low)
+        values = _scaled(values, reward)
         if reward.gate is not None:
             is_closed = ~(given[:, place[reward.gate]] >= reward.gate_threshold)
             values = np.where(is_closed & ~np.isnan(values), 0.0, values)
         columns.append(values)
     return np.stack(columns, axis=1)
+
+
+def _scaled(values: np.ndarray, reward: RewardConfig) -> np.ndarray:
+    """The values with the reward's `clip` and `normalize`."""
+    if not reward.clip:
+        return values
+    low, high = reward.clip
+    values = np.clip(values, low, high)
+    return (values - low) / (high - low) if reward.normalize else values
 
 
 def weighted_sum(given: np.ndarray, rewards: Sequence[RewardConfig]) -> np.ndarray:
@@ -94,12 +99,7 @@ def range_of_sum(rewards: Sequence[RewardConfig]) -> Range:
 
 
 def _range_of_term(reward: RewardConfig, can_be_absent: bool) -> Range:
-    ends = np.array(range_of(reward) or (-math.inf, math.inf))
-    if reward.clip:
-        low, high = reward.clip
-        ends = np.clip(ends, low, high)
-        if reward.normalize:
-            ends = (ends - low) / (high - low)
+    ends = _scaled(np.array(range_of(reward) or (-math.inf, math.inf)), reward)
     terms = [reward.weight * float(end) for end in ends] if reward.weight else [0.0]
     if can_be_absent or reward.gate is not None:
         terms.append(0.0)

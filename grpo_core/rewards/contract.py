@@ -110,8 +110,7 @@ def resolve(config: RewardConfig) -> Reward:
 
     An isolated function is imported by its own process only.
     """
-    _check_extra(config)
-    _check_args(config)
+    _check_builtin(config)
     if not config.isolated:
         return resolve_here(config)
     process = RewardProcess(config)
@@ -200,26 +199,21 @@ def files_here(config: RewardConfig) -> list[str]:
 def check(config: RewardConfig) -> None:
     """Raises RewardError if there is no such reward, as far as that is known without running its module, if its
     libraries are not installed, or if it cannot take its args."""
-    if is_builtin(config.function):
-        _check_extra(config)
-    else:
+    if not is_builtin(config.function):
         own_code.check_source(own_name(config.function), f"reward {config.function!r}", RewardError)
-    _check_args(config)
+    _check_builtin(config)
 
 
-def _check_args(config: RewardConfig) -> None:
-    record = BUILTIN.get(config.function)
-    if record and (problem := record.args_problem(config.args)):
-        raise RewardError(f"reward {config.name!r}: {problem}")
-
-
-def _check_extra(config: RewardConfig) -> None:
-    """Raises RewardError if libraries that a built-in reward needs are not installed."""
-    record = BUILTIN.get(config.function)
-    if record and (absent := [module for module in record.modules if importlib.util.find_spec(module) is None]):
+def _check_builtin(config: RewardConfig) -> None:
+    """Raises RewardError if libraries that a built-in reward needs are not installed, or it cannot take its args."""
+    if (record := BUILTIN.get(config.function)) is None:
+        return
+    if absent := [module for module in record.modules if importlib.util.find_spec(module) is None]:
         raise RewardError(
             f"reward {config.name!r} needs {' and '.join(absent)}, not installed here: {install(record.extra)}"
         )
+    if problem := record.args_problem(config.args):
+        raise RewardError(f"reward {config.name!r}: {problem}")
 
 
 def is_builtin(function: str) -> bool:

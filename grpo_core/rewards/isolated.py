@@ -12,6 +12,7 @@ import functools
 import json
 import operator
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -19,13 +20,12 @@ import sys
 import types
 import typing
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.errors import RewardError
-from grpo_core.rewards.random_draws import draws_state, set_draws_state
 from grpo_core.rewards.trl_arguments import CallLog
 from grpo_core.system.guard import END_SECONDS, end_guarded, start_guarded
 
@@ -182,3 +182,31 @@ def kind_of(names: Sequence[str]) -> Any:
 def _error_named(name: str) -> type[Exception]:
     """An exception class of this name, the same class for the same name, so that failures can be compared."""
     return type(name, (Exception,), {})
+
+
+def draws_state() -> dict[str, Any]:
+    """State of the random generators of Python and, if loaded, NumPy and torch (on the CPU), as values for JSON: handed
+    on between the training and a reward's process, so that either draws the same, also after a resume."""
+    state: dict[str, Any] = {"python": random.getstate()}
+    if numpy := sys.modules.get("numpy"):
+        kind, key, *rest = numpy.random.get_state()
+        state["numpy"] = [kind, key.tobytes().hex(), *rest]
+    if torch := sys.modules.get("torch"):
+        state["torch"] = torch.get_rng_state().numpy().tobytes().hex()
+    return state
+
+
+def set_draws_state(state: Mapping[str, Any]) -> set[str]:
+    """Restore what `draws_state` returned. Returns the names of the generators that were set: torch's is left out
+    if torch is not loaded, since importing it takes seconds."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if "numpy" in state:
+        import numpy
+
+        kind, key, *rest = state["numpy"]
+        numpy.random.set_state((kind, numpy.frombuffer(bytes.fromhex(key), dtype=numpy.uint32), *rest))
+    if "torch" in state and (torch := sys.modules.get("torch")):
+        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
+        return {*state}
+    return {*state} - {"torch"}

@@ -15,23 +15,19 @@ import json
 import math
 import os
 import pickle
-import resource
 import socket
 import sys
-from contextlib import suppress
 from typing import Any
 
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.errors import RewardError
 from grpo_core.rewards.batch import Batch
 from grpo_core.rewards.contract import Reward, files_here, resolve_here
-from grpo_core.rewards.isolated import kind_names
-from grpo_core.rewards.random_draws import draws_state, set_draws_state
+from grpo_core.rewards.isolated import draws_state, kind_names, set_draws_state
 from grpo_core.rewards.scoring import checked, message_of, plain_answer
 from grpo_core.rewards.trl_arguments import CallLog
-from grpo_core.system.guard import guarded
+from grpo_core.system.guard import OPEN_FILES, flush_output, guarded, limit_resources
 
-OPEN_FILES = 1024
 CHUNK = 1 << 20  # bytes read together
 
 
@@ -48,7 +44,7 @@ def serve(control: socket.socket) -> None:
         return
     me = os.getpid()
     config, sys.path[:] = pickle.loads(_read(connection))
-    _limit(config.memory_gib)
+    limit_resources(config.memory_gib)
     try:
         reward = resolve_here(config)
     except RewardError as error:
@@ -134,14 +130,6 @@ def _draws(carried: set[str]) -> dict[str, Any]:
     return {"draws": {name: state for name, state in draws_state().items() if name in carried}}
 
 
-def _limit(memory_gib: float) -> None:
-    limits = [(resource.RLIMIT_DATA, int(memory_gib * 2**30)), (resource.RLIMIT_NOFILE, OPEN_FILES)]
-    for kind, value in [*limits, (resource.RLIMIT_CORE, 0)]:
-        allowed = resource.getrlimit(kind)[1]
-        value = value if allowed == resource.RLIM_INFINITY else min(value, allowed)
-        resource.setrlimit(kind, (value, value))
-
-
 def _next(control: socket.socket) -> socket.socket | None:
     """The next request's connection; None if no more can arrive."""
     something, descriptors, _, _ = socket.recv_fds(control, 1, 1)
@@ -161,9 +149,7 @@ def _message(me: int, answer: dict[str, Any]) -> bytes:
     """The answer as bytes, once everything that the function has printed is flushed."""
     if os.getpid() != me:  # the function has forked, and the fork has returned from it too
         os._exit(0)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # the function may have closed it
-            stream.flush()
+    flush_output()
     return json.dumps(answer).encode()
 
 

@@ -22,18 +22,8 @@ from grpo_core.rewards.builtin import (
 )
 from grpo_core.rewards.builtin.record import BuiltinReward
 
-BUILTIN: dict[str, BuiltinReward] = {
-    **answers.REWARDS,
-    **maths.REWARDS,
-    **structured.REWARDS,
-    **code.REWARDS,
-    **form.REWARDS,
-    **length.REWARDS,
-    **language.REWARDS,
-    **variety.REWARDS,
-    **rouge.REWARDS,
-    **readability.REWARDS,
-    **classifier.REWARDS,
-    **judge.REWARDS,
-    **environment.REWARDS,
-}
+FAMILIES = (
+    *(answers, maths, structured, code, form, length, language, variety, rouge, readability),
+    *(classifier, judge, environment),
+)
+BUILTIN: dict[str, BuiltinReward] = {name: record for it in FAMILIES for name, record in it.REWARDS.items()}

@@ -49,12 +49,8 @@ def windows(ahead: Ahead, schedule: Schedule, index: int, processes: int) -> lis
     count = schedule.plan.prompts_per_generation
     parts = schedule.window(index, ahead.begun, batches_ahead(ahead.max_staleness))
     shares = [range_of_process(count, process, processes) for process in range(processes)]
+    sized = [(groups, len(groups) // count) for groups in parts]  # with the number of batches that they are left of
     return [
-        [group for groups in parts for group in groups[_part_of_batches(share, len(groups) // count)]]
+        [group for groups, batches in sized for group in groups[share.start * batches : share.stop * batches]]
         for share in shares
     ]
-
-
-def _part_of_batches(share: range, batches: int) -> slice:
-    """Slice of a process's groups among those left of `batches` batches; `share`: its groups in one batch."""
-    return slice(share.start * batches, share.stop * batches)

@@ -35,8 +35,14 @@ from grpo_core.rewards.scoring import score_arriving
 from grpo_core.rewards.trl_arguments import UNKNOWN_PLAN, Logged, TrainerState
 from grpo_core.rollout.ahead import Ahead, TakingSampler, windows
 from grpo_core.rollout.answers import Answer, completions_of, conversations_of
-from grpo_core.rollout.batch_metrics import age_metrics, length_metrics, logged_metrics, reward_metrics
-from grpo_core.rollout.process_work import TOKENS, work_metrics
+from grpo_core.rollout.batch_metrics import (
+    TOKENS,
+    age_metrics,
+    length_metrics,
+    logged_metrics,
+    reward_metrics,
+    work_metrics,
+)
 from grpo_core.rollout.requests import group_requests, training_sampling
 from grpo_core.rollout.types import Completion, Engine, GenerationBatch, Request, Sampler, Sampling
 from grpo_core.system.progress import phase, seconds_of_work

@@ -32,6 +32,7 @@ from grpo_core.model.capabilities import (
     decoder,
     probe_width,
     random_ids,
+    relative_difference,
     shortened,
     shown,
 )
@@ -333,7 +334,7 @@ def why_not_plain(model: Any, make_cache: Callable[..., Any], max_length: float)
             ids = torch.tensor([prompt + tokens], device=model.device)
             plain = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
             found = torch.stack([logits[row] for logits in cached[-len(plain) :]])
-            difference = float((plain - found).norm() / plain.norm())
+            difference = relative_difference(found, plain)
             if not difference < allowed:
                 return f"logits differ from a plain pass's by {difference:.2g}, and {allowed:.2g} is allowed"
     return ""

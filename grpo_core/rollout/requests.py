@@ -10,7 +10,7 @@ from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data.order import Group, derive_seed
 from grpo_core.data.prompts import Prompts
-from grpo_core.rollout.types import Request, Sampling
+from grpo_core.rollout.types import Request, Sampling, token_limit
 
 
 def training_sampling(config: RolloutConfig) -> Sampling:
@@ -30,6 +30,22 @@ def evaluation_sampling(config: RunConfig) -> Sampling:
     """Sampling of evaluated completions."""
     keys = config.evaluation
     return Sampling(config.evaluation_length, keys.temperature, keys.top_p, keys.top_k, stop=tuple(config.rollout.stop))
+
+
+def vllm_parameters(request: Request, sampling: Sampling) -> dict[str, Any]:
+    """The request's sampling by vLLM's names, with the seed of its first completion."""
+    return {
+        "seed": request.seed,
+        "max_tokens": token_limit(request, sampling),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop": [*sampling.stop],
+        "detokenize": bool(sampling.stop),
+        "logprobs": 0,
+    }
 
 
 def own_limit(config: RunConfig, row: Mapping[str, Any]) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -75,11 +75,6 @@ class Completion:
     @property
     def sampled_tokens(self) -> int:
         return len(self.ids) if self.mask is None else sum(self.mask)
-
-
-def with_ages(completion: Completion, version: int) -> Completion:
-    """Return the completion with ages instead of versions; `version`: of the engine's weights."""
-    return replace(completion, ages=[version - then for then in completion.versions or ()], versions=None)
 
 
 Finished = tuple[int, list[Completion]]  # a request, by its index among the requests, and all of its completions

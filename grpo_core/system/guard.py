@@ -11,10 +11,12 @@ import socket
 import subprocess
 import sys
 import typing
+from contextlib import suppress
 
 from grpo_core.system.descendants import adopt_orphans, kill_descendants, reap_orphans
 
 PR_SET_PDEATHSIG = 1
+OPEN_FILES = 1024  # of a process that runs unreviewed code
 END_SECONDS = 15.0  # for a process to end: a little longer than the guard tries
 
 
@@ -80,6 +82,26 @@ def guarded(control: socket.socket) -> None:
 def die_with_parent() -> None:
     """Let the kernel end this process with its parent. Not inherited by forked processes."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def limit_resources(memory_gib: float) -> None:
+    """Limit this process's memory and open files, and let it leave no core; no limit is raised."""
+    limits = {
+        resource.RLIMIT_DATA: int(memory_gib * 2**30),
+        resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, value in limits.items():
+        allowed = resource.getrlimit(kind)[1]
+        value = value if allowed == resource.RLIM_INFINITY else min(value, allowed)
+        resource.setrlimit(kind, (value, value))
+
+
+def flush_output() -> None:
+    """Flush what the code of this process has printed. It may have closed the streams."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
 
 
 def _guard(child: int) -> typing.NoReturn:

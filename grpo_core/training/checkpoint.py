@@ -49,8 +49,7 @@ from grpo_core.system.files import naming, replace_folder
 from grpo_core.system.progress import CHECKPOINT, phase
 from grpo_core.training.checkpoint_write import checksum, has_room_for_copy, in_host_memory, in_thread, write
 from grpo_core.training.optimizer import AdamW8bit
-from grpo_core.training.random_state import random_state, set_random_state
-from grpo_core.training.state import TrainingState, restored_state, saved_fields
+from grpo_core.training.state import TrainingState, random_state, restored_state, saved_fields, set_random_state
 
 MANIFEST = "manifest.json"
 HEALTHY = "healthy"  # an empty file: the step from this checkpoint on went well

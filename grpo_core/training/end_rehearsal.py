@@ -17,13 +17,13 @@ from grpo_core.data.prompts import load_tokenizer
 from grpo_core.distributed import from_main, wait_for_all
 from grpo_core.errors import TrainingError
 from grpo_core.model.loading import load_model, trainable_state, whole_weights, with_adapter
-from grpo_core.model.parallelize import sharding
 from grpo_core.model.saving import save_model
+from grpo_core.model.sharded import sharding
 from grpo_core.model.small_copy import write_small_copy
 from grpo_core.planning.memory import MOMENTS
 from grpo_core.planning.plan import Plan
 from grpo_core.system.memory import GIB, gib_text
-from grpo_core.training.random_state import random_state, set_random_state
+from grpo_core.training.state import random_state, set_random_state
 
 FOLDER = "rehearsal"
 LARGEST = 24 * 2**20  # bytes of the copy's weights: they are on the disk twice, and three times in memory

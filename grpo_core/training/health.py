@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from grpo_core.config.training import HealthConfig, StalenessAction
 
@@ -72,15 +70,7 @@ def may_roll_back(config: HealthConfig) -> bool:
     return "roll_back" in (config.not_finite_action, *(rule.action for rule in _rules(config)))
 
 
-def record_finding(path: Path, finding: Finding) -> None:
-    """Append a finding to health.jsonl and print it."""
-    with path.open("a") as file:
-        file.write(json.dumps(vars(finding)) + "\n")
-    print(f"health: {finding.message} [{finding.action.replace('_', ' ')}]", flush=True)
-
-
-def _rules(config: HealthConfig) -> list[_Rule]:
-    c = config
+def _rules(c: HealthConfig) -> list[_Rule]:
     return [
         _Rule(
             "zero_advantages", "frac_reward_zero_std", 1, 1 - 1e-9, c.zero_advantages_steps, c.zero_advantages_action,

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 
 from grpo_core.distributed import any_process
 from grpo_core.errors import RolloutError
-from grpo_core.training.random_state import random_state, set_random_state
+from grpo_core.training.state import random_state, set_random_state
 
 EXIT_STATUS = 128 + signal.SIGTERM  # of a training that was told to stop
 

@@ -1,4 +1,5 @@
-"""Files that a training writes: metrics.jsonl, health.jsonl, completions as Parquet, result.json; and progress lines.
+"""Files that a training writes: metrics.jsonl, health.jsonl, completions as Parquet, result.json; and progress lines,
+which also name a process that the others wait for again and again.
 
 A line of metrics.jsonl has `step`, the figures and `timestamp`, seconds since 1970 when the update was done. Timestamps
 always rise: an update that is done again has a later one than before.
@@ -11,7 +12,8 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +24,20 @@ import pyarrow.parquet as pq
 from grpo_core import run_files
 from grpo_core.data.curriculum import write_rates
 from grpo_core.data.recording import FILE, facts, write_batch
+from grpo_core.rollout.batch_metrics import PHASES
 from grpo_core.rollout.collect import Sample
 from grpo_core.rollout.records import conversation_columns, logged_columns, token_columns
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import naming, publish
-from grpo_core.training import health
+from grpo_core.system.progress import rank_name
 from grpo_core.training.health import Finding
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
-from grpo_core.training.stragglers import Stragglers
 
 SECONDS_BETWEEN_LINES = 2.0
 LINE_KEYS = ("step", "timestamp")  # of metrics.jsonl, beside the figures
+LAG_BATCHES = 5  # generation batches in a row in which a straggler lags
+LAG_SHARE = 0.1  # of an update's time that the others wait for it
 
 
 class TrainingLog:
@@ -122,9 +126,11 @@ class TrainingLog:
             write_rates(state.rates, self.output / run_files.PASS_RATES)
 
     def finding(self, finding: Finding) -> None:
-        """Record what the health policy found."""
+        """Record and print what the health policy found."""
         if self.accelerator.is_main_process:
-            health.record_finding(self.output / run_files.FINDINGS, finding)
+            with (self.output / run_files.FINDINGS).open("a") as file:
+                file.write(json.dumps(vars(finding)) + "\n")
+            print(f"health: {finding.message} [{finding.action.replace('_', ' ')}]", flush=True)
 
     def rewind(self, state: TrainingState) -> None:
         """Drop what was logged after `state`: those updates are done again."""
@@ -223,3 +229,37 @@ def _readable_rows(path: Path) -> list[dict[str, float]]:
         if isinstance(row, dict) and row.keys() >= {*LINE_KEYS}:
             rows.append(row)
     return rows
+
+
+@dataclass
+class Stragglers:
+    """Find processes that cost more than LAG_SHARE of the time in LAG_BATCHES generation batches in a row, in one
+    phase."""
+
+    streaks: dict[str, tuple[int | None, int]] = field(default_factory=dict)
+    named: dict[str, int | None] = field(default_factory=dict)
+    lost: dict[str, float] = field(default_factory=dict)
+
+    def note(self, metrics: Mapping[str, float]) -> list[str]:
+        """Return sentences on what changes with these metrics of an update. Updates that read the same generation batch
+        as the one before have its figures again, and count once."""
+        said = []
+        for phase in PHASES:
+            lost = metrics.get(f"time/{phase}/lost")
+            if lost is None or lost == self.lost.get(phase):
+                continue
+            self.lost[phase] = lost
+            rank = int(metrics[f"time/{phase}/slowest_rank"]) if lost > LAG_SHARE * metrics["step_time"] else None
+            former, length = self.streaks.get(phase, (None, 0))
+            length = length + 1 if rank == former else 1
+            self.streaks[phase] = rank, length
+            if length == LAG_BATCHES and rank != (before := self.named.get(phase)):
+                self.named[phase] = rank
+                if rank is None:
+                    said.append(f"straggler: {rank_name(before or 0)} is no longer slower than the others in {phase}")
+                else:
+                    said.append(
+                        f"straggler: {rank_name(rank)} is slower than the others in {phase}, {LAG_BATCHES} times in a "
+                        f"row: they wait {lost:.2g} s of {metrics['step_time']:.2g} s for it"
+                    )
+        return said

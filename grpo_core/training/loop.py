@@ -17,8 +17,8 @@ from typing import Any
 from grpo_core import run_files
 from grpo_core.distributed import wait_for_all
 from grpo_core.errors import NotFiniteError, RewardError, RolloutError, TrainingError
-from grpo_core.model.parallelize import sharding
 from grpo_core.model.saving import save_model
+from grpo_core.model.sharded import sharding
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import sync_to_disk
 from grpo_core.system.progress import LOOP, phase

@@ -76,15 +76,8 @@ class AdamW8bit(torch.optim.Optimizer):
     a parameter, which blocks do not cross: with other shards, other numbers have a common scale.
     """
 
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float = 0.0,
-    ):
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any):
+        super().__init__(groups, {"weight_decay": 0.0} | settings)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

@@ -17,10 +17,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_core.planning.pace import Pace, PaceRequest
 from grpo_core.system.libraries import quiet_libraries
@@ -42,8 +42,7 @@ def main() -> None:
     print(json.dumps(asdict(measure(request, started))), flush=True)
 
 
-@dataclass(frozen=True)
-class _Seconds:
+class _Seconds(NamedTuple):
     sample: float
     train: float
     step: float
@@ -56,11 +55,12 @@ def measure(request: PaceRequest, started: float) -> Pace:
 
     from grpo_core.config.inputs import ModelConfig
     from grpo_core.data.prompts import load_tokenizer
-    from grpo_core.model.pretrained import from_pretrained
+    from grpo_core.model.pretrained import from_pretrained, without_weights
 
     keys = ModelConfig(**request.model)
     shape = from_pretrained(AutoConfig, keys.name_or_path, keys.revision)
-    parameters, layers = _parameters(shape), shape.get_text_config().num_hidden_layers
+    parameters = sum(parameter.numel() for parameter in without_weights(shape).parameters())
+    layers = shape.get_text_config().num_hidden_layers
     tokenizer = load_tokenizer(keys)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if parameters <= WHOLE or layers < FEWEST_LAYERS:
@@ -72,7 +72,7 @@ def measure(request: PaceRequest, started: float) -> Pace:
         one, tokens, ready = _measure_model(request, _sliced(shape, 1).to(device), tokenizer, [])
         start = ready - started + WEIGHT_SECONDS * parameters
         two, _, _ = _measure_model(request, _sliced(shape, 2).to(device), tokenizer, [])
-        found = _Seconds(*(a + (layers - 1) * max(b - a, 0.0) for a, b in zip(_values(one), _values(two), strict=True)))
+        found = _Seconds(*(a + (layers - 1) * max(b - a, 0.0) for a, b in zip(one, two, strict=True)))
         what = f"one and two of its {layers} layers"
     lengths = "as sampled" if tokens < request.rollout["max_completion_length"] else "of full length"
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU with {os.cpu_count()} cores"
@@ -94,20 +94,6 @@ def measure(request: PaceRequest, started: float) -> Pace:
             + ("; without what a base of 4 bits takes" if keys.load_in_4bit else "")
         ),
     )
-
-
-def _values(seconds: _Seconds) -> tuple[float, float, float]:
-    return seconds.sample, seconds.train, seconds.step
-
-
-def _parameters(shape: Any) -> int:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from grpo_core.model.pretrained import from_config
-
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in from_config(AutoModelForCausalLM, shape).parameters())
 
 
 def _load_whole(keys: Any, shape: Any) -> tuple[Any, bool]:

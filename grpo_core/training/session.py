@@ -25,21 +25,18 @@ from grpo_core.errors import TrainingError
 from grpo_core.model.checkpoint_fit import left_out
 from grpo_core.model.loading import copy_of_trainable_state, load_model, with_adapter
 from grpo_core.model.logprobs import FUSED
-from grpo_core.model.parallelize import sharding
 from grpo_core.model.policy import Policy
+from grpo_core.model.sharded import sharding
 from grpo_core.planning.adapter import check_adapter
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.rewards.composition import check_curriculum, has_pass_rates
 from grpo_core.rewards.contract import rewards_of
 from grpo_core.rollout.collect import Scoring
-from grpo_core.rollout.conversations_ahead import ConversationsAhead
-from grpo_core.rollout.factory import make_engine
-from grpo_core.rollout.fallbacks import fallbacks
-from grpo_core.rollout.loading import check_lengths, read_prompts, start_configured
+from grpo_core.rollout.conversations import ConversationsAhead
+from grpo_core.rollout.loading import check_lengths, fallbacks, make_engine, read_prompts, start_configured
 from grpo_core.rollout.types import Engine, Lookahead
 from grpo_core.training.optimizer import learning_rate, make_optimizer
-from grpo_core.training.out_of_memory import OutOfMemoryRetry
-from grpo_core.training.pass_limit import first_limit
+from grpo_core.training.out_of_memory import OutOfMemoryRetry, first_limit
 from grpo_core.training.sync_probe import SHORTEST, Probe, probe_batch
 
 DATA_PARALLEL = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}

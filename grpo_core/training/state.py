@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -150,3 +151,24 @@ def restored_state(fields: dict[str, Any]) -> TrainingState:
 
 def _in_memory(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def random_state() -> dict[str, Any]:
+    """State of the global generators of Python, NumPy and torch, as plain data and tensors."""
+    version, numbers, gauss = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    return {
+        "python": (version, numbers, gauss),
+        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all(),
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    key = np.array(state["numpy"]["state"]["key"], dtype=np.uint32)
+    np.random.set_state({**state["numpy"], "state": {**state["numpy"]["state"], "key": key}})
+    torch.set_rng_state(state["torch"])
+    if len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])

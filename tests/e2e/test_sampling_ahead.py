@@ -33,7 +33,7 @@ def live(folder: str) -> None:
     from grpo_core.config.files import load_config
     from grpo_core.data.prompts import load_tokenizer
     from grpo_core.model.loading import load_model
-    from grpo_core.rollout.factory import make_engine
+    from grpo_core.rollout.loading import make_engine
     from grpo_core.rollout.types import Completion, Request, Sampling
 
     config = load_config(Path(folder) / "run" / "config.toml")

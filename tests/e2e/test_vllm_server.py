@@ -43,7 +43,7 @@ def live(folder: str) -> None:
     from grpo_core.data.prompts import load_tokenizer
     from grpo_core.errors import EngineError
     from grpo_core.model.loading import load_model
-    from grpo_core.rollout.factory import make_engine
+    from grpo_core.rollout.loading import make_engine
     from grpo_core.rollout.types import Request, Sampling
     from grpo_core.rollout.vllm import client as vllm_client
 
@@ -187,7 +187,7 @@ def live_pair(folder: str) -> None:
     from grpo_core.config.files import load_config
     from grpo_core.data.prompts import load_tokenizer
     from grpo_core.model.loading import load_model
-    from grpo_core.rollout.factory import make_engine
+    from grpo_core.rollout.loading import make_engine
     from grpo_core.rollout.types import Request, Sampling
 
     config = load_config(Path(folder) / "run" / "config.toml")

@@ -27,7 +27,7 @@ from grpo_core.planning.frameworks.launches import (
     why_not_grpo,
 )
 from grpo_core.planning.frameworks.legacy_trl import LEGACY
-from grpo_core.planning.frameworks.megatron import MEGATRON_KEYS, MegatronInputs
+from grpo_core.planning.frameworks.megatron import MEGATRON_KEYS, POSITIVE, MegatronInputs
 from grpo_core.planning.rules import PlanInputs, Rules
 
 System = Literal["trl", "swift"]
@@ -49,12 +49,8 @@ DEFAULTS: dict[Rules, dict[str, Any]] = {
     "trl-1.16": {**COMMON, "max_completion_length": 512},
     "trl-0.17": COMMON,
     "trl-0.16": COMMON,
-    "swift-4.6": {
-        **COMMON,
-        "max_completion_length": 512,
-        "per_device_train_batch_size": 1,
-        "per_device_eval_batch_size": 1,
-    },
+    "swift-4.6": COMMON
+    | {"max_completion_length": 512, "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1},
 }
 WHOLE_NUMBERS = (
     "num_generations",
@@ -73,21 +69,9 @@ NOT_MEGATRON = {
     "warmup_steps",
     "warmup_ratio",
 }
-MEGATRON_WHOLE_NUMBERS = (
-    "num_generations",
-    "max_completion_length",
-    "micro_batch_size",
-    "global_batch_size",
-    "steps_per_generation",
-    "generation_batch_size",
-    "num_train_epochs",
-    "train_iters",
-    "num_iterations",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "lr_warmup_iters",
-    "max_resample_times",
+# Of a recipe: `num_prompts` and `world_size` follow from data and launch.
+MEGATRON_WHOLE_NUMBERS = sorted(
+    POSITIVE - {"num_prompts", "world_size"} | {"num_iterations", "lr_warmup_iters", "max_resample_times"}
 )
 RLOO = {"num_generations": 2}  # defaults of TRL's RLOOConfig that differ from GRPOConfig's and that a plan depends on
 OPTIONS = {  # of `grpo plan`, that replace a recipe's value

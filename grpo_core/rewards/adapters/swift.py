@@ -65,19 +65,14 @@ def adapted(found: Any, args: Collection[str], what: str) -> RewardFunction:
             given[FROM_IDS] = given["completion_ids"]
         return {key: value for key, value in given.items() if takes_any or key in names}
 
-    if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
+    async def scores_when_ready(completions: Sequence[Any], **given: Any) -> Any:
+        return await scores(completions, **given)
 
-        async def scores_when_ready(completions: Sequence[Any], **given: Any) -> Any:
-            return await reward([text_of(it) for it in completions], **given_to(completions, given))
+    def scores(completions: Sequence[Any], **given: Any) -> Any:
+        return reward([text_of(it) for it in completions], **given_to(completions, given))
 
-        score: Any = scores_when_ready
-    else:
-
-        def scores(completions: Sequence[Any], **given: Any) -> Any:
-            return reward([text_of(it) for it in completions], **given_to(completions, given))
-
-        score = scores
-
+    is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
+    score: Any = scores_when_ready if is_async else scores
     ours = [inspect.Parameter("completions", inspect.Parameter.KEYWORD_ONLY)]
     ours += [
         inspect.Parameter(argument, inspect.Parameter.KEYWORD_ONLY)

@@ -37,19 +37,13 @@ def adapted(found: Any, args: Collection[str], what: str) -> RewardFunction:
         rows = ({name: values[i] for name, values in columns.items()} for i in range(len(completions)))
         return [found(**{TEXT: text_of(it)}, **row, **given) for it, row in zip(completions, rows, strict=True)]
 
-    if inspect.iscoroutinefunction(found):
+    async def scores_when_ready(completions: Sequence[Any], **given: Any) -> list[Any]:
+        return [_score(result) for result in await asyncio.gather(*calls(completions, given))]
 
-        async def scores_when_ready(completions: Sequence[Any], **given: Any) -> list[Any]:
-            return [_score(result) for result in await asyncio.gather(*calls(completions, given))]
+    def scores(completions: Sequence[Any], **given: Any) -> list[Any]:
+        return [_score(result) for result in calls(completions, given)]
 
-        score: Any = scores_when_ready
-    else:
-
-        def scores(completions: Sequence[Any], **given: Any) -> list[Any]:
-            return [_score(result) for result in calls(completions, given)]
-
-        score = scores
-
+    score: Any = scores_when_ready if inspect.iscoroutinefunction(found) else scores
     own = [
         parameters.get(name) or inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
         for name in dict.fromkeys((*COLUMNS, *args))

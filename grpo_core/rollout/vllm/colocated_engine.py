@@ -30,8 +30,8 @@ from grpo_core.model.four_bit import is_quantised
 from grpo_core.model.loading import base_weights, in_checkpoint_layout, whole_weights
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.checksums import Received, note_loading, noted, place, refuse_lost
-from grpo_core.rollout.requests import training_sampling
-from grpo_core.rollout.types import Completion, Request, Sampling, Stream, token_limit
+from grpo_core.rollout.requests import training_sampling, vllm_parameters
+from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of, hold_adapter, sends_adapter_alone, supported_rank
 from grpo_core.rollout.vllm.all_reduce import custom_all_reduce_fails
 from grpo_core.rollout.vllm.logprobs import HEAD, LOGPROBS_MODE, ignore_truncation
@@ -267,18 +267,9 @@ class VLLMEngine:
         from vllm.sampling_params import RequestOutputKind
 
         parameters = SamplingParams(
-            n=request.num_completions,
-            seed=request.seed,  # vLLM gives completion i of a request the seed + i
-            max_tokens=token_limit(request, sampling),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            stop=[*sampling.stop],
-            logprobs=0,
+            n=request.num_completions,  # number i is drawn with the seed + i
+            **vllm_parameters(request, sampling),
             flat_logprobs=True,
-            detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         name = f"rollout-{next(self.request_ids)}"

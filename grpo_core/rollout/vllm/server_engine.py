@@ -33,8 +33,8 @@ from grpo_core.model.loading import base_weights, copy_of_whole_weights, in_chec
 from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.sampling_ahead import choose_groups
 from grpo_core.rollout.checksums import checksums_of
-from grpo_core.rollout.requests import training_sampling
-from grpo_core.rollout.types import Completion, Request, Sampling, Stream, token_limit, with_ages
+from grpo_core.rollout.requests import training_sampling, vllm_parameters
+from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of
 from grpo_core.rollout.vllm.client import NO_WEIGHTS, OVER_4BIT, OVER_BASE, Server, Weights, token_versions
 from grpo_core.rollout.vllm.logprobs import HEAD, LOGPROBS_MODE
@@ -219,7 +219,7 @@ class VLLMServerEngine:
                 finished, _ = wait(numbers, TURN_SECONDS, FIRST_COMPLETED)
                 given = [(numbers.pop(future), future.result()) for future in finished]
                 if not ahead:
-                    given = [(number, [*map(_without_versions, found)]) for number, found in given]
+                    given = [(number, [replace(each, versions=None) for each in found]) for number, found in given]
                 more = (yield given) or ()
         finally:
             for future in numbers:
@@ -247,11 +247,14 @@ class VLLMServerEngine:
         self.loop.call_soon_threadsafe(self.router.stop)
 
     def _aged(self, found: list[Completion]) -> list[Completion]:
-        return [with_ages(each, self.version) for each in found]
+        """Return the completions with ages instead of versions."""
+        ages = ([self.version - then for then in each.versions or ()] for each in found)
+        return [replace(each, ages=own, versions=None) for each, own in zip(found, ages, strict=True)]
 
     def _submit(self, request: Request, sampling: Sampling, options: Mapping[str, Any]) -> Future[list[Completion]]:
-        parameters = [_parameters(request, sampling, number) for number in range(request.num_completions)]
-        bodies = [self._body(request.prompt_ids, each, options) for each in parameters]
+        parameters = vllm_parameters(request, sampling)
+        seeds = range(request.seed, request.seed + request.num_completions)
+        bodies = [self._body(request.prompt_ids, {**parameters, "seed": seed}, options) for seed in seeds]
         return self._start(self._complete(bodies, self.version, request.conversation))
 
     async def _complete(
@@ -291,10 +294,6 @@ def _made(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return tensors
 
 
-def _without_versions(completion: Completion) -> Completion:
-    return replace(completion, versions=None)
-
-
 async def _follow_addresses(servers: Sequence[Server]) -> None:
     """Watch until cancelled for servers that the stage has started again at another address."""
     while True:
@@ -307,21 +306,6 @@ async def _follow_addresses(servers: Sequence[Server]) -> None:
 
 async def _gather(questions: Any) -> list[Any]:
     return await asyncio.gather(*questions)
-
-
-def _parameters(request: Request, sampling: Sampling, number: int) -> dict[str, Any]:
-    return {
-        "seed": request.seed + number,
-        "max_tokens": token_limit(request, sampling),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "stop": [*sampling.stop],
-        "detokenize": bool(sampling.stop),
-        "logprobs": 0,
-    }
 
 
 def _prompt_logprobs(ids: list[int], scores: Sequence[Any]) -> list[float]:

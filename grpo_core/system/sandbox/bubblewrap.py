@@ -93,7 +93,9 @@ def ask(program: str, questions: Sequence[Call | Input], limits: Limits, sandbox
             kinds["calls"].append((number, question.expression))
         else:
             kinds["inputs"].append((number, question.text.encode()))
-    job = marshal.dumps({"program": program, "limits": _kernel_limits(limits, sandbox), **kinds})
+    processes = limits.processes if sandbox == "bubblewrap" else None
+    kernel = kernel_limits(limits.cpu_seconds, limits.memory_mib, limits.scratch_mib, processes)
+    job = marshal.dumps({"program": program, "limits": kernel, **kinds})
     longest = limits.output_kib * 1024
     output, errors = _run(job, limits, sandbox, (1 + len(questions)) * (longest + LINE))
     if not output.startswith(STARTED):
@@ -214,17 +216,16 @@ def _children_file(process: int) -> Path:
     return Path(f"/proc/{process}/task/{process}/children")
 
 
-def _kernel_limits(limits: Limits, sandbox: Sandbox) -> list[tuple[str, int]]:
-    inside = [
-        ("RLIMIT_NPROC", limits.processes)
-    ]  # counts within a user namespace; without one, everything that the user runs
+def kernel_limits(cpu_seconds: int, memory_mib: int, scratch_mib: int, processes: int | None) -> list[tuple[str, int]]:
+    """The kernel's limits for a program, by their names. `processes`: None without a user namespace, since the limit
+    would count everything that the user runs."""
     return [
-        ("RLIMIT_CPU", limits.cpu_seconds),
-        ("RLIMIT_AS", limits.memory_mib << 20),
-        ("RLIMIT_FSIZE", limits.scratch_mib << 20),
+        ("RLIMIT_CPU", cpu_seconds),
+        ("RLIMIT_AS", memory_mib << 20),
+        ("RLIMIT_FSIZE", scratch_mib << 20),
         ("RLIMIT_NOFILE", 64),
         ("RLIMIT_CORE", 0),
-        *(inside if sandbox == "bubblewrap" else []),
+        *([("RLIMIT_NPROC", processes)] if processes is not None else []),
     ]
 
 

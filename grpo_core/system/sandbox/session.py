@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_core.system.sandbox.bubblewrap import PYTHON, SandboxError, bound_files, enclosed, kill, read
+from grpo_core.system.sandbox.bubblewrap import PYTHON, SandboxError, bound_files, enclosed, kernel_limits, kill, read
 
 INSIDE = Path(__file__).with_name("inside_session.py").read_text()
 LONGEST_CODE = 1 << 15  # bytes: half of what a pipe holds, so that writing never waits
@@ -53,14 +53,7 @@ class Session:
                 start_new_session=True,
             )
         bound_files(self.process)
-        kernel = [
-            ("RLIMIT_CPU", limits.total_cpu_seconds),
-            ("RLIMIT_AS", limits.memory_mib << 20),
-            ("RLIMIT_FSIZE", limits.scratch_mib << 20),
-            ("RLIMIT_NOFILE", 64),
-            ("RLIMIT_CORE", 0),
-            ("RLIMIT_NPROC", limits.processes),
-        ]
+        kernel = kernel_limits(limits.total_cpu_seconds, limits.memory_mib, limits.scratch_mib, limits.processes)
         job = {"kernel": kernel, "cpu_seconds": limits.cpu_seconds, "characters": limits.characters}
         self._send(marshal.dumps(job))
         if self._receive(time.monotonic() + START_SECONDS) != b"started":

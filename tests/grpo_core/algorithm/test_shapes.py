@@ -14,8 +14,7 @@ from jaxtyping import TypeCheckError
 from grpo_core.algorithm.advantages import Advantages, group_advantages, sample_std
 from grpo_core.algorithm.losses import TokenLosses, clipped_loss, kl_to_reference, token_losses, token_weights
 from grpo_core.config.algorithm import AlgorithmConfig
-from grpo_core.model.float32_logits import float32_product
-from grpo_core.model.logprobs import chosen_logprobs, divergence
+from grpo_core.model.logprobs import chosen_logprobs, divergence, float32_product
 from grpo_core.model.policy import _logprobs_and_entropy
 from grpo_core.model.sequences import Sequences
 from grpo_core.training.batch import MicroBatch

@@ -27,7 +27,7 @@ from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.rollout import conversations
 from grpo_core.rollout.batch_metrics import age_metrics
 from grpo_core.rollout.collect import Sample
-from grpo_core.rollout.conversations_ahead import ConversationsAhead
+from grpo_core.rollout.conversations import ConversationsAhead
 from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.training import loop as trainer

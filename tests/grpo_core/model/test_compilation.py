@@ -16,7 +16,6 @@ from torch._dynamo.utils import counters
 from grpo_core.config.files import parse_config
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.fingerprint import determining
-from grpo_core.model import compilation
 from grpo_core.model import policy as policies
 from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.policy import Policy
@@ -74,7 +73,7 @@ def test_compiled_layers_compute_what_the_others_do(
     smooth_model_folder: Path, monkeypatch: pytest.MonkeyPatch, backend: str, options: dict[str, Any], bound: float
 ) -> None:
     plain = _policy(smooth_model_folder, **options)
-    monkeypatch.setattr(compilation.torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr(policies.torch, "compile", partial(torch.compile, backend=backend))
     compiled = _policy(smooth_model_folder, torch_compile=True, **options)
     assert [*compiled.model.state_dict()] == [*plain.model.state_dict()]
     assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in plain.named_parameters()]
@@ -116,7 +115,7 @@ def test_a_training_compiles_nothing_after_its_first_update_and_sampling_nothing
         in_sampling.append(counters["frames"]["total"] - before)
         return logits
 
-    monkeypatch.setattr(compilation.torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(policies.torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(TrainingLog, "step", noting_step)
     monkeypatch.setattr(GroupCache, "_forward", noting_decode)
     if name == "padded":
@@ -136,7 +135,7 @@ def test_a_training_compiles_nothing_after_its_first_update_and_sampling_nothing
 def test_layers_that_would_be_compiled_too_often_run_uncompiled_and_it_is_said(
     smooth_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    monkeypatch.setattr(compilation.torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(policies.torch, "compile", partial(torch.compile, backend="eager"))
     plain, compiled = (_policy(smooth_model_folder, torch_compile=each) for each in (False, True))
     sequences = _sequences(3, 2)
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -165,7 +164,7 @@ def test_a_limit_reached_in_the_middle_of_a_pass_leaves_what_is_computed_again_t
     smooth_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     """Layers whose code differs, of which the first alone is compiled."""
-    monkeypatch.setattr(compilation.torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(policies.torch, "compile", partial(torch.compile, backend="aot_eager"))
     plain, compiled = (
         _policy(smooth_model_folder, torch_compile=it, gradient_checkpointing=True) for it in (False, True)
     )

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.model import float32_logits, loading, logprobs
-from grpo_core.model.float32_logits import Float32Logits, gives_float32_logits
+from grpo_core.model import loading, logprobs
 from grpo_core.model.loading import load_model, with_adapter
-from grpo_core.model.logprobs import divergence
+from grpo_core.model.logprobs import Float32Logits, divergence, gives_float32_logits
 from grpo_core.model.policy import Policy
 from grpo_core.model.precision import working_copy
 from grpo_core.rollout.transformers_engine import TransformersEngine
@@ -81,7 +80,7 @@ def test_under_an_adapter_of_the_head_logits_are_float32(model_folder: Path) -> 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_gradients_of_a_float32_head_are_rounded_once(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float32_logits, "CAST", 100)  # in several parts
+    monkeypatch.setattr(logprobs, "CAST", 100)  # in several parts
     torch.manual_seed(0)
     head, weights = nn.Linear(16, 30, bias=bias), torch.randn(3, 4, 30)
     exact, states = nn.Linear(16, 30, bias=bias).double(), torch.randn(3, 4, 16).bfloat16()

@@ -17,7 +17,7 @@ import torch
 from benchmarks.command import python_path
 from grpo_core.config.memory_bounds import chunk_tokens
 from grpo_core.model import fused_logprobs
-from grpo_core.model.float32_logits import float32_product
+from grpo_core.model.logprobs import float32_product
 from grpo_core.system.torch_releases import RELEASE
 
 # Relative, of values and of gradients. Logits of up to 200 are not rounded, but their gradient is, by Triton's

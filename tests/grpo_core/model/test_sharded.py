@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from grpo_core.config.training import TrainConfig
-from grpo_core.model.parallelize import sharding
-from grpo_core.model.sharded import forward
+from grpo_core.model.sharded import forward, sharding
 from tests.grpo_core.training.several import in_two_processes
 
 IDS = torch.arange(10)[None]

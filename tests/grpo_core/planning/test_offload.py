@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
-from grpo_core.planning.communication import communication
-from grpo_core.planning.forecast import forecast, forecast_rows
+from grpo_core.planning.forecast import communication, forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, named_gpu
 from grpo_core.planning.memory import GIB, MOMENTS, PlannedRun, check_host_memory, peak_memory
 from grpo_core.planning.shapes import ModelShape, PromptLengths, adapter_parameters, model_shape

@@ -10,7 +10,7 @@ import pytest
 from grpo_core.config.files import load_config, parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
-from grpo_core.planning.communication import communication
+from grpo_core.planning.forecast import communication
 from grpo_core.planning.hardware import Gpu, named_gpu
 from grpo_core.planning.memory import GIB, check_engine_memory, moments, peak_memory, usable_gib
 from grpo_core.planning.passes import passes_per_update

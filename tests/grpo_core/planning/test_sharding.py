@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
-from grpo_core.planning.communication import communication
-from grpo_core.planning.forecast import forecast, forecast_rows
+from grpo_core.planning.forecast import communication, forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, named_gpu
 from grpo_core.planning.memory import GIB, peak_memory
 from grpo_core.planning.passes import Pass, activations

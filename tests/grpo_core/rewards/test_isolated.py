@@ -27,7 +27,7 @@ from grpo_core.errors import RewardError
 from grpo_core.rewards import isolated as isolation
 from grpo_core.rewards.batch import Batch
 from grpo_core.rewards.contract import Reward, resolve, source_of
-from grpo_core.rewards.random_draws import draws_state, set_draws_state
+from grpo_core.rewards.isolated import draws_state, set_draws_state
 from grpo_core.rewards.scoring import score, score_arriving
 from grpo_core.training.loop import train
 from tests.conftest import make_run

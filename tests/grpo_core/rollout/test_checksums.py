@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.config.training import TrainConfig
 from grpo_core.errors import EngineError
-from grpo_core.model.parallelize import sharding
+from grpo_core.model.sharded import sharding
 from grpo_core.rollout import transformers_engine
 from grpo_core.rollout.checksums import (
     Received,

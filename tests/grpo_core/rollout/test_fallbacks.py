@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 from grpo_core.config.files import load_config
 from grpo_core.evaluation.sampling import load_sampling
 from grpo_core.model import packed_attention
-from grpo_core.rollout.fallbacks import fallbacks
+from grpo_core.rollout.loading import fallbacks
 from grpo_core.training.session import load_session
 from tests.conftest import config_values, make_model, make_run
 from tests.pretend_gpu import pretend_gpu

@@ -23,7 +23,7 @@ from grpo_core.config.inputs import ModelConfig
 from grpo_core.config.training import TrainConfig
 from grpo_core.errors import EngineError
 from grpo_core.model.loading import load_model, with_adapter
-from grpo_core.model.parallelize import sharding
+from grpo_core.model.sharded import sharding
 from grpo_core.rollout.checksums import bit_sums, note_loading, place
 from grpo_core.rollout.vllm import colocated_engine
 from grpo_core.rollout.vllm.adapter import hold_adapter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.rollout.process_work import PHASES, work_metrics
+from grpo_core.rollout.batch_metrics import PHASES, work_metrics
 
 
 def test_the_process_that_works_longest_is_compared_with_the_median_of_the_others() -> None:

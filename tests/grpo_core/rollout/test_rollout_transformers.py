@@ -25,8 +25,8 @@ from grpo_core.model.loading import with_adapter
 from grpo_core.model.precision import make_bfloat16
 from grpo_core.rollout import group_cache
 from grpo_core.rollout import transformers_engine as engine_module
+from grpo_core.rollout.rows import StopTexts
 from grpo_core.rollout.sampling import draw, penalise
-from grpo_core.rollout.stop_texts import StopTexts
 from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Request, Sampling
 from tests.conftest import make_model

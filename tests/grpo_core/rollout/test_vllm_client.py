@@ -27,6 +27,7 @@ from grpo_core.config.files import parse_config
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.errors import EngineError
 from grpo_core.model.loading import load_model
+from grpo_core.rollout.requests import vllm_parameters
 from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Completion, Request, Sampling
 from grpo_core.rollout.vllm import client as vllm_client
@@ -169,7 +170,7 @@ def test_a_request_for_no_tokens_is_refused_and_not_one_without_a_limit(engine: 
 
     def ask(request: Request) -> Any:
         if engine == "vllm-server":
-            return vllm_server._parameters(request, sampling, 0)["max_tokens"]
+            return vllm_parameters(request, sampling)["max_tokens"]
         if engine == "vllm":
             with mock.patch.dict(sys.modules, {"vllm": mock.Mock(), "vllm.sampling_params": mock.Mock()}):
                 colocated: Any = VLLMEngine.__new__(VLLMEngine)

@@ -109,7 +109,7 @@ def start(run: Path) -> tuple[Any, Any, Any]:
     from grpo_core.config.files import load_config
     from grpo_core.data.prompts import load_tokenizer
     from grpo_core.model.loading import load_model, with_adapter
-    from grpo_core.rollout.factory import make_engine
+    from grpo_core.rollout.loading import make_engine
 
     config = load_config(run / "config.toml")
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ from grpo_core.config.inputs import ModelConfig
 from grpo_core.errors import ConfigError
 from grpo_core.model.loading import load_model, load_starting_policy, trainable_state, with_adapter
 from grpo_core.model.saving import save_adapter
-from grpo_core.planning.adapter import DESCRIBED, HARMLESS, PLAIN, _not_plain, check_adapter
+from grpo_core.planning.adapter import DESCRIBED, HARMLESS, _not_plain, check_adapter
 from grpo_core.training.loop import train
 from grpo_core.training.session import load_session
 from tests.conftest import config_values, make_model, make_run, make_tokenizer
@@ -184,6 +184,27 @@ def test_an_adapter_of_another_kind_is_refused(
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"no adapter_model\.safetensors there; name the folder of an adapter"):
         check_adapter(_model(model_folder, adapter))
+
+
+# Keys of peft beside those that are described or harmless, with the value that leaves a plain LoRA.
+PLAIN: dict[str, Any] = {
+    "bias": "none",
+    "init_lora_weights": True,
+    "use_dora": False,
+    "use_qalora": False,
+    "lora_bias": False,
+    "alpha_pattern": {},
+    "rank_pattern": {},
+    "layer_replication": None,
+    "trainable_token_indices": None,
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "megatron_config": None,
+    "monteclora_config": None,
+    "use_bdlora": None,
+    "velora_config": None,
+}
 
 
 def test_every_key_of_the_installed_peft_is_known() -> None:

@@ -20,8 +20,7 @@ from grpo_core.rollout.types import Rollout
 from grpo_core.training import checkpoint as writing
 from grpo_core.training.checkpoint import CheckpointError, Checkpoints, require_same_folder
 from grpo_core.training.held_out import keep_best, load_best
-from grpo_core.training.random_state import random_state, set_random_state
-from grpo_core.training.state import TrainingState, saved_fields
+from grpo_core.training.state import TrainingState, random_state, saved_fields, set_random_state
 from tests.conftest import config_values
 from tests.grpo_core.allocations import Allocations
 from tests.grpo_core.training.several import in_two_processes

@@ -20,7 +20,7 @@ from grpo_core.planning.plan import Plan, make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths
 from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
 from grpo_core.system.memory import GIB
-from grpo_core.training.pass_limit import first_limit
+from grpo_core.training.out_of_memory import first_limit
 from tests.conftest import config_values, with_keys
 from tests.grpo_core.training.several import in_two_processes
 from tests.grpo_core.training.training import are_close, result_of, trained_run

@@ -30,7 +30,7 @@ from grpo_core.training import loop as trainer
 from grpo_core.training.checkpoint import CheckpointError
 from grpo_core.training.interrupt import Stopped
 from grpo_core.training.loop import train
-from grpo_core.training.random_state import random_state, set_random_state
+from grpo_core.training.state import random_state, set_random_state
 from tests.conftest import config_values, make_run, with_keys, write_sums
 from tests.grpo_core.training import killing
 from tests.grpo_core.training.training import are_close, assert_same, figures_of, interrupted, result_of, trained_run

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from grpo_core.system.progress import MACHINES
-from grpo_core.training.stragglers import STEPS, Stragglers
+from grpo_core.training.log import LAG_BATCHES, Stragglers
 
 numbers = itertools.count()
 
@@ -22,12 +22,12 @@ def _said(stragglers: Stragglers, rank: int, lost: float, times: int, phase: str
 
 def test_a_straggler_is_named_when_it_becomes_one_and_when_it_is_none_any_more() -> None:
     stragglers = Stragglers()
-    assert _said(stragglers, 3, 2.0, STEPS - 1) == []
+    assert _said(stragglers, 3, 2.0, LAG_BATCHES - 1) == []
     [named] = _said(stragglers, 3, 2.0, 1)
     assert named.startswith("straggler: rank 3 is slower than the others in sampling, 5 times in a row")
     assert "they wait 2 s of 10 s for it" in named
     assert _said(stragglers, 3, 2.0, 50) == []
-    assert _said(stragglers, 3, 0.1, STEPS - 1) == []
+    assert _said(stragglers, 3, 0.1, LAG_BATCHES - 1) == []
     [over] = _said(stragglers, 1, 0.1, 1)
     assert over == "straggler: rank 3 is no longer slower than the others in sampling"
     assert _said(stragglers, 1, 0.1, 50) == []
@@ -42,7 +42,7 @@ def test_phases_are_told_apart_and_a_machine_is_named(monkeypatch: pytest.Monkey
     monkeypatch.setenv(MACHINES, '["a", "b"]')
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     stragglers = Stragglers()
-    assert _said(stragglers, 5, 2.0, STEPS - 1, "rewards") == _said(stragglers, 5, 2.0, STEPS - 1) == []
+    assert _said(stragglers, 5, 2.0, LAG_BATCHES - 1, "rewards") == _said(stragglers, 5, 2.0, LAG_BATCHES - 1) == []
     assert "rank 5 (b) is slower than the others in rewards" in _said(stragglers, 5, 2.0, 1, "rewards")[0]
 
 
