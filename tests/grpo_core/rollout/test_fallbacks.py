@@ -78,8 +78,8 @@ def test_a_first_kind_of_attention_that_fails_is_said(
     def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError("Failed to find C compiler.\n Please specify via CC environment variable")
 
-    with pretend_gpu():
-        monkeypatch.setattr(packed_attention, "varlen_attn", fails)
+    with pretend_gpu(), monkeypatch.context() as patch:
+        patch.setattr(packed_attention, "varlen_attn", fails)
         found = said_of(tmp_path / "run", config_values(smooth_model_folder, tmp_path))
     assert found == [
         "prompts are computed once, by flex attention: varlen: RuntimeError: Failed to find C compiler. Please specify "
