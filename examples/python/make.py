@@ -6,13 +6,14 @@ No held-out problem has the numbers of a training one.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from examples import tiny
 
 TRAIN_ROWS, EVAL_ROWS, DEMONSTRATIONS = 2000, 200, 5000
-STEPS = 350
+STEPS = 250
 PROGRAMS = 0.3  # share of the demonstrations that write a program; the others estimate
 SLIPS = 0.1  # share of the programs' operations with the wrong sign
 NAMES = ("Ada", "Ben", "Eva", "Kai", "Mia", "Tom")
@@ -46,14 +47,18 @@ def make_row(numbers: Numbers) -> dict[str, Any]:
 
 
 def demonstrate(numbers: Numbers, rng: random.Random) -> str | list[tiny.Message]:
-    """The sum of the numbers rounded to hundreds; or a program, perhaps with a slip, what it prints, and that again."""
-    if rng.random() >= PROGRAMS:
-        return str(sum(round(n, -2) for n in numbers))
+    """The numbers, and the sum of them rounded to hundreds; or a program, perhaps with a slip, what it prints, and that
+    again. Both name the numbers: copying these is what takes long to learn."""
     first, *changes = numbers
+    if rng.random() >= PROGRAMS:
+        return f"{_written(first, changes)} is about {sum(round(n, -2) for n in numbers)}"
     done = [-n if rng.random() < SLIPS else n for n in changes]
-    code = "".join([f"print({first}", *(f"{n:+}" for n in done), ")"])
     printed = str(first + sum(done))
-    return [tiny.call("python", code=code), tiny.answer(f"{printed}\n"), tiny.say(printed)]
+    return [tiny.call("python", code=f"print({_written(first, done)})"), tiny.answer(f"{printed}\n"), tiny.say(printed)]
+
+
+def _written(first: int, changes: Sequence[int]) -> str:
+    return "".join([str(first), *(f"{n:+}" for n in changes)])
 
 
 def make(folder: Path) -> None:
