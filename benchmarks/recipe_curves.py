@@ -2,8 +2,8 @@
 
     python -m benchmarks.recipe_curves [--record]
 
-Draws docs/images/guess.png, mixed.png and reward-models.png from results/recipe-curves.json. With --record, first
-records those of the runs guess, mixed, dialogue and gamed that are in storage/runs.
+Draws docs/images/guess.png, mixed.png, reward-models.png and smollm.png from results/recipe-curves.json. With
+--record, first records those of the runs guess, mixed, dialogue, gamed and smollm that are in storage/runs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from benchmarks import reward_models
 from examples.guess import curve as guess
 from examples.mixed import curve as mixed
 from grpo_core.config.files import load_config
+from tasks.rendering.drawing import BLUE, GREEN, GREY, plot, png
 
 RECORD = Path("benchmarks", "results", "recipe-curves.json")
 IMAGES = Path("docs", "images")
@@ -55,6 +56,27 @@ def _draw_mixed(recorded: Mapping[str, Any]) -> bytes:
     return mixed.draw(recorded["rows"], recorded["sources"])
 
 
+def _read_smollm() -> Any:
+    report = json.loads((RUNS / "smollm" / "evaluation" / "report.json").read_text())
+    held_out = {name: of["accuracy"]["mean"] for name, of in report["sets"]["held-out"]["policies"].items()}
+    rewards = [(row["step"], row["reward"]) for row in reward_models.metrics_of(RUNS / "smollm")]
+    return {"rewards": rewards, **held_out}
+
+
+def _draw_smollm(recorded: Mapping[str, Any]) -> bytes:
+    def panel(figure: Any) -> None:
+        axes, points = figure.subplots(), [(step, 100 * reward) for step, reward in recorded["rewards"]]
+        plot(axes, {"in training": points}, [BLUE], legend=False)
+        for policy, colour, at in [("base", GREY, 1), ("trained", GREEN, 0)]:
+            right, ends = 100 * recorded[policy], (points[0][0], points[-1][0])
+            axes.plot(ends, (right, right), color=colour, linestyle="--")
+            text, beside = f"{policy}, held out: {right:.1f} %", {"ha": ("left", "right")[at]}
+            axes.annotate(text, (ends[at], right), (0, 3), textcoords="offset points", **beside)
+        axes.set(title="right answers, %, by update", ylim=(0, 100))
+
+    return png((6, 2.8), panel)
+
+
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(it) for key, it in value.items()}
@@ -67,6 +89,7 @@ PICTURES: dict[str, tuple[tuple[str, ...], Callable[[], Any], Callable[[Any], by
     "guess": (("guess",), _read_guess, guess.draw),
     "mixed": (("mixed",), _read_mixed, _draw_mixed),
     "reward-models": (tuple(reward_models.RUNS), reward_models.curves, reward_models.draw),
+    "smollm": (("smollm",), _read_smollm, _draw_smollm),
 }
 
 if __name__ == "__main__":
