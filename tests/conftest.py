@@ -6,11 +6,13 @@ import atexit
 import copy
 import functools
 import gc
+import itertools
 import json
 import os
 import runpy
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -98,6 +100,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if folder in item.nodeid:
             item.add_marker("served")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Where the time of `make e2e` goes, file by file."""
+    if config.option.markexpr != "e2e":
+        return
+    seconds = Counter[str]()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    terminalreporter.section("seconds by file")
+    for file, total in seconds.most_common():
+        terminalreporter.write_line(f"{total:7.0f}  {file}")
 
 
 # Typer would build all commands again for every one that a test runs.
