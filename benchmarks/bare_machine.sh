@@ -62,7 +62,8 @@ test "$kind" != uv || set -- "$@" PATH=/opt/uv/bin:/usr/sbin:/usr/bin:/sbin:/bin
 pivot_root . mnt
 umount -l /mnt
 cd "$place"
-exec env -i HOME=/root LANG=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin "$@" bash -c "$command"
+exec env -i HOME=/root LANG=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin "$@" bash -c "$command
+exit \$?" # this bash stays, and so orphans that end are waited for, as by an init
 '
 
 run() { # KIND SUITE PLACE COMMAND LOG

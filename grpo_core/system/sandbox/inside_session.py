@@ -58,6 +58,10 @@ def main():
                 stream.flush()
             except OSError as full:
                 problem += f"OSError: {full}: what was printed is lost; remove files from /tmp\n"
+                try:
+                    stream.close()  # else Python 3.13 says in a later call's output that closing it failed
+                except OSError:
+                    continue
             except Exception:  # it is closed
                 continue
         text = shortened(output, limits["characters"]) + problem[-LONGEST_ERROR:]

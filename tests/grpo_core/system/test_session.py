@@ -47,14 +47,14 @@ def test_variables_and_definitions_are_kept_and_the_last_value_is_shown(session:
 def test_an_error_is_a_short_traceback_and_keeps_the_variables(session: Session) -> None:
     session.run("kept = 1\ndef deep(n):\n    return deep(n + 1)\ndef divide(n):\n    return n / 0")
     shown = session.run("print('before')\ndivide(kept)") or ""
-    assert re.sub(r"<call \d+>", "<call>", shown).splitlines() == [
+    lines = re.sub(r"<call \d+>", "<call>", shown).splitlines()
+    assert [line for line in lines if line.strip("~^ ")] == [  # Python 3.13 has more lines of marks
         "before",
         "Traceback (most recent call last):",
         '  File "<call>", line 2, in <module>',
         "    divide(kept)",
         '  File "<call>", line 5, in divide',
         "    return n / 0",
-        "           ~~^~~",
         "ZeroDivisionError: division by zero",
     ]
     assert "SyntaxError: '(' was never closed" in (session.run("f(") or "")
