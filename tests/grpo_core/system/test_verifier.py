@@ -38,7 +38,7 @@ def verifier() -> Iterator[Verifier]:
 @pytest.mark.parametrize(
     ("answer", "found"),
     [
-        ("__import__('os').system('id')", 127 << 8),
+        ("__import__('os').system('id') in (127 << 8, -1)", True),  # no shell, or no process: by the release of glibc
         ("tried(lambda: os.fork())", "Resource temporarily unavailable"),
         ("threads()", 0),
         ("read('/etc/passwd')", "No such file or directory"),
