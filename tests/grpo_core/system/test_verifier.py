@@ -57,7 +57,7 @@ def verifier() -> Iterator[Verifier]:
         ("tried(lambda: os.setpriority(os.PRIO_PROCESS, 1, 19))", "Operation not permitted"),
         ("tried(lambda: bytearray(1 << 30))", "MemoryError"),
         ("tried(lambda: __import__('mmap').mmap(-1, 600 << 20))", "Cannot allocate memory"),  # shared, by default
-        ("tried(lambda: len(bytearray(400 << 20)))", 400 << 20),
+        ("tried(lambda: len(bytearray(200 << 20)))", 200 << 20),
     ],
 )
 def test_an_answer_reaches_nothing_and_the_next_one_is_judged(verifier: Verifier, answer: str, found: Any) -> None:
