@@ -22,7 +22,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in configu
 VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can make room for
 # Keys of peft's adapter_config.json whose values change nothing: they describe the file, say how the adapter was drawn
 # or trained, follow from the base's layers, or go with another key. Which layers are adapted, its tensors say too.
-# Other keys, but for those of DESCRIBED, have to be null, false or empty in a plain LoRA: a new peft may bring more.
+# In a plain LoRA every other key, except those of DESCRIBED, is null, false or empty: a newer peft may add some.
 HARMLESS = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
     *("task_type", "runtime_config", "lora_dropout", "corda_config", "eva_config", "loftq_config", "lora_ga_config"),

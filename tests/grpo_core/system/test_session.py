@@ -48,6 +48,7 @@ def test_an_error_is_a_short_traceback_and_keeps_the_variables(session: Session)
     session.run("kept = 1\ndef deep(n):\n    return deep(n + 1)\ndef divide(n):\n    return n / 0")
     shown = session.run("print('before')\ndivide(kept)") or ""
     lines = re.sub(r"<call \d+>", "<call>", shown).splitlines()
+    assert "           ~~^~~" in lines
     assert [line for line in lines if line.strip("~^ ")] == [  # Python 3.13 has more lines of marks
         "before",
         "Traceback (most recent call last):",
