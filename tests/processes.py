@@ -17,6 +17,16 @@ def existing(pids: Iterable[int]) -> list[psutil.Process]:
     return found
 
 
+def with_variables(**expected: str) -> list[psutil.Process]:
+    """All that run with these environment variables."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and expected.items() <= process.environ().items():
+                found.append(process)
+    return found
+
+
 def runs(process: psutil.Process) -> bool:
     """True unless it has ended; a zombie has."""
     with suppress(psutil.NoSuchProcess):

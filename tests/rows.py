@@ -1,8 +1,11 @@
-"""Rows of data, which are read slice by slice, as one frame."""
+"""Rows of data: as JSON Lines, and as one frame although they are read slice by slice."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -10,6 +13,11 @@ import polars as pl
 from grpo_core.config.run import RunConfig
 from tasks import validate
 from tasks.data.rows import Rows
+
+
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def whole(rows: Rows) -> pl.DataFrame:

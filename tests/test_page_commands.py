@@ -18,7 +18,7 @@ from flows.cli.main import app
 from tests.command_line import fenced
 from tests.formats import GSM8K
 from tests.made_up import made_up_run, metrics_of, outcomes_of, sampled, samples_of, values_of, write_sampled
-from tests.tasks.data.test_own_schema import _write
+from tests.rows import write_lines
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.stem != "commands")]
@@ -53,7 +53,7 @@ ELSEWHERE = {
     "gpus: plan configs/maths": "tests/grpo_core/planning/test_scale_page.py: likewise",
     "plan: plan --recipe": "tests/flows/test_planning.py, with recipes of both",
     "from-swift: plan --recipe": "likewise",
-    "from-swift: rewards try": "tests/tasks/data/test_pages_from_elsewhere.py, on rows of the page's form",
+    "from-swift: rewards try": "tests/tasks/data/test_pages.py, on rows of the page's form",
     "from-verl: rewards try": "likewise",
     "model-rewards: rewards try": "tests/e2e/test_recipes.py: it needs the recipe's reward model",
     "dialogue: rewards try": "likewise",
@@ -116,7 +116,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path
     tokenizer.save_pretrained(model)
     tiny.make_model(tokenizer, context=1024).save_pretrained(model)
     for name, part in (("train", GSM8K[:8]), ("test", GSM8K[8:]), ("more", GSM8K[:8])):
-        _write(folder / f"{name}.jsonl", part)
+        write_lines(folder / f"{name}.jsonl", part)
     return folder
 
 

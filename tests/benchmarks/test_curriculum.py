@@ -1,4 +1,4 @@
-"""What is published about curricula follows from the recorded trainings."""
+"""What is published about curricula and the sampling correction follows from the recorded trainings."""
 
 from __future__ import annotations
 
@@ -41,3 +41,13 @@ def test_intervals_and_p_values_are_those_of_a_paired_t_test_with_holms_correcti
     least, middle, most = sorted(p_values)
     corrected = [3 * least, max(3 * least, 2 * middle), max(3 * least, 2 * middle, most)]
     assert sorted(found["p_value_after_holm"] for found in record["paired"]) == pytest.approx(corrected)
+
+
+SHOWN = ("own completions", "none", "token_truncate", "sequence_truncate", "sequence_mask")
+
+
+def test_the_benchmark_page_has_the_cosines_and_lengths_that_were_measured() -> None:
+    page = (RESULTS.parent / "README.md").read_text()
+    for row in json.loads((RESULTS / "correction.json").read_text())["rows"]:
+        cells = [f"{row['cosine'][name]:.2f}, {row['length_along'][name]:.2f}" for name in SHOWN]
+        assert f"| {row['length']:,} | {row['kl_per_token']:g} | {' | '.join(cells)} |" in page

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import pytest
 import yaml
 
 from tasks.processes.machine import free_port
+from tests.e2e.place import wait_for
 from tests.processes import runs
 
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
@@ -155,13 +156,6 @@ def _answers(cluster: Cluster) -> bool:
     with suppress(Exception):
         return cluster.ask("GET", "/api/v1/namespaces/default") is not None
     return False
-
-
-def wait_for(condition: Callable[[], Any], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s"
-        time.sleep(POLL_SECONDS)
 
 
 class Node(threading.Thread):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import threading
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from tests.conftest import make_model, write_sums
+from tests.processes import words
 
 FUNCTION = "holding:held_up"  # a reward: the shorter, the better
 
@@ -25,6 +31,47 @@ def held_up(completions, completion_ids):
             threading.Event().wait(0.05)
     return [-float(len(ids)) for ids in completion_ids]
 """
+
+
+# Training stops for good inside the fourth rollout, until the file that allows it to go on exists.
+PATIENCE = """
+import os, threading
+calls = []
+def patient(completions, completion_ids):
+    calls.append(1)
+    if len(calls) == 4 and not os.path.exists(os.environ["MAY_GO_ON"]):
+        print("stuck in the fourth rollout", flush=True)
+        threading.Event().wait()
+    return [-float(len(ids)) for ids in completion_ids]
+"""
+
+
+def write_patient(folder: Path) -> None:
+    """Data, and the reward `patience:patient`, which is imported with this folder on the path."""
+    (folder / "patience.py").write_text(PATIENCE)
+    write_sums(folder / "train.parquet", 10, 34)
+    write_sums(folder / "eval.parquet", 60, 76)
+
+
+def until_stuck(
+    command: list[str], environment: dict[str, str], **options: Any
+) -> tuple[subprocess.Popen[str], list[psutil.Process], str]:
+    """A command whose training has stopped for good, the processes that it has started, and what it has said."""
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+    )
+    watchdog, lines = threading.Timer(480, process.kill), [""]
+    watchdog.start()
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if "stuck in the" in line:
+            break
+    watchdog.cancel()
+    assert "stuck in the" in lines[-1], "".join(lines)
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert any("grpo_core.train" in " ".join(words(child)) for child in started)
+    return process, started, "".join(lines)
 
 
 def write_inputs(folder: Path) -> Path:

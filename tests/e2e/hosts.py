@@ -107,6 +107,14 @@ class Host:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGCONT)
 
+    def restore(self) -> None:
+        """As it was before a test."""
+        self.thaw()
+        self.plug_in()
+        for process in self.left():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
 
 @contextmanager
 def some_hosts(folder: Path, *names: str) -> Iterator[tuple[list[Host], dict[str, str]]]:

@@ -15,6 +15,7 @@ import pytest
 
 from tasks.processes.machine import free_port
 from tests.needs import needs
+from tests.processes import with_variables
 
 NODES = ("alpha", "beta")
 NODE_SECONDS = 20  # after which a node whose daemon is gone counts as failed
@@ -85,13 +86,7 @@ class Cluster:
 
     def running_on(self, node: str) -> list[psutil.Process]:
         """What Slurm's tasks on the node have started."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                own = process.environ()
-                if own.get("SLURMD_NODENAME") == node and own.get("SLURM_CONF") == self.environment["SLURM_CONF"]:
-                    found.append(process)
-        return found
+        return with_variables(SLURMD_NODENAME=node, SLURM_CONF=self.environment["SLURM_CONF"])
 
     def kill_node(self, node: str) -> None:
         """End everything on a node, as a failing power supply does."""

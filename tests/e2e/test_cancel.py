@@ -1,13 +1,15 @@
-"""A training cancelled, told to end with its runner, or killed with it: no process stays, nothing is lost, no one
-waits for ever."""
+"""A training cancelled, told to end with its runner or with the worker of a work pool, or killed with it: no process
+stays, nothing is lost, no one waits for ever."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import signal
-import time
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +18,25 @@ import pytest
 
 from benchmarks.command import python_path
 from grpo_core.config.files import dump_config, parse_config
-from tests.conftest import config_values, write_sums
-from tests.e2e.test_kill import REWARD
+from tests.conftest import config_values
+from tests.e2e.holding import write_patient
+from tests.e2e.place import PROJECT, wait_for
 from tests.processes import runs, words
+from tests.served.test_deployments import _new_pool, _prefect
 from tests.serving import Served, grpo_serve, prefect_server
 
-PROJECT = Path(__file__).parents[2]
 END_SECONDS = 30
-DEADLINE = 300.0  # of what has no deadline of its own
 
 ALLOWED = {"GRPO_REWARD_MODULES": "patience"}  # which the form may name
 
 pytestmark = pytest.mark.e2e
 
 
-def _wait_for(condition: Callable[[], Any], seconds: float = DEADLINE) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds:g} s"
-        time.sleep(0.2)
-    return found
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Served]:
     """A Prefect server, and in its storage the run directory `template`, to be trained."""
     storage = tmp_path_factory.mktemp("cancel")
-    (storage / "patience.py").write_text(REWARD)
-    write_sums(storage / "train.parquet", 10, 34)
-    write_sums(storage / "eval.parquet", 60, 76)
+    write_patient(storage)
     _write_config(storage, "template", config_values(model_folder, storage, max_steps=6, save_steps=100))
     paths = python_path(storage, PROJECT)
     with prefect_server(storage, PYTHONPATH=paths, MAY_GO_ON=str(storage / "go-on"), **ALLOWED) as server:
@@ -81,7 +73,7 @@ def _finish(server: Served, run_id: str) -> str:
 
 def _wait_until_stuck(server: Served, name: str) -> None:
     output = _partial(server, name) / "output.log"
-    _wait_for(lambda: output.exists() and "stuck" in output.read_text())
+    wait_for(lambda: output.exists() and "stuck" in output.read_text())
 
 
 def _partial(server: Served, name: str) -> Path:
@@ -96,7 +88,7 @@ def _processes(runner: psutil.Process, name: str) -> list[psutil.Process]:
 
 
 def _wait_until_ended(processes: list[psutil.Process]) -> None:
-    _wait_for(lambda: not any(map(runs, processes)), END_SECONDS)
+    wait_for(lambda: not any(map(runs, processes)), END_SECONDS)
 
 
 def _slots_taken(server: Served) -> int:
@@ -150,7 +142,7 @@ def test_a_cancelled_training_saves_ends_and_goes_on_from_there(
         cancelled = _start(server, "cancelled")
         _wait_until_stuck(server, "cancelled")
         waiting = _start(server, "waiting")
-        _wait_for(lambda: "waiting for 1 slot " in server.messages(waiting))
+        wait_for(lambda: "waiting for 1 slot " in server.messages(waiting))
         processes = _processes(runner, "cancelled")
         server.cancel(cancelled)
         _wait_until_ended(processes)
@@ -168,7 +160,7 @@ def test_a_cancelled_training_saves_ends_and_goes_on_from_there(
         _wait_until_stuck(server, "waiting")  # it got the slot
         server.cancel(waiting)
         server.wait(waiting, "CANCELLED")
-        _wait_for(lambda: _slots_taken(server) == 0)
+        wait_for(lambda: _slots_taken(server) == 0)
 
         assert _finish(server, _start(server, "cancelled")) == "Completed"
     result, metrics = _result(server, "cancelled")
@@ -196,7 +188,7 @@ def test_a_suspended_training_frees_its_slot_and_goes_on_when_resumed_unless_it_
         server.cancel(given_up)
         _wait_until_ended(processes)
         assert [path.name for path in (_partial(server, "given-up") / "checkpoints").iterdir()] == ["step-000003"]
-        _wait_for(lambda: _slots_taken(server) == 0)
+        wait_for(lambda: _slots_taken(server) == 0)
         assert server.get(f"/flow_runs/{suspended}")["state_name"] == "Suspended"
         server.resume(suspended)
         assert _finish(server, suspended) == "Completed"
@@ -222,7 +214,7 @@ def test_cancelling_a_pipeline_cancels_the_training_that_it_has_handed_over(serv
         server.wait(run_id, "CANCELLED")
         [handed] = server.filter("flow_runs", flow_runs={"name": {"any_": ["handed-train"]}})
         server.wait(handed["id"], "CANCELLED")
-        _wait_for(lambda: _slots_taken(server) == 0)
+        wait_for(lambda: _slots_taken(server) == 0)
     assert [path.name for path in (_partial(server, "handed") / "checkpoints").iterdir()] == ["step-000003"]
 
 
@@ -237,7 +229,7 @@ def test_told_to_end_grpo_serve_ends_its_trainings_too_each_with_a_checkpoint(
         _wait_until_ended(processes)
     assert [path.name for path in (_partial(server, "told") / "checkpoints").iterdir()] == ["step-000003"]
     assert server.wait(run_id, "SCHEDULED")["state"]["message"] == "train was interrupted, 3 of 6 updates saved"
-    _wait_for(lambda: _slots_taken(server) == 0)
+    wait_for(lambda: _slots_taken(server) == 0)
     with grpo_serve(server):
         assert _finish(server, run_id) == "Completed", "it did not go on by itself"
     assert _result(server, "told")[1] == undisturbed
@@ -279,7 +271,7 @@ def test_a_run_killed_with_its_runner_is_shown_as_crashed_and_its_retry_goes_on(
     server.wait(run_id, "CRASHED")
     others = {run["name"]: run["state_type"] for run in server.filter("flow_runs") if run["id"] != run_id}
     assert others["undisturbed-train"] == "COMPLETED", "the watch took the end of a run for silence"
-    _wait_for(lambda: _slots_taken(server) == 0)
+    wait_for(lambda: _slots_taken(server) == 0)
     with grpo_serve(server):
         server.retry(run_id)
         assert _finish(server, run_id) == "Completed"
@@ -287,3 +279,43 @@ def test_a_run_killed_with_its_runner_is_shown_as_crashed_and_its_retry_goes_on(
     assert result["resumed_at_step"] == 3
     assert metrics == undisturbed
     assert sorted(server.tasks(run_id, 2)) == [("train", "Completed"), ("train", "Crashed")]
+
+
+@contextmanager
+def _worker(server: Served) -> Iterator[psutil.Popen]:
+    command = [sys.executable, "-m", "flows.cli.main", "worker", "gpu"]
+    with (server.storage / "worker.log").open("ab") as output:
+        worker = psutil.Popen(command, env=server.environment, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield worker
+    finally:
+        with suppress(psutil.NoSuchProcess):  # the test may have ended it
+            worker.terminate()
+        worker.wait()
+
+
+def test_the_next_worker_goes_on_with_what_a_stopped_one_was_training(tmp_path: Path, model_folder: Path) -> None:
+    write_patient(tmp_path)
+    _write_config(tmp_path, "stopped", config_values(model_folder, tmp_path, max_steps=6, save_steps=100))
+    path = python_path(tmp_path, PROJECT)
+    with prefect_server(tmp_path, PYTHONPATH=path, MAY_GO_ON=str(tmp_path / "go-on")) as server:
+        pools = [_new_pool(pool, "process", "process-job.json") for pool in ("cpu", "gpu")]
+        _prefect(server, *pools, ["deploy", "--all"])
+        for stage in ("validate", "plan"):
+            command = [sys.executable, "-m", "flows.cli.main", "stage", stage, "--run", "stopped"]
+            subprocess.run(command, env=server.environment, check=True)
+        with _worker(server) as worker:
+            run_id = server.trigger("train/gpu", run="stopped")
+            _wait_until_stuck(server, "stopped")
+            trained_by = _processes(worker, "stopped")
+            worker.terminate()
+            _wait_until_ended(trained_by)
+            worker.wait()
+        assert server.wait(run_id, "SCHEDULED")["state"]["message"] == "train was interrupted, 3 of 6 updates saved"
+        (tmp_path / "go-on").touch()
+        with _worker(server):
+            assert server.wait(run_id)["state_name"] == "Completed", server.messages(run_id)
+        attempt = ["Pending", "Running"]
+        assert _states(server, run_id) == [*attempt, "AwaitingRetry", *attempt, "Completed"]
+    result = json.loads((tmp_path / "runs" / "stopped" / "training" / "result.json").read_text())
+    assert result["resumed_at_step"] == 3

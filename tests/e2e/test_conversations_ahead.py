@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.command import python_path
+from tests.e2e.beside_server import found_beside_server
 from tests.grpo_core.environments.talking import let_any_text_call, make_model, make_talking_run, talking_values
 from tests.grpo_core.rollout.vllm_engine import plain_logprobs
-from tests.serving import free_ports, policy_server, wait_for_one
+from tests.serving import free_ports
 
-ROOT = Path(__file__).parents[2]
 STALENESS, UPDATES = 4, 6
 
 pytestmark = pytest.mark.e2e
@@ -90,21 +87,7 @@ def test_conversations_go_on_with_new_weights_and_survive_the_death_of_their_ser
     values["rollout"] |= {"max_staleness": STALENESS, "vllm_server_base_urls": [f"http://127.0.0.1:{port}"]}
     values["train"]["max_steps"] = UPDATES
     config = make_talking_run(tmp_path / "run", values) / "config.toml"
-    log, server_log = tmp_path / "log", tmp_path / "server.log"
-    code = "import pathlib, sys; from tests.e2e.test_conversations_ahead import live; live(pathlib.Path(sys.argv[1]))"
-    with log.open("w") as output:
-        environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
-        command = [sys.executable, "-c", code, str(tmp_path)]
-        child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
-    try:
-        for _ in range(2):  # the second when the first was killed
-            with policy_server(config, port, server_log) as server:
-                (tmp_path / "pid").write_text(str(server.pid))
-                wait_for_one([server, child])
-    finally:
-        child.kill()
-    assert child.wait() == 0, log.read_text() + server_log.read_text()
-    found = json.loads((tmp_path / "found").read_text())
+    found = found_beside_server(__name__, config, port, tmp_path)
     assert found["counted"] == found["planned"]
     samples = found["samples"]
     assert {sample["batch"] for sample in samples} == {*range(UPDATES)}

@@ -22,7 +22,7 @@ import pytest
 from benchmarks.command import python_path
 from tasks.stages import table
 from tests.e2e.holding import FUNCTION, write_inputs
-from tests.processes import parent, words
+from tests.processes import parent, with_variables, words
 from tests.serving import RUN_SECONDS, STOP_SECONDS, Served, grpo_serve, prefect_server, serving
 from tests.small_disk import fill, small_disk
 
@@ -105,12 +105,7 @@ def _partial(served: Served, name: str) -> Path:
 
 def _of(run_id: str) -> list[psutil.Process]:
     """Every process of a flow run: they inherit its id."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("PREFECT__FLOW_RUN_ID") == run_id:
-                found.append(process)
-    return found
+    return with_variables(PREFECT__FLOW_RUN_ID=run_id)
 
 
 def _trainer(run_id: str) -> psutil.Process:

@@ -3,7 +3,6 @@ by the spare one, and nothing is left anywhere."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,13 +15,14 @@ import pytest
 from grpo_core.config.files import dump_config, parse_config
 from tests.conftest import write_sums
 from tests.e2e.hosts import Host, some_hosts
-from tests.e2e.test_hosts import Place, metrics, wait_for
+from tests.e2e.place import metrics, resumed_at_step, wait_for
+from tests.e2e.test_hosts import Hosts
 from tests.serving import Served, grpo_serve, prefect_server
 
 pytestmark = pytest.mark.e2e
 
 
-class ServedPlace(Place):
+class ServedPlace(Hosts):
     """Three hosts, and a Prefect server whose runs train on two of them."""
 
     server: Served
@@ -50,11 +50,10 @@ class ServedPlace(Place):
         return self.server.storage / "runs" / name / "training.partial"
 
     def _configure(self, name: str) -> None:
-        launch = {"launcher": "ssh", "hosts": [host.name for host in self.hosts]}
         train = {**self.values["train"], "num_machines": 2, "max_restarts": 1}
         folder = self.server.storage / "runs" / name
         folder.mkdir(parents=True, exist_ok=True)
-        config = parse_config({**self.values, "name": name, "launch": launch, "train": train})
+        config = parse_config({**self.values, "name": name, "launch": self.launch, "train": train})
         (folder / "config.toml").write_text(dump_config(config))
 
 
@@ -113,6 +112,6 @@ def test_a_host_that_is_gone_is_replaced_by_the_spare_one(place: ServedPlace, fa
     beta.thaw()
     run = place.server.storage / "runs" / name
     assert (run / "training" / "gamma.log").exists()
-    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 3
+    assert resumed_at_step(run) == 3
     assert metrics(run) == place.undisturbed()
     place.until_ended()

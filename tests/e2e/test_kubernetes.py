@@ -3,9 +3,7 @@ why, and leaves nothing. Nodes are pretended (`tests.e2e.cluster`)."""
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,13 +15,11 @@ import pytest
 import yaml
 from kubernetes import client
 
-from benchmarks.command import python_path
-from grpo_core.config.files import dump_config, load_config, parse_config
+from grpo_core.config.files import load_config
 from tasks.processes.launchers import kubernetes
 from tasks.processes.launchers.kubernetes import cancel, look, submit
-from tests.conftest import config_values, make_run
-from tests.e2e.cluster import Cluster, Node, control_plane, wait_for
-from tests.e2e.test_hosts import PROJECT, REWARD, SECONDS, Started, metrics
+from tests.e2e.cluster import Cluster, Node, control_plane
+from tests.e2e.place import PROJECT, SECONDS, Place, Started, metrics, resumed_at_step, standing_still, wait_for
 from tests.processes import words
 
 pytestmark = pytest.mark.e2e
@@ -74,39 +70,18 @@ spec: {hard: {requests.nvidia.com/gpu: 16}} # the stage has 8
 """
 
 
-class Place:
-    """A cluster with two nodes, the run directories, and what a training that nothing happens to ends with."""
+class Pods(Place):
+    machines = (r"grpo-.*-0", r"grpo-.*-1")
 
     def __init__(self, folder: Path, model: Path, cluster: Cluster):
-        self.folder, self.cluster, self.go_on = folder, cluster, folder / "go-on"
-        self.nodes: dict[str, Node] = {}
+        self.cluster, self.nodes = cluster, dict[str, Node]()
         cluster.make(SCENE)
         cluster.make((SHIPPED / "role.yaml").read_text())
         account = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/grpo-train/token"
         token = cluster.ask("POST", account, {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest"})
         self.kubeconfig = cluster.kubeconfig("stage", token["status"]["token"])
-        (folder / "patience.py").write_text(REWARD)
-        path = python_path(folder, PROJECT)
-        self.environment = {**os.environ, "PYTHONPATH": path, "MAY_GO_ON": str(self.go_on)}
-        self.environment["KUBECONFIG"] = str(self.kubeconfig)
-        values = config_values(model, folder, max_steps=8, save_steps=1, sharding="full", num_processes=2)
-        self.values = {**values, "rewards": [{"function": "patience:patient"}]}
-        make_run(folder / "local", self.values)
-
-    def run(self, name: str, **train: Any) -> Path:
-        """A run directory for two pods; the present one, if there is one, with other keys."""
         launch = {"launcher": "kubernetes", "kubernetes": str(SHIPPED / "training.yaml")}
-        values = {**self.values, "launch": launch}
-        values["train"] = {**self.values["train"], "num_machines": 2, **train}
-        run = self.folder / name
-        if not run.exists():
-            shutil.copytree(self.folder / "local", run, ignore=shutil.ignore_patterns("training"))
-        (run / "config.toml").write_text(dump_config(parse_config(values)))
-        return run
-
-    def start(self, run: Path) -> Started:
-        """The stage train."""
-        return Started(self.environment, "tests.e2e.train_on_hosts", run)
+        super().__init__(folder, model, {**os.environ, "KUBECONFIG": str(self.kubeconfig)}, launch)
 
     def node(self, name: str) -> Node:
         """The node of this name, which is made if there is none."""
@@ -127,27 +102,19 @@ class Place:
         """Until no pod of the cluster runs or waits, and none of their processes is left."""
         wait_for(lambda: not self.pods() and not any(node.processes() for node in self.nodes.values()), seconds)
 
-    def undisturbed(self) -> list[dict[str, float]]:
-        if not (self.folder / "local" / "training" / "result.json").exists():
-            self.go_on.touch()
-            stage = self.start(self.folder / "local")
-            assert stage.end() == 0, stage.text
-            self.go_on.unlink()
-        return metrics(self.folder / "local")
-
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Place]:
+def shared(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Pods]:
     folder = tmp_path_factory.mktemp("kubernetes")
     with control_plane(folder) as cluster:
-        place = Place(folder, model_folder, cluster)
+        place = Pods(folder, model_folder, cluster)
         yield place
         for name in [*place.nodes]:
             place.remove_node(name)
 
 
 @pytest.fixture
-def place(shared: Place) -> Iterator[Place]:
+def place(shared: Pods) -> Iterator[Pods]:
     shared.go_on.unlink(missing_ok=True)
     yield shared
     for kind in ("resourcequotas", "pods"):
@@ -161,19 +128,14 @@ def place(shared: Place) -> Iterator[Place]:
 
 
 @contextmanager
-def standing_still(place: Place, stage: Started) -> Iterator[Started]:
+def both_still(place: Pods, stage: Started) -> Iterator[Started]:
     """A training on two nodes of which every process stands still in its fourth rollout."""
     place.node("a"), place.node("b")
-    try:
-        for number in (0, 1):
-            stage.until(rf"grpo-.*-{number}: (rank \d: )?stuck")
+    with standing_still(place, stage):
         yield stage
-    finally:
-        stage.process.kill()
-        stage.process.wait()
 
 
-def test_two_pods_end_with_what_two_processes_on_one_machine_end_with_once_there_is_a_second_node(place: Place) -> None:
+def test_two_pods_end_with_what_two_processes_on_one_machine_end_with_once_there_is_a_second_node(place: Pods) -> None:
     place.go_on.touch()
     run = place.run("undisturbed")
     place.node("a")
@@ -190,9 +152,9 @@ def test_two_pods_end_with_what_two_processes_on_one_machine_end_with_once_there
     assert job["status"]["succeeded"] == 2 and job["spec"]["ttlSecondsAfterFinished"] == 3600
 
 
-def test_a_killed_process_is_survived(place: Place) -> None:
+def test_a_killed_process_is_survived(place: Pods) -> None:
     run = place.run("killed-process", max_restarts=1)
-    with standing_still(place, place.start(run)) as stage:
+    with both_still(place, place.start(run)) as stage:
         ranks = [it for it in place.node("b").processes() if "grpo_core.train" in words(it)]
         [rank] = [it for it in ranks if "tasks.processes.ranks" not in words(it)]
         rank.kill()
@@ -205,9 +167,9 @@ def test_a_killed_process_is_survived(place: Place) -> None:
     place.until_ended()
 
 
-def test_a_pod_that_is_killed_for_memory_is_named_and_survived(place: Place) -> None:
+def test_a_pod_that_is_killed_for_memory_is_named_and_survived(place: Pods) -> None:
     run = place.run("out-of-memory", max_restarts=1)
-    with standing_still(place, place.start(run)) as stage:
+    with both_still(place, place.start(run)) as stage:
         place.node("b").kill_for_memory()
         place.go_on.touch()
         stage.until(r"restart 1 of 1 .*Kubernetes ended job .*training was killed for memory \(OOMKilled\)")
@@ -216,9 +178,9 @@ def test_a_pod_that_is_killed_for_memory_is_named_and_survived(place: Place) -> 
     place.until_ended()
 
 
-def test_a_node_that_is_gone_is_survived_on_another(place: Place) -> None:
+def test_a_node_that_is_gone_is_survived_on_another(place: Pods) -> None:
     run = place.run("gone-node", max_restarts=1)
-    with standing_still(place, place.start(run)) as stage:
+    with both_still(place, place.start(run)) as stage:
         place.nodes["b"].end()  # the API has its pod as running, for ever
         place.go_on.touch()
         stage.until(r"restart 1 of 1 .*: machine grpo-test-\S+ ended with status 254: the connection to it is lost")
@@ -235,20 +197,20 @@ def test_a_node_that_is_gone_is_survived_on_another(place: Place) -> None:
     place.remove_node("c")
 
 
-def _evict(place: Place) -> None:
+def _evict(place: Pods) -> None:
     name = place.pods()[0]["metadata"]["name"]
     eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}}
     place.cluster.ask("POST", f"/api/v1/namespaces/{NAMESPACE}/pods/{name}/eviction", eviction)
 
 
-def _preempt(place: Place) -> None:
+def _preempt(place: Pods) -> None:
     place.cluster.make(URGENT)
 
 
 @pytest.mark.parametrize("take", [_evict, _preempt], ids=["evicted", "preempted"])
-def test_a_training_whose_pod_is_taken_saves_and_goes_on_by_itself(place: Place, take: Callable[[Place], None]) -> None:
+def test_a_training_whose_pod_is_taken_saves_and_goes_on_by_itself(place: Pods, take: Callable[[Pods], None]) -> None:
     run = place.run(take.__name__, save_steps=100)  # max_restarts is 0
-    with standing_still(place, place.start(run)) as stage:
+    with both_still(place, place.start(run)) as stage:
         take(place)
         stage.until(r"told to stop, the checkpoint of step 3")
         place.go_on.touch()
@@ -258,26 +220,23 @@ def test_a_training_whose_pod_is_taken_saves_and_goes_on_by_itself(place: Place,
             place.cluster.ask("DELETE", f"/api/v1/namespaces/{NAMESPACE}/pods/urgent")
         assert stage.end() == 0, stage.text
     assert stage.said("DisruptionTarget"), stage.text
-    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 3
+    assert resumed_at_step(run) == 3
     assert metrics(run) == place.undisturbed()
     place.until_ended()
 
 
-def test_a_cancelled_training_saves_and_ends_in_all_pods_and_goes_on_from_there(place: Place) -> None:
+def test_a_cancelled_training_saves_and_ends_in_all_pods_and_goes_on_from_there(place: Pods) -> None:
     run = place.run("cancelled", save_steps=100)
-    with standing_still(place, place.start(run)) as stage:
-        stage.process.send_signal(signal.SIGINT)
-        assert stage.end() != 0
-        assert stage.said("told to stop, the checkpoint of step 3"), stage.text
+    place.node("a"), place.node("b")
+    place.cancel(run)
     assert not place.pods() and not any(node.processes() for node in place.nodes.values())
     place.go_on.touch()
-    stage = place.start(run)
-    assert stage.end() == 0, stage.text
-    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 3
+    place.finish(run)
+    assert resumed_at_step(run) == 3
     assert metrics(run) == place.undisturbed()
 
 
-def test_a_training_that_is_cancelled_while_it_waits_leaves_no_job(place: Place) -> None:
+def test_a_training_that_is_cancelled_while_it_waits_leaves_no_job(place: Pods) -> None:
     place.node("a")
     place.remove_node("b")
     stage = place.start(place.run("waiting"))
@@ -287,9 +246,9 @@ def test_a_training_that_is_cancelled_while_it_waits_leaves_no_job(place: Place)
     assert not place.cluster.jobs(NAMESPACE) and not place.pods()
 
 
-def test_pods_end_when_their_stage_is_killed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pods_end_when_their_stage_is_killed(place: Pods, monkeypatch: pytest.MonkeyPatch) -> None:
     run = place.run("killed-stage")
-    with standing_still(place, place.start(run)) as stage:
+    with both_still(place, place.start(run)) as stage:
         for process in [*psutil.Process(stage.process.pid).children(recursive=True), stage.process]:
             process.kill()
         place.until_ended()
@@ -299,7 +258,7 @@ def test_pods_end_when_their_stage_is_killed(place: Place, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def stage_pod(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def stage_pod(place: Pods, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """This process asks as the stage would in the pod of this name."""
     monkeypatch.setenv("KUBECONFIG", str(place.kubeconfig))
     kubernetes._connect()
@@ -312,7 +271,7 @@ def stage_pod(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return "stage"
 
 
-def test_a_job_waits_for_its_quota_and_goes_with_the_pod_of_its_stage(place: Place, stage_pod: str) -> None:
+def test_a_job_waits_for_its_quota_and_goes_with_the_pod_of_its_stage(place: Pods, stage_pod: str) -> None:
     place.cluster.make(QUOTA)
     config = load_config(place.run("quota") / "config.toml")
     job = submit(config, ["sleep", "600"], Path(".machines-0a1b2c3d"))

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from benchmarks.command import python_path
 from tasks.stages import table
 from tests.conftest import config_values
 from tests.e2e.holding import FUNCTION, write_inputs
-from tests.processes import words
+from tests.processes import with_variables, words
 from tests.serving import RUN_SECONDS, prefect_server
 from tests.small_disk import fill, small_disk
 
@@ -130,12 +130,7 @@ def _said(storage: Path) -> str:
 
 def _of(storage: Path) -> list[psutil.Process]:
     """Every process that works over this storage."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("GRPO_STORAGE") == str(storage):
-                found.append(process)
-    return found
+    return with_variables(GRPO_STORAGE=str(storage))
 
 
 def _servers(storage: Path) -> list[psutil.Process]:

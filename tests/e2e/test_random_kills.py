@@ -24,7 +24,7 @@ import tomli_w
 
 from benchmarks.command import python_path
 from tests.conftest import config_values, write_sums
-from tests.processes import words
+from tests.processes import with_variables, words
 
 pytestmark = pytest.mark.e2e
 
@@ -50,12 +50,7 @@ class Commands:
 
     def processes(self) -> list[psutil.Process]:
         """All that run with this storage root."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == str(self.storage):
-                    found.append(process)
-        return found
+        return with_variables(**{MARK: str(self.storage)})
 
     def run(self, *arguments: str | Path, kill_after: float | None = None) -> tuple[int, str]:
         """Status and output of the command, of whose tree a random process is killed after some seconds; nothing that

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from mlflow import MlflowClient
 
 from benchmarks.command import python_path
 from tests.conftest import config_values, write_sums
-from tests.e2e.test_kill import REWARD
+from tests.e2e.holding import until_stuck, write_patient
 from tests.serving import Served, free_ports, grpo_serve, hear_ctrl_c, prefect_server
 
 pytestmark = pytest.mark.e2e
@@ -29,9 +28,7 @@ CLI = [sys.executable, "-m", "flows.cli.main"]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     storage = tmp_path_factory.mktemp("refusals")
-    (storage / "patience.py").write_text(REWARD)
-    write_sums(storage / "train.parquet", 10, 34)
-    write_sums(storage / "eval.parquet", 60, 76)
+    write_patient(storage)
     with prefect_server(storage, PYTHONPATH=python_path(storage), MAY_GO_ON=str(storage / "go-on")) as server:
         yield server
 
@@ -102,18 +99,9 @@ def test_a_signal_keeps_the_state_and_says_how_to_go_on(
     name = f"stopped-{status}"
     values = _values(server, model_folder, name=name, rewards=[{"function": "patience:patient"}])
     command = [*CLI, "run", _write(server, values)]
-    process = subprocess.Popen(
-        command, env=server.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True, preexec_fn=hear_ctrl_c,
-    )  # fmt: skip
-    watchdog = threading.Timer(300, process.kill)
-    watchdog.start()
-    assert process.stdout is not None
-    assert any("stuck in the fourth rollout" in line for line in process.stdout)
-    started = psutil.Process(process.pid).children(recursive=True)
+    process, started, _ = until_stuck(command, server.environment, start_new_session=True, preexec_fn=hear_ctrl_c)
     os.killpg(process.pid, number)  # as a terminal does with SIGINT, systemd with SIGTERM
-    said = process.communicate()[0]
-    watchdog.cancel()
+    said = process.communicate(timeout=300)[0]
     sentence = f"{name}: train was interrupted, 3 of 6 updates saved; run the same again to continue"
     assert (process.returncode, said.count(sentence)) == (status, 1), said
     assert "Crash" not in said and "Traceback" not in said

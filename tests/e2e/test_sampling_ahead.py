@@ -6,26 +6,21 @@ import copy
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.command import python_path
-from tests.conftest import config_values, make_model, make_run
-from tests.grpo_core.rollout.vllm_engine import PACKED, plain_logprobs
-from tests.serving import free_ports, policy_server, wait_for_one
+from tests.e2e.beside_server import found_beside_server, served_run
+from tests.grpo_core.rollout.vllm_engine import plain_logprobs
 
-ROOT = Path(__file__).parents[2]
 LENGTH = 480  # tokens of a completion: a second or more
 
 pytestmark = pytest.mark.e2e
 
 
-def live(folder: str) -> None:
+def live(folder: Path) -> None:
     """Completions that are sampled while the weights change and the server dies, beside plain passes; written to
     FOLDER/found."""
     import torch
@@ -36,7 +31,7 @@ def live(folder: str) -> None:
     from grpo_core.rollout.loading import make_engine
     from grpo_core.rollout.types import Completion, Request, Sampling
 
-    config = load_config(Path(folder) / "run" / "config.toml")
+    config = load_config(folder / "run" / "config.toml")
     model, tokenizer = load_model(config.model.name_or_path), load_tokenizer(config.model)
     engine: Any = make_engine(config, config.model.name_or_path, model, tokenizer, 512)
     sampling = Sampling(LENGTH, temperature=0.7)
@@ -83,39 +78,20 @@ def live(folder: str) -> None:
     requests = [Request([3 + i, 4, 5], 4, seed=90_000 + 1000 * i) for i in range(6)]
     engine.begin(requests, sampling, 1)
     busy.wait(0.5)
-    os.killpg(int((Path(folder) / "pid").read_text()), signal.SIGKILL)
+    os.killpg(int((folder / "pid").read_text()), signal.SIGKILL)
     change_weights()
     taken = [each for step in engine.take(requests, sampling, 6) for each in step]
     found["killed"] = [max(differences(requests[number], each)) for number, group in taken for each in group]
     assert not engine.begun
     engine.close()
-    (Path(folder) / "found").write_text(json.dumps(found))
+    (folder / "found").write_text(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("live")
-    model = make_model(
-        folder / "model", tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings=512, **PACKED
-    )
-    (port,) = free_ports(1)
-    values = config_values(model, folder, engine="vllm-server", vllm_server_timeout=600.0, max_staleness=8)
-    values["rollout"]["vllm_server_base_urls"] = [f"http://127.0.0.1:{port}"]
-    config = make_run(folder / "run", values) / "config.toml"
-    code = f"from tests.e2e.test_sampling_ahead import live; live({str(folder)!r})"
-    log = folder / "log"
-    with log.open("w") as output:
-        environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
-        child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=output, stderr=output)
-    try:
-        for _ in range(2):  # the second when the first was killed
-            with policy_server(config, port, folder / "server.log") as server:
-                (folder / "pid").write_text(str(server.pid))
-                wait_for_one([server, child])
-    finally:
-        child.kill()
-    assert child.wait() == 0, log.read_text() + (folder / "server.log").read_text()
-    return json.loads((folder / "found").read_text())
+    config, [port] = served_run(folder, max_staleness=8)
+    return found_beside_server(__name__, config, port, folder)
 
 
 def test_completions_go_on_with_new_weights_and_each_token_is_by_those_that_its_age_names(

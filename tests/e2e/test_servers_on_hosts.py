@@ -9,18 +9,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from benchmarks.command import python_path
 from grpo_core.config.files import dump_config, parse_config
 from tests.conftest import config_values, make_model, make_run
 from tests.e2e.hosts import Host, some_hosts
-from tests.e2e.test_hosts import PROJECT, Started, metrics, wait_for
+from tests.e2e.place import PROJECT, Started, metrics, wait_for
 from tests.grpo_core.rollout.vllm_engine import PACKED
 
 pytestmark = pytest.mark.e2e
@@ -94,10 +93,7 @@ def place(shared: Place) -> Iterator[Place]:
         (shared.folder / str(number)).unlink(missing_ok=True)
     yield shared
     for host in shared.hosts:
-        host.plug_in()
-        for process in host.left():
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        host.restore()
 
 
 def test_a_server_on_another_host_is_restarted_there_or_on_a_spare_one_with_the_metrics_of_one_here(

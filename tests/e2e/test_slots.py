@@ -13,9 +13,10 @@ import pytest
 
 from benchmarks.command import python_path
 from grpo_core.config.files import dump_config, load_config, parse_config
-from tests.conftest import config_values, write_sums
-from tests.e2e.test_cancel import PROJECT, _processes, _wait_for, _wait_until_stuck, _write_config
-from tests.e2e.test_kill import REWARD
+from tests.conftest import config_values
+from tests.e2e.holding import write_patient
+from tests.e2e.place import PROJECT, wait_for
+from tests.e2e.test_cancel import _processes, _wait_until_stuck, _write_config
 from tests.nvidia_smi import put_nvidia_smi
 from tests.processes import words
 from tests.serving import Served, grpo_serve, prefect_server
@@ -27,9 +28,7 @@ pytestmark = pytest.mark.e2e
 def server(tmp_path: Path, model_folder: Path) -> Iterator[Served]:
     """A Prefect server of a machine with two GPUs (pretended: nothing is computed on them)."""
     put_nvidia_smi(tmp_path, 2)
-    (tmp_path / "patience.py").write_text(REWARD)
-    write_sums(tmp_path / "train.parquet", 10, 34)
-    write_sums(tmp_path / "eval.parquet", 60, 76)
+    write_patient(tmp_path)
     _write_config(tmp_path, "template", config_values(model_folder, tmp_path, max_steps=6))
     paths: dict[str, Any] = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
@@ -73,7 +72,7 @@ def test_two_trainings_share_two_gpus_and_one_that_wants_both_waits_for_them(ser
         sentence = (
             "waiting for 2 slots of the concurrency limit grpo-training: 2 of 2 taken (by one, two); number 1 in line"
         )
-        _wait_for(lambda: sentence in server.messages(waiting))
+        wait_for(lambda: sentence in server.messages(waiting))
 
         for run_id in (first, second):
             server.cancel(run_id)

@@ -2,60 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from benchmarks.command import python_path
 from grpo_core.config.files import dump_config, parse_config
 from tests.conftest import config_values, make_model, make_run, write_sums
+from tests.e2e.place import Place, Started, metrics, resumed_at_step, standing_still, wait_for
 from tests.e2e.slurm import NODES, Cluster, slurm_cluster
-from tests.e2e.test_hosts import PROJECT, REWARD, Started, metrics, wait_for
 from tests.grpo_core.rollout.vllm_engine import PACKED
 from tests.processes import words
 
 pytestmark = pytest.mark.e2e
 
+JOB = {"launcher": "slurm", "slurm": ["--partition=low", "--time=1:00:00"]}
 SILENT_SECONDS = 150.0  # in which machines notice that their stage is gone, and end everything
 
 
-class Place:
-    """A cluster, the run directories, and what a training that nothing happens to ends with."""
+class Nodes(Place):
+    machines = NODES
 
     def __init__(self, folder: Path, model: Path, cluster: Cluster):
-        self.folder, self.cluster, self.go_on = folder, cluster, folder / "go-on"
-        (folder / "patience.py").write_text(REWARD)
-        path = python_path(folder, PROJECT)
-        self.environment = {**cluster.environment, "PYTHONPATH": path, "MAY_GO_ON": str(self.go_on)}
-        values = config_values(model, folder, max_steps=8, save_steps=1, sharding="full", num_processes=2)
-        self.values = {**values, "rewards": [{"function": "patience:patient"}]}
-        make_run(folder / "local", self.values)
-
-    def run(self, name: str, **train: Any) -> Path:
-        values = {**self.values, "launch": {"launcher": "slurm", "slurm": ["--partition=low", "--time=1:00:00"]}}
-        values["train"] = {**self.values["train"], "num_machines": 2, **train}
-        run = self.folder / name
-        shutil.copytree(self.folder / "local", run, ignore=shutil.ignore_patterns("training"))
-        (run / "config.toml").write_text(dump_config(parse_config(values)))
-        return run
-
-    def start(self, run: Path) -> Started:
-        return Started(self.environment, "tests.e2e.train_on_hosts", run)
-
-    def undisturbed(self) -> list[dict[str, float]]:
-        if not (self.folder / "local" / "training" / "result.json").exists():
-            self.go_on.touch()
-            stage = self.start(self.folder / "local")
-            assert stage.end() == 0, stage.text
-        return metrics(self.folder / "local")
+        self.cluster = cluster
+        super().__init__(folder, model, cluster.environment, JOB)
 
     def nothing_is_left(self, run: Path) -> bool:
         left = [process for node in NODES for process in self.cluster.running_on(node)]
@@ -63,14 +38,14 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Place]:
+def shared(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Nodes]:
     folder = tmp_path_factory.mktemp("slurm")
     with slurm_cluster(folder) as cluster:
-        yield Place(folder, model_folder, cluster)
+        yield Nodes(folder, model_folder, cluster)
 
 
 @pytest.fixture
-def place(shared: Place) -> Iterator[Place]:
+def place(shared: Nodes) -> Iterator[Nodes]:
     shared.go_on.unlink(missing_ok=True)
     yield shared
     for job in shared.cluster.jobs():
@@ -84,18 +59,6 @@ def place(shared: Place) -> Iterator[Place]:
     shared.cluster.until_idle()
 
 
-@contextmanager
-def standing_still(place: Place, stage: Started) -> Iterator[Started]:
-    """A training of which every process stands still in its fourth rollout."""
-    try:
-        for node in NODES:
-            stage.until(rf"{node}: (rank \d: )?stuck")
-        yield stage
-    finally:
-        stage.process.kill()
-        stage.process.wait()
-
-
 def _kill_stage(stage: Started) -> None:
     """End the stage and all that it has started here, as when its machine is switched off."""
     processes = [psutil.Process(stage.process.pid), *psutil.Process(stage.process.pid).children(recursive=True)]
@@ -104,11 +67,10 @@ def _kill_stage(stage: Started) -> None:
             process.kill()
 
 
-def test_two_nodes_end_with_what_two_processes_on_one_machine_end_with(place: Place) -> None:
+def test_two_nodes_end_with_what_two_processes_on_one_machine_end_with(place: Nodes) -> None:
     place.go_on.touch()
     run = place.run("undisturbed")
-    stage = place.start(run)
-    assert stage.end() == 0, stage.text
+    stage = place.finish(run)
     assert stage.said(r"Slurm: job \d+ runs on alpha, beta")
     wait_for(lambda: place.nothing_is_left(run))
     assert metrics(run) == place.undisturbed()
@@ -145,7 +107,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
-def test_a_fault_is_survived_with_the_undisturbed_metrics(place: Place, fault: Callable[[Cluster], None]) -> None:
+def test_a_fault_is_survived_with_the_undisturbed_metrics(place: Nodes, fault: Callable[[Cluster], None]) -> None:
     run = place.run(fault.__name__.strip("_"), max_restarts=1)
     with standing_still(place, place.start(run)) as stage:
         fault(place.cluster)
@@ -183,7 +145,7 @@ def _reach_the_time_limit(cluster: Cluster) -> None:
     ids=["sigterm", "preempted", "time_limit"],
 )
 def test_a_pre_empted_training_saves_and_comes_back_by_itself(
-    place: Place, how: Callable[[Cluster], None], said: str
+    place: Nodes, how: Callable[[Cluster], None], said: str
 ) -> None:
     run = place.run(how.__name__.strip("_"), save_steps=100)
     with standing_still(place, place.start(run)) as stage:
@@ -192,12 +154,12 @@ def test_a_pre_empted_training_saves_and_comes_back_by_itself(
         place.go_on.touch()
         stage.until(rf"the machines were taken away; going on from step 3 on other ones: .*{said}")
         assert stage.end() == 0, stage.text
-    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 3
+    assert resumed_at_step(run) == 3
     assert metrics(run) == place.undisturbed()
     wait_for(lambda: place.nothing_is_left(run))
 
 
-def test_a_pipeline_trains_and_evaluates_a_sharded_model_as_jobs(place: Place) -> None:
+def test_a_pipeline_trains_and_evaluates_a_sharded_model_as_jobs(place: Nodes) -> None:
     place.go_on.touch()
     write_sums(place.folder / "train.parquet", 10, 34)
     write_sums(place.folder / "eval.parquet", 60, 76)
@@ -212,14 +174,14 @@ def test_a_pipeline_trains_and_evaluates_a_sharded_model_as_jobs(place: Place) -
     wait_for(lambda: place.nothing_is_left(run))
 
 
-def test_a_node_of_the_job_serves_the_model_and_the_server_is_restarted_there(place: Place) -> None:
+def test_a_node_of_the_job_serves_the_model_and_the_server_is_restarted_there(place: Nodes) -> None:
     model = make_model(place.folder / "packed", tie_word_embeddings=True, initializer_range=0.1, **PACKED)
     keys = {"engine": "vllm-server", "max_steps": 5, "save_steps": 1, "vllm_server_timeout": 600.0}
     values = {**config_values(model, place.folder, **keys), "rewards": place.values["rewards"]}
     local = make_run(place.folder / "served-here", values)
     run = place.folder / "served"
     shutil.copytree(local, run)
-    values["launch"] = {"launcher": "slurm", "slurm": ["--partition=low", "--time=1:00:00"]}
+    values["launch"] = JOB
     (run / "config.toml").write_text(dump_config(parse_config(values)))
     stage = place.start(run)
     try:
@@ -234,12 +196,11 @@ def test_a_node_of_the_job_serves_the_model_and_the_server_is_restarted_there(pl
         stage.process.wait()
     wait_for(lambda: place.nothing_is_left(run))
     assert [*(run / "training").glob("vllm-server-0-beta.log")]
-    stage = place.start(local)
-    assert stage.end() == 0, stage.text
+    place.finish(local)
     assert metrics(run) == metrics(local)
 
 
-def test_a_job_that_a_person_cancels_ends_the_stage(place: Place) -> None:
+def test_a_job_that_a_person_cancels_ends_the_stage(place: Nodes) -> None:
     run = place.run("scancel", max_restarts=3)
     with standing_still(place, place.start(run)) as stage:
         [job] = place.cluster.jobs()
@@ -250,29 +211,25 @@ def test_a_job_that_a_person_cancels_ends_the_stage(place: Place) -> None:
     assert place.nothing_is_left(run)
 
 
-def test_a_cancelled_stage_leaves_no_job_and_no_process(place: Place) -> None:
+def test_a_cancelled_stage_leaves_no_job_and_no_process(place: Nodes) -> None:
     run = place.run("cancelled", save_steps=100)
-    with standing_still(place, place.start(run)) as stage:
-        stage.process.send_signal(signal.SIGINT)
-        assert stage.end() != 0
-        assert stage.said("told to stop, the checkpoint of step 3"), stage.text
+    place.cancel(run)
     assert place.nothing_is_left(run)
 
 
-def test_a_stage_that_is_killed_leaves_no_job_and_no_process(place: Place) -> None:
+def test_a_stage_that_is_killed_leaves_no_job_and_no_process(place: Nodes) -> None:
     run = place.run("killed")
     with standing_still(place, place.start(run)) as stage:
         _kill_stage(stage)
         wait_for(lambda: not place.cluster.jobs(), SILENT_SECONDS)
     assert not [process for node in NODES for process in place.cluster.running_on(node)]
     place.go_on.touch()
-    stage = place.start(run)
-    assert stage.end() == 0, stage.text
+    place.finish(run)
     assert metrics(run) == place.undisturbed()
     assert place.nothing_is_left(run)
 
 
-def test_a_waiting_job_is_said_with_its_reason_and_cancelled_with_the_stage(place: Place) -> None:
+def test_a_waiting_job_is_said_with_its_reason_and_cancelled_with_the_stage(place: Nodes) -> None:
     place.cluster.occupy(600)
     run = place.run("waiting")
     stage = place.start(run)
@@ -286,7 +243,7 @@ def test_a_waiting_job_is_said_with_its_reason_and_cancelled_with_the_stage(plac
     assert not [*(run / "training").glob(".machines-*")]
 
 
-def test_a_waiting_job_whose_stage_is_killed_ends_once_it_runs(place: Place) -> None:
+def test_a_waiting_job_whose_stage_is_killed_ends_once_it_runs(place: Nodes) -> None:
     occupied = place.cluster.occupy(600)
     stage = place.start(place.run("orphan"))
     stage.until(r"Slurm: job \d+ is waiting")

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,8 @@ import tomli_w
 
 from benchmarks.command import python_path
 from tests.conftest import config_values, write_sums
-from tests.processes import words
+from tests.e2e.holding import until_stuck
+from tests.e2e.place import wait_for
 from tests.serving import grpo_serve, hear_ctrl_c, prefect_server
 
 pytestmark = pytest.mark.e2e
@@ -64,32 +63,11 @@ def command(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch)
 def _until_stuck(command: list[str], call: int, number: signal.Signals) -> tuple[str, int]:
     """What the command prints until its second arm is stuck in this call of the reward, and its exit status after the
     signal then; nothing that it started is left."""
-    environment = {**os.environ, "STUCK_AT": str(call)}
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=hear_ctrl_c,
-    )
-    watchdog = threading.Timer(480, process.kill)
-    watchdog.start()
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if "stuck in the second arm" in line:
-            break
-    else:
-        raise AssertionError("".join(lines))
-    started = psutil.Process(process.pid).children(recursive=True)
-    assert any("grpo_core.train" in " ".join(words(child)) for child in started)
+    process, started, said = until_stuck(command, {**os.environ, "STUCK_AT": str(call)}, preexec_fn=hear_ctrl_c)
     process.send_signal(number)
     rest, _ = process.communicate(timeout=120)
-    watchdog.cancel()
     assert not psutil.wait_procs(started, timeout=60)[1]
-    return "".join([*lines, rest]), process.returncode
+    return said + rest, process.returncode
 
 
 def _receipt(storage: Path, arm: str, path: str) -> dict[str, Any]:
@@ -207,10 +185,7 @@ def test_a_sweep_from_the_form_is_cancelled_with_its_arms_and_goes_on(command: l
 
         with grpo_serve(server, STUCK_AT="4"):
             cancelled = server.trigger("sweep/local", preset="small", seeds=2)
-            deadline = time.monotonic() + 480
-            while not (output.exists() and "stuck in the second arm" in output.read_text()):
-                assert time.monotonic() < deadline, server.messages(cancelled)
-                time.sleep(0.5)
+            wait_for(lambda: output.exists() and "stuck in the second arm" in output.read_text())
             server.cancel(cancelled)
             assert server.wait(cancelled)["state_type"] == "CANCELLED"
             assert arms(cancelled) == {"sums.sweep.seed-0": "COMPLETED", "sums.sweep.seed-1": "CANCELLED"}

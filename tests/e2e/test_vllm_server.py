@@ -18,21 +18,20 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.command import python_path
+from benchmarks.command import ROOT, python_path
 from grpo_core.config.files import load_config
 from tasks.processes.vllm_servers import servers
 from tasks.stages.run import Context
 from tests.conftest import config_values, make_model, make_run
+from tests.e2e.beside_server import child_command, found_beside_server, served_run
 from tests.grpo_core.rollout.sampling import sampled
 from tests.grpo_core.rollout.vllm_engine import PACKED, plain_logprobs
-from tests.serving import free_ports, policy_server, wait_for_one
-
-ROOT = Path(__file__).parents[2]
+from tests.serving import policy_server
 
 pytestmark = pytest.mark.e2e
 
 
-def live(folder: str) -> None:
+def live(folder: Path) -> None:
     """What an engine finds as its server is killed in the middle of an answer, started again, and stopped.
 
     Written to FOLDER/found. Whoever runs this starts another server when the first has died; FOLDER/pid is its process.
@@ -48,7 +47,7 @@ def live(folder: str) -> None:
     from grpo_core.rollout.vllm import client as vllm_client
 
     vllm_client.LEASE_SECONDS = 8.0
-    config = load_config(Path(folder) / "run" / "config.toml")
+    config = load_config(folder / "run" / "config.toml")
     model, tokenizer = load_model(config.model.name_or_path), load_tokenizer(config.model)
     requests = [Request([3 + i, 4, 5], 4, seed=1000 * i) for i in range(8)]
     sampling = Sampling(200, temperature=0.7, top_p=0.9, top_k=1000)
@@ -70,7 +69,7 @@ def live(folder: str) -> None:
         return ""
 
     def signal_server(number: int) -> None:
-        os.killpg(int((Path(folder) / "pid").read_text()), number)
+        os.killpg(int((folder / "pid").read_text()), number)
 
     engine = connect()
     with torch.no_grad():
@@ -114,33 +113,14 @@ def live(folder: str) -> None:
     heir.servers[0].seconds = 600.0
     found["drift after the hang"] = drift(heir)
     heir.close()
-    (Path(folder) / "found").write_text(json.dumps(found))
+    (folder / "found").write_text(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("live")
-    model = make_model(
-        folder / "model", tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings=512, **PACKED
-    )
-    (port,) = free_ports(1)
-    values = config_values(model, folder, engine="vllm-server", vllm_server_timeout=600.0)
-    values["rollout"]["vllm_server_base_urls"] = [f"http://127.0.0.1:{port}"]
-    config = make_run(folder / "run", values) / "config.toml"
-    code = f"from tests.e2e.test_vllm_server import live; live({str(folder)!r})"
-    log = folder / "log"
-    with log.open("w") as output:
-        environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
-        child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=output, stderr=output)
-    try:
-        for _ in range(2):  # the second when the first was killed
-            with policy_server(config, port, folder / "server.log") as server:
-                (folder / "pid").write_text(str(server.pid))
-                wait_for_one([server, child])
-    finally:
-        child.kill()
-    assert child.wait() == 0, log.read_text() + (folder / "server.log").read_text()
-    return json.loads((folder / "found").read_text())
+    config, [port] = served_run(folder)
+    return found_beside_server(__name__, config, port, folder)
 
 
 def test_a_server_killed_in_the_middle_of_an_answer_is_waited_for_and_gives_the_same_answer(
@@ -177,7 +157,7 @@ def test_a_server_that_hangs_is_an_error_after_the_time_limit(found: dict[str, A
     assert found["drift after the hang"] < 1e-4
 
 
-def live_pair(folder: str) -> None:
+def live_pair(folder: Path) -> None:
     """What an engine over two servers finds as one is killed in the middle of answers and started again much later.
 
     Written to FOLDER/found. FOLDER/pid is the first server's process; it is started again after the line "now".
@@ -190,7 +170,7 @@ def live_pair(folder: str) -> None:
     from grpo_core.rollout.loading import make_engine
     from grpo_core.rollout.types import Request, Sampling
 
-    config = load_config(Path(folder) / "run" / "config.toml")
+    config = load_config(folder / "run" / "config.toml")
     model, tokenizer = load_model(config.model.name_or_path), load_tokenizer(config.model)
     requests = [Request([3 + i, 4, 5], 4, seed=1000 * i) for i in range(12)]
     sampling = Sampling(200, temperature=0.7)
@@ -215,7 +195,7 @@ def live_pair(folder: str) -> None:
     found["undisturbed"] = [each.ids for each in sampled(engine.generate(requests, sampling))]
     steps = engine.generate(requests, sampling)
     next(steps)
-    os.killpg(int((Path(folder) / "pid").read_text()), signal.SIGKILL)
+    os.killpg(int((folder / "pid").read_text()), signal.SIGKILL)
     found["disturbed"] = [each.ids for each in sampled(steps)]
     change_weights()
     found["drift without it"] = drifts(engine)
@@ -227,24 +207,17 @@ def live_pair(folder: str) -> None:
     change_weights()
     found["drift of both"] = drifts(engine)
     engine.close()
-    (Path(folder) / "found").write_text(json.dumps(found))
+    (folder / "found").write_text(json.dumps(found))
 
 
 def test_one_of_two_servers_is_killed_in_the_middle_of_answers_and_the_other_gives_the_same(tmp_path: Path) -> None:
-    model = make_model(
-        tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings=512, **PACKED
-    )
-    ports = free_ports(2)
-    values = config_values(model, tmp_path, engine="vllm-server", vllm_server_timeout=600.0)
-    values["rollout"]["vllm_server_base_urls"] = [f"http://127.0.0.1:{port}" for port in ports]
-    config = make_run(tmp_path / "run", values) / "config.toml"
+    config, ports = served_run(tmp_path, 2)
     log, said = tmp_path / "server.log", []
-    code = f"from tests.e2e.test_vllm_server import live_pair; live_pair({str(tmp_path)!r})"
     with (
         policy_server(config, ports[0], log) as first,
         policy_server(config, ports[1], log),
         subprocess.Popen(
-            [sys.executable, "-c", code],
+            child_command(__name__, "live_pair", tmp_path),
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": python_path(ROOT)},
             stdout=subprocess.PIPE,

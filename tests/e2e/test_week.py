@@ -9,8 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ import tomli_w
 from mlflow import MlflowClient
 
 from benchmarks.command import ROOT, python_path
-from tests.conftest import config_values, make_model, write_sums
-from tests.e2e.test_kill import REWARD
+from tests.conftest import config_values, make_model
+from tests.e2e.holding import write_patient
+from tests.e2e.place import wait_for
 from tests.processes import runs, words
 from tests.serving import Served, serving
 from tests.small_disk import fill, small_disk
@@ -31,7 +31,6 @@ from tests.users import run_as, users
 pytestmark = pytest.mark.e2e
 
 UPDATES, SAVED = 6, 3  # of a training; when it stands still in the fourth rollout and is told to end
-SECONDS = 300
 MONDAY, TUESDAY, WEDNESDAY, THURSDAY, FRIDAY, SATURDAY, SUNDAY = (f"2026-11-{day}" for day in range(16, 23))
 STORAGES = ROOT / "tests" / "storages"
 
@@ -86,9 +85,7 @@ def project() -> Iterator[Project]:
         make_model(folder / "model")
         for file in (folder / "model").iterdir():
             file.chmod(0o644)
-        (folder / "patience.py").write_text(REWARD)
-        write_sums(folder / "train.parquet", 10, 34)
-        write_sums(folder / "eval.parquet", 60, 76)
+        write_patient(folder)
         values = config_values(folder / "model", folder, max_steps=UPDATES, save_steps=100)
         values |= {"name": "nightly", "rewards": [{"function": "patience:patient"}]}
         (folder / "configs").mkdir()
@@ -99,14 +96,6 @@ def project() -> Iterator[Project]:
             storage.chmod(0o2770)
             yield Project(folder, storage, colleague)
         os.umask(before)
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + SECONDS
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    return found
 
 
 def due(served: Served, night: str) -> str:

@@ -1,20 +1,24 @@
 """prefect.yaml against a real Prefect server: what it deploys, where it runs, what a person is told when it fails; and
-whom that server answers, how what serves its flows ends."""
+whom that server answers, how what serves its flows ends, and which flow runs its crash watch lets be."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx2
 import pytest
 from prefect.flows import load_flow_from_entrypoint
 
+from flows.serving.environment import TAG
 from flows.serving.find_server import STORAGE_HEADER, ask
+from flows.serving.server_setup import LONGEST_SILENCE
 from tasks.stages import table
 from tests.conftest import config_values, write_sums
 from tests.serving import Served
@@ -286,3 +290,38 @@ def test_serving_again_keeps_schedules_and_slots_as_their_user_left_them(served:
     served.api.patch("/v2/concurrency_limits/grpo-training", json={"limit": 4}).raise_for_status()
     assert serve_once() == sorted([*before, (False, "Asia/Tokyo")])
     assert served.get("/v2/concurrency_limits/grpo-training")["limit"] == 4
+
+
+LEFT = timedelta(seconds=35)  # until the watch misses the next heartbeat
+
+
+def _suspended_with_a_heartbeat_after(served: Served) -> str:
+    """Id of a flow run as its process leaves it that saved its state after Suspend."""
+    flow = served.get("/deployments/name/pipeline/local")["flow_id"]
+    run = served.api.post("/flow_runs/", json={"flow_id": flow, "tags": [TAG]}).raise_for_status().json()["id"]
+    for state in ("RUNNING", "PAUSED"):
+        name = "Suspended" if state == "PAUSED" else "Running"
+        forced = {"state": {"type": state, "name": name}, "force": True}
+        served.api.post(f"/flow_runs/{run}/set_state", json=forced).raise_for_status()
+    heartbeat = {
+        "id": str(uuid.uuid4()),
+        "occurred": (datetime.now(UTC) - LONGEST_SILENCE + LEFT).isoformat(),
+        "event": "prefect.flow-run.heartbeat",
+        "resource": {"prefect.resource.id": f"prefect.flow-run.{run}"},
+        "related": [{"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"}],
+    }
+    served.api.post("/events", json=[heartbeat]).raise_for_status()
+    return run
+
+
+@pytest.mark.e2e
+def test_a_run_whose_process_sent_heartbeats_after_it_was_suspended_stays_suspended(
+    served: Served, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tasks.stages.attempts import repeat_suspension
+
+    ended, killed = (_suspended_with_a_heartbeat_after(served) for _ in range(2))
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", ended)
+    repeat_suspension()
+    served.wait(killed, "CRASHED")
+    assert served.get(f"/flow_runs/{ended}")["state_name"] == "Suspended"

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples import tiny
 from grpo_core.config.files import load_config, parse_config
 from grpo_core.config.inputs import DataConfig
 from grpo_core.config.run import RunConfig
@@ -28,7 +27,7 @@ from tasks.stages.lineage import lineage_keys
 from tasks.stages.run_directory import open_run
 from tests.conftest import config_values, write_sums
 from tests.formats import CONVERSATIONS, GSM8K, MBPP, MESSAGES, TLDR
-from tests.rows import screen, whole
+from tests.rows import screen, whole, write_lines
 from tests.tasks.test_own_rewards import _project as project
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
@@ -381,22 +380,12 @@ def test_a_source_whose_column_cannot_be_made_is_named(tmp_path: Path, words_mod
         screen(config)
 
 
-@pytest.fixture(scope="session")
-def words_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model for text of any kind, with a chat template."""
-    folder = tmp_path_factory.mktemp("words")
-    tokenizer = tiny.make_tokenizer([])
-    tokenizer.save_pretrained(folder)
-    tiny.make_model(tokenizer, context=512).save_pretrained(folder)
-    return folder
-
-
 def _config(
     folder: Path, model: Path, rows: list[dict[str, Any]], data: dict[str, Any], reward: str = "length"
 ) -> RunConfig:
     """Trains on the first rows and evaluates on the last."""
     for name, part in (("train", rows[:8]), ("eval", rows[8:])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+        write_lines(folder / f"{name}.jsonl", part)
     values = config_values(model, folder)
     values["data"] = {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl"), **data}
     values["rewards"] = [{"function": reward, **({"args": {"target": 3}} if reward == "length" else {})}]

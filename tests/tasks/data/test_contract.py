@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -20,7 +19,7 @@ from tasks.data.contract import RULES
 from tasks.data.lengths import ModelError
 from tasks.validate import refusal
 from tests.conftest import config_values, make_model
-from tests.rows import screen
+from tests.rows import screen, write_lines
 
 Frames = dict[str, pl.DataFrame]
 TEMPLATE = (
@@ -138,9 +137,15 @@ def test_a_single_fault_in_conversations_is_found_and_placed(
 
 
 def _expect_one(model: Path, folder: Path, frames: Frames, fault: tuple[str, int, str, Any, str]) -> None:
-    """The fault alone is found; dropped, its row is kept beside."""
+    """The fault alone is found: it refuses as an error and stays as a warning; dropped, its row is kept beside."""
     dataset, row, column, value, rule = fault
     _set(dataset, row, column, value)(frames)
+    screened = screen(_config(model, folder, frames, **{rule: "error"}))
+    assert (screened.refused, screened.findings["check"].to_list()) == (True, [rule])
+    if "warn" in get_args(DataChecks.model_fields[rule].annotation):
+        warned = screen(_config(model, folder, frames, **{rule: "warn"}))
+        assert not warned.refused
+        assert {name: frame.height for name, frame in warned.kept.items()} == {"train": 10, "eval": 5}
     dropped = screen(_config(model, folder, frames, **{rule: "drop"}))
     assert dropped.findings.select("dataset", "row", "column", "check").rows() == [(dataset, row, column, rule)]
     assert not dropped.refused
@@ -149,20 +154,6 @@ def _expect_one(model: Path, folder: Path, frames: Frames, fault: tuple[str, int
     assert dropped.dropped[dataset].drop("source_row", "broken_rules").to_dicts() == [
         frames[dataset].row(row, named=True)
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", sorted(set(RULES) - {"own_schema"}))
-def test_a_fault_refuses_as_an_error_and_stays_as_a_warning(chat_model: Path, tmp_path: Path, rule: str) -> None:
-    frames = _conversations(_frames())
-    dataset, row, column, value, _ = next(it for it in (*CHAT_FAULTS, *TEXT_FAULTS) if it[-1] == rule)
-    _set(dataset, row, column, value)(frames)
-    screened = screen(_config(chat_model, tmp_path, frames, **{rule: "error"}))
-    assert (screened.refused, screened.findings["check"].to_list()) == (True, [rule])
-    if "warn" in get_args(DataChecks.model_fields[rule].annotation):
-        warned = screen(_config(chat_model, tmp_path, frames, **{rule: "warn"}))
-        assert not warned.refused
-        assert {name: frame.height for name, frame in warned.kept.items()} == {"train": 10, "eval": 5}
 
 
 def test_prompts_are_compared_with_those_that_stay(model_folder: Path, tmp_path: Path) -> None:
@@ -240,6 +231,10 @@ def test_every_rule_has_a_fault_above() -> None:
             "train has no column 'prompt'; its columns are answer, question: set data.columns.prompt = \"question\"",
         ),
         (lambda f: f.update(eval=f["eval"].head(0)), "eval has no rows"),
+        (
+            lambda f: f.update(eval=f["eval"].with_columns(prompt=pl.lit(" "))),
+            "eval has no rows left: all 5 were dropped",
+        ),
         (lambda f: f.update(train=f["train"].with_columns(prompt=pl.lit(5))), "column 'prompt': its type is Int32"),
         (
             lambda f: f.update(train=f["train"].with_columns(answer=pl.lit(None))),
@@ -265,7 +260,7 @@ def test_columns_of_the_wrong_shape_are_named(
 ) -> None:
     frames = _frames()
     mutate(frames)
-    screened = screen(_config(model_folder, tmp_path, frames))
+    screened = screen(_config(model_folder, tmp_path, frames, blank_prompt="drop"))
     assert screened.refused
     assert sentence in "\n".join(screened.shape)
 
@@ -306,12 +301,12 @@ def test_integers_that_cannot_be_stored_are_named_where_they_are_read(model_fold
     values = _config(model_folder, tmp_path, _frames()).model_dump(mode="json")
     values["data"]["train"] = str(tmp_path / "train.jsonl")
     rows = [{"prompt": f"{n}+1=", "answer": 10**25 + n, "id": 2**64 - n} for n in range(10, 20)]
-    Path(values["data"]["train"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "train.jsonl", rows)
     assert screen(parse_config(values)).shape == [
         "train, column 'answer', which numeric_match reads, has integers beyond 64 bits, or objects without fields, "
         "which cannot be stored: write them as text"
     ]
-    Path(values["data"]["train"]).write_text("".join(json.dumps(row | {"answer": 5}) + "\n" for row in rows))
+    write_lines(tmp_path / "train.jsonl", [row | {"answer": 5} for row in rows])
     assert screen(parse_config(values)).kept["train"].columns == ["prompt", "answer"]
 
 
@@ -343,14 +338,6 @@ def test_a_row_s_schema_that_only_a_completion_would_tell_of_is_refused(model_fo
     (sentence,) = screen(parse_config(values)).shape
     assert sentence.startswith("train row 9, column 'schema', which json_schema reads: no JSON Schema")
     assert sentence.endswith("its reference '#/nope' leads nowhere")
-
-
-def test_data_of_which_nothing_is_left_is_refused(model_folder: Path, tmp_path: Path) -> None:
-    frames = _frames()
-    frames["eval"] = frames["eval"].with_columns(prompt=pl.lit(" "))
-    screened = screen(_config(model_folder, tmp_path, frames, blank_prompt="drop"))
-    assert screened.refused
-    assert screened.shape == ["eval has no rows left: all 5 were dropped"]
 
 
 def test_a_completion_as_long_as_the_context_is_refused(model_folder: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tasks.data.own_schema import hold_against, load_schema
 from tasks.data.rows import of_frame
 from tasks.stages.lineage import lineage_keys
 from tests.conftest import config_values
-from tests.rows import screen
+from tests.rows import screen, write_lines
 
 MODULE = """
 import pandera.polars as pa
@@ -66,7 +66,7 @@ def values(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "own_rules.py").write_text(MODULE)
     for name, first, last in (("train", 10, 20), ("eval", 30, 35)):
         rows = [{"question": f"{n}+1=", "answer": str(n + 1), "level": n % 5 + 1} for n in range(first, last)]
-        _write(tmp_path / f"{name}.jsonl", rows)
+        write_lines(tmp_path / f"{name}.jsonl", rows)
     values = config_values(model_folder, tmp_path)
     values["data"] = {
         "train": str(tmp_path / "train.jsonl"),
@@ -75,10 +75,6 @@ def values(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "schema": "own_rules:Graded",
     }
     return values
-
-
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _read(path: str) -> list[dict[str, Any]]:
@@ -99,7 +95,7 @@ def test_a_row_that_breaks_a_rule_of_ones_own_is_refused_dropped_or_kept(
 ) -> None:
     rows = _read(values["data"]["train"])
     rows[3][column] = value
-    _write(Path(values["data"]["train"]), rows)
+    write_lines(Path(values["data"]["train"]), rows)
     for severity, refused, kept in (("error", True, 9), ("drop", False, 9), ("warn", False, 10)):
         values["data"]["checks"] = {"own_schema": severity}
         screened = screen(parse_config(values))
@@ -112,7 +108,7 @@ def test_unique_is_of_all_rows_and_a_check_of_each_slice(
 ) -> None:
     (tmp_path / "own_rules.py").write_text(MODULE.replace('"min_value": 4}', '"min_value": 4}, unique=True'))
     rows = _read(values["data"]["train"])
-    _write(Path(values["data"]["train"]), [*rows, rows[0]])
+    write_lines(Path(values["data"]["train"]), [*rows, rows[0]])
     monkeypatch.setattr("tasks.data.rows.SLICE_ROWS", 4)
     found = screen(parse_config(values)).findings.filter(check="own_schema")
     assert found.select("row", "value").rows() == [(row, "10+1= breaks field_uniqueness") for row in (0, 10)]
@@ -120,7 +116,7 @@ def test_unique_is_of_all_rows_and_a_check_of_each_slice(
 
 def test_a_dropped_row_is_no_earlier_occurrence_of_another(values: dict[str, Any]) -> None:
     rows = _read(values["data"]["train"])
-    _write(Path(values["data"]["train"]), [rows[0] | {"level": 9}, *rows])
+    write_lines(Path(values["data"]["train"]), [rows[0] | {"level": 9}, *rows])
     values["data"]["checks"] = {"own_schema": "drop"}
     assert screen(parse_config(values)).findings["check"].to_list() == ["own_schema"]
 
@@ -139,7 +135,7 @@ def test_columns_that_the_schema_refuses_are_named(values: dict[str, Any], chang
     rows = _read(values["data"]["train"])
     for row in rows:
         change(row)
-    _write(Path(values["data"]["train"]), rows)
+    write_lines(Path(values["data"]["train"]), rows)
     assert said in screen(parse_config(values)).shape
 
 
@@ -200,7 +196,7 @@ def test_what_a_schema_may_say_is_checked_in_each_row(
     """Of the rows, the fifth has level 9 and the sixth has none."""
     rows = _read(values["data"]["train"])
     rows[4]["level"], rows[5]["level"] = 9, None
-    _write(Path(values["data"]["train"]), rows)
+    write_lines(Path(values["data"]["train"]), rows)
     is_nullable = "" if "nullable" in level else "nullable=True, "
     (tmp_path / "own_rules.py").write_text(ODD.format(level=is_nullable + level, settings=settings or "pass"))
     assert screen(parse_config(values)).findings.filter(check="own_schema")["row"].to_list() == wrong
@@ -238,7 +234,7 @@ def test_a_runs_data_are_checked_alone(config: Path, tmp_path: Path) -> None:
     status, said = _grpo("check", config, "--set", "data.columns={}")
     assert status == 2 and "train has no column 'prompt'; its columns are question, answer, level: set " in said
     rows = _read(str(tmp_path / "train.jsonl"))
-    _write(tmp_path / "train.jsonl", [*rows, rows[0], rows[1] | {"level": 0}])
+    write_lines(tmp_path / "train.jsonl", [*rows, rows[0], rows[1] | {"level": 0}])
     status, said = _grpo("check", config)
     assert status == 2 and "train row 11, level: '0 breaks greater_than_or_equal_to(1)' breaks own_schema" in said
     status, said = _grpo("check", config, "--set", "data.checks.own_schema=drop")
@@ -274,15 +270,15 @@ def test_the_written_contract_refuses_what_the_run_would(
     rows = [
         {"question": f"{n}+1=", "answer": str(n + 1), "level": 1, "points": 0.5, "note": "n"} for n in range(40, 50)
     ]
-    _write(data, rows)
+    write_lines(data, rows)
     assert _grpo("check", data, "--schema", contract) == (0, f"10 rows keep {contract}\n")
-    _write(data, [*rows[:4], rows[4] | change, *rows[5:]])
+    write_lines(data, [*rows[:4], rows[4] | change, *rows[5:]])
     status, said = _grpo("check", data, "--schema", contract)
     (name,) = change
     assert status == (2 if rule else 0)
     assert not rule or (f"row 4, column {name!r}: " in said and rule in said), said
     values["data"]["train"] = str(data)
-    _write(tmp_path / "eval.jsonl", [row | {"question": f"9{row['question']}"} for row in rows])
+    write_lines(tmp_path / "eval.jsonl", [row | {"question": f"9{row['question']}"} for row in rows])
     assert screen(parse_config(values)).refused == bool(rule)
 
 

@@ -1,4 +1,5 @@
-"""Servers on other machines, without vLLM and without sshd; tests/e2e/test_servers_on_hosts.py has both."""
+"""Servers on other machines, over ssh or in a scheduler's job, without vLLM, sshd and scheduler; tests/e2e has them:
+test_servers_on_hosts.py and test_slurm.py."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import logging.handlers
 import os
 import queue
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,14 +21,20 @@ import pytest
 
 from benchmarks.command import python_path
 from grpo_core.config.files import parse_config
+from grpo_core.config.run import RunConfig
+from grpo_core.planning.forecast import count_gpus
+from grpo_core.planning.hardware import Gpu
 from grpo_core.rollout.vllm.secret import with_secret
 from grpo_core.rollout.vllm.serve import ADDRESSES
-from tasks.processes import machine, vllm_servers
-from tasks.processes.run import ProcessError
+from tasks.processes import launch, machine, vllm_servers
+from tasks.processes.launchers.machines import Machine
+from tasks.processes.machine import free_port
+from tasks.processes.run import ProcessError, run_together
 from tasks.processes.vllm_servers import servers
 from tasks.stages.errors import StageError
 from tasks.stages.run import Context
 from tests.conftest import config_values, with_keys
+from tests.processes import existing, runs
 from tests.tasks.processes.test_launch import FAKE
 
 pytestmark = pytest.mark.served
@@ -38,6 +47,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200 if self.headers["Authorization"] == "Bearer " + os.environ["GRPO_VLLM_SECRET"] else 401)
         self.end_headers()
         self.wfile.write(json.dumps([os.getpid(), int(sys.argv[3])]).encode())
+print("the server's own words", flush=True)
+print("its allocator", os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), flush=True)
 http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
 """
 
@@ -171,7 +182,12 @@ def test_a_training_that_fails_while_a_server_is_down_names_its_host(hosts: Path
         ({}, {"vllm_server_base_urls": ["http://c:1"]}, r"without vllm_server_base_urls.*\['http://c:1'\]"),
         ({"server_hosts": ["a", "me@a"]}, {}, "names a machine twice"),
         ({}, {"vllm_num_servers": 3}, r"rollout.vllm_num_servers=3 with .*a machine gets one server"),
-        ({}, {"vllm_weight_transfer": "ipc"}, "'ipc' is for a server on the training's own machine"),
+        ({}, {"vllm_weight_transfer": "ipc"}, "'ipc' is for a server on the training's own"),
+        (
+            {"server_hosts": [], "launcher": "slurm"},
+            {"vllm_weight_transfer": "ipc"},
+            "'ipc' is for a server on the training's own machine",
+        ),
         ({}, {"vllm_weight_transfer": "shared_memory"}, "'shared_memory' is for a server on the training's own"),
         (
             {"server_hosts": [], "launcher": "ssh", "hosts": ["a"]},
@@ -190,3 +206,128 @@ def test_servers_that_cannot_be_placed_are_refused(
 ) -> None:
     with pytest.raises(Exception, match=message):
         parse_config(_config(tmp_path, "a", "b", launch=launch, **keys))
+
+
+# Asks both servers, kills the first, and asks until another process answers there.
+TRAINING = """
+import os, signal, time, httpx2
+from grpo_core.rollout.vllm.secret import with_secret
+from grpo_core.rollout.vllm.serve import read_addresses
+client = httpx2.Client(headers=with_secret(), trust_env=False)
+def ask(url):
+    while True:
+        try:
+            return client.get(url).raise_for_status().json()[0]
+        except httpx2.TransportError:
+            time.sleep(0.05)
+first, second = read_addresses()
+pid, other = ask(first), ask(second)
+os.kill(pid, signal.SIGKILL)
+print("allocator", os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), flush=True)
+print("served again", ask(first) != pid, pid, other, flush=True)
+"""
+
+
+def _job(launcher: str = "slurm", hosts: list[str] | None = None, **keys: Any) -> RunConfig:
+    launch = {"launcher": launcher, "server_hosts": hosts or [], "hosts": ["a"], "kubernetes": "job.yaml"}
+    values = config_values(Path("model"), Path("data"), **{"engine": "vllm-server", **keys})
+    return parse_config(values | {"launch": launch})
+
+
+@pytest.mark.parametrize(
+    ("config", "machines", "elsewhere"),
+    [
+        (_job(), 2, True),
+        (_job("kubernetes", vllm_num_servers=3), 4, True),
+        (_job(hosts=["c"]), 1, True),
+        (_job("ssh", hosts=["c"]), 1, True),
+        (_job("local"), 1, False),
+        (_job(engine="transformers"), 1, False),
+        (_job(vllm_server_base_urls=["http://c:1"]), 1, False),
+    ],
+)
+def test_a_job_has_a_further_machine_for_each_server_that_has_no_other_place(
+    config: RunConfig, machines: int, elsewhere: bool
+) -> None:
+    assert (config.num_machines, config.servers_elsewhere) == (machines, elsewhere)
+
+
+def test_the_gpus_of_servers_in_a_job_are_not_counted_on_this_machine() -> None:
+    found = count_gpus(_job(vllm_tensor_parallel_size=8), Gpu("H100", 80.0, (9, 0), per_machine=1))
+    assert found["servers"] == 8 and found["how"].endswith("on further machines of the job, one each")
+
+
+def test_servers_serve_a_training_are_restarted_where_they_are_and_end_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines = [Machine(name, [], "127.0.0.1", free_port(), grace=5.0) for name in ("a", "b", "c")]
+
+    @contextmanager
+    def slurm(config: RunConfig, *_: Any) -> Iterator[list[Machine]]:
+        assert config.num_machines == len(machines)
+        yield machines
+
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(launch.LAUNCHERS, "slurm", slurm)
+    monkeypatch.setattr(launch, "serve", lambda run, *told: ["-c", STUB, *map(str, told)])
+    (tmp_path / "training.py").write_text(TRAINING)
+    lines: list[str] = []
+    folder = tmp_path / "output"
+    folder.mkdir()
+    launch.launch(_job(vllm_num_servers=2), [str(tmp_path / "training.py")], lines.append, folder)
+    [again] = [line for line in lines if line.startswith("b: ")]
+    assert again.endswith("ended with status 137 (SIGKILL) and is started again")
+    [done] = [line for line in lines if line.startswith("served again True")]
+    assert not any(_runs(int(pid)) for pid in done.split()[-2:])
+    assert not [line for line in lines if "own words" in line]
+    assert (folder / "vllm-server-0-b.log").read_text().count("own words") == 2
+    assert [line for line in lines if line.startswith("allocator")] == ["allocator expandable_segments:True"]
+    assert "its allocator None" in (folder / "vllm-server-0-b.log").read_text(), "which suits a training alone"
+    assert sorted(file.name for file in folder.iterdir()) == ["vllm-server-0-b.log", "vllm-server-1-c.log"]
+
+
+def _runs(pid: int) -> bool:
+    return any(map(runs, existing([pid])))
+
+
+FOREVER = "import signal; signal.pause()"
+
+
+def test_what_is_endless_ends_with_the_others_and_its_loss_is_theirs() -> None:
+    run_together({"a": ["-c", ""], "server": ["-c", FOREVER]}, lambda *_: None, endless=["server"])
+    killed = "import os; os.kill(os.getpid(), 9)"
+    with pytest.raises(ProcessError, match="machine server ended with status 137") as failed:
+        run_together({"a": ["-c", FOREVER], "server": ["-c", killed]}, lambda *_: None, endless=["server"])
+    assert failed.value.restartable
+    with pytest.raises(ProcessError, match="machine a ended with status 3"):
+        run_together(
+            {"a": ["-c", "raise SystemExit(3)"], "server": ["-c", FOREVER]},
+            lambda *_: None,
+            endless=["server"],
+        )
+
+
+# Leaves a process behind that is deaf to SIGTERM, as vLLM's engine may be; both say their ids.
+LEAVING = """
+import subprocess, sys
+left = subprocess.Popen([sys.executable, "-c", "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "print(os.getpid(), flush=True); signal.pause()"], start_new_session=True)
+left.wait()
+"""
+
+
+def test_what_a_server_has_left_is_killed_before_it_starts_again() -> None:
+    command = [sys.executable, "-m", "tasks.processes.restarting", "-c", LEAVING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        left = psutil.Process(int(process.stdout.readline()))
+        parent = left.parent()
+        assert parent is not None
+        parent.kill()
+        assert process.stdout.readline().endswith("ended with status 137 (SIGKILL) and is started again\n")
+        again = int(process.stdout.readline())
+        assert again != left.pid and not _runs(left.pid)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 143
+        os.kill(again, signal.SIGKILL)

@@ -1,17 +1,37 @@
-"""A flow run that is stopped from outside goes on by itself; a cancelled one, or one that gets nowhere, does not."""
+"""A flow run that is stopped from outside goes on by itself; a cancelled one, or one that gets nowhere, does not.
+And which must stop though nothing sends their process a signal, and what a flow's function is given and gives."""
 
 from __future__ import annotations
 
+import logging
+import signal
 import uuid
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from prefect import tags
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.states import AwaitingRetry, Cancelling, Crashed, Failed, Pending, Running, Scheduled, Suspended
+from prefect.context import TagsContext
+from prefect.exceptions import Abort, TerminationSignal
+from prefect.states import (
+    AwaitingRetry,
+    Cancelled,
+    Cancelling,
+    Crashed,
+    Failed,
+    Paused,
+    Pending,
+    Running,
+    Scheduled,
+    Suspended,
+)
 
-from tasks.stages import attempts
+from tasks.stages import attempts, endings
 from tasks.stages.attempts import MOST_STOPS, RETURN_SECONDS, schedule_again
+from tasks.stages.endings import end_in_plain_words
+from tasks.stages.errors import Interrupted
+from tasks.stages.stopped_in_prefect import is_stopped
 
 WHAT = "train was interrupted, 3 of 6 updates saved"
 Asked = Callable[..., tuple[str, list[State]]]
@@ -110,3 +130,59 @@ def test_a_retry_that_was_waiting_when_its_run_was_called_crashed_is_scheduled_a
     monkeypatch.setattr(attempts, "get_client", lambda sync_client: server)
     attempts.restore_lost_retry(None, FlowRun(flow_id=uuid.uuid4()), None)
     assert [(state.name, state.message) for state in server.proposed] == [("AwaitingRetry", it) for it in restored]
+
+
+def _asking() -> State:
+    state = Suspended(timeout_seconds=60)
+    state.state_details.run_input_keyset = {"response": "suspended-approve-1-response"}
+    return state
+
+
+@pytest.mark.parametrize(
+    ("states", "deployed", "alone"),
+    [
+        ([Running()], False, False),
+        ([Running(), Suspended(timeout_seconds=60)], True, True),
+        ([Running(), Paused(timeout_seconds=60)], True, True),
+        ([Running(), _asking()], False, False),
+        ([Running(), Suspended(timeout_seconds=60), Cancelled()], True, True),
+        ([Running(), Cancelling()], False, True),
+        ([Running(), Cancelling(), Cancelled()], False, True),
+        ([Running(), AwaitingRetry()], False, False),
+        ([Running(), Crashed()], False, False),
+    ],
+)
+def test_a_run_stops_if_it_is_suspended_or_cancelled_and_no_runner_says_so(
+    states: list[State], deployed: bool, alone: bool
+) -> None:
+    assert (is_stopped(states, of_deployment=True), is_stopped(states, of_deployment=False)) == (deployed, alone)
+
+
+def test_tasks_do_not_inherit_the_tags_of_their_run() -> None:
+    with tags("grpo"):
+        assert end_in_plain_words(lambda: TagsContext.get().current_tags)() == set()
+
+
+@pytest.mark.parametrize(("back", "raised"), [("it goes on by itself", Abort), ("", TerminationSignal)])
+def test_a_deployment_s_run_that_is_told_to_end_ends_without_a_crash_if_it_comes_back(
+    back: str, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told() -> None:
+        raise Interrupted("train was interrupted, 3 of 6 updates saved", TerminationSignal(15))
+
+    caplog.set_level(logging.INFO)
+    asked: list[str] = []
+    monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "some")
+    monkeypatch.setattr(endings, "schedule_again", lambda what: asked.append(what) or back)
+    monkeypatch.setattr(endings, "get_run_logger", logging.getLogger)
+    monkeypatch.setattr("atexit.register", lambda leave: None)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(raised):
+            end_in_plain_words(told)()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert asked == ["train was interrupted, 3 of 6 updates saved"]
+    [said] = caplog.messages
+    assert ("goes on by itself" in said, "run the same again" in said) == (bool(back), not back)
