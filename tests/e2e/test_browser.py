@@ -8,9 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -37,6 +36,7 @@ from tests.e2e.browsing import (
 from tests.e2e.picturing import SHOWN, TIMELINE, Picture, assert_fits
 from tests.hostile import EVIL, HOSTILE, read
 from tests.serving import Served, serving
+from tests.web import Quiet, answering
 
 pytestmark = pytest.mark.e2e
 
@@ -88,18 +88,13 @@ def foreign_page(page: Page, tmp_path: Path) -> Iterator[str]:
     """Address of a page that another server of this machine has, open in the browser."""
     (tmp_path / "index.html").write_text("<title>foreign</title><body>")
 
-    class Handler(SimpleHTTPRequestHandler):
+    class Handler(Quiet, SimpleHTTPRequestHandler):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments, directory=str(tmp_path))
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        page.goto(f"http://localhost:{server.server_port}/")
+    with answering(Handler) as url:
+        page.goto(f"{url.replace('127.0.0.1', 'localhost')}/")
         yield page.url
-        server.shutdown()
 
 
 def _deployment(served: Served) -> dict[str, Any]:

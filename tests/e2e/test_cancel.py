@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from tests.conftest import config_values
 from tests.e2e.holding import write_patient
 from tests.e2e.place import PROJECT, wait_for
 from tests.processes import runs, words
-from tests.served.test_deployments import _new_pool, _prefect
+from tests.served.test_deployments import _new_pool, _prefect, _worker
 from tests.serving import Served, grpo_serve, prefect_server
 
 END_SECONDS = 30
@@ -281,19 +280,6 @@ def test_a_run_killed_with_its_runner_is_shown_as_crashed_and_its_retry_goes_on(
     assert sorted(server.tasks(run_id, 2)) == [("train", "Completed"), ("train", "Crashed")]
 
 
-@contextmanager
-def _worker(server: Served) -> Iterator[psutil.Popen]:
-    command = [sys.executable, "-m", "flows.cli.main", "worker", "gpu"]
-    with (server.storage / "worker.log").open("ab") as output:
-        worker = psutil.Popen(command, env=server.environment, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        yield worker
-    finally:
-        with suppress(psutil.NoSuchProcess):  # the test may have ended it
-            worker.terminate()
-        worker.wait()
-
-
 def test_the_next_worker_goes_on_with_what_a_stopped_one_was_training(tmp_path: Path, model_folder: Path) -> None:
     write_patient(tmp_path)
     _write_config(tmp_path, "stopped", config_values(model_folder, tmp_path, max_steps=6, save_steps=100))
@@ -304,7 +290,7 @@ def test_the_next_worker_goes_on_with_what_a_stopped_one_was_training(tmp_path: 
         for stage in ("validate", "plan"):
             command = [sys.executable, "-m", "flows.cli.main", "stage", stage, "--run", "stopped"]
             subprocess.run(command, env=server.environment, check=True)
-        with _worker(server) as worker:
+        with _worker(server, "gpu") as worker:
             run_id = server.trigger("train/gpu", run="stopped")
             _wait_until_stuck(server, "stopped")
             trained_by = _processes(worker, "stopped")
@@ -313,7 +299,7 @@ def test_the_next_worker_goes_on_with_what_a_stopped_one_was_training(tmp_path: 
             worker.wait()
         assert server.wait(run_id, "SCHEDULED")["state"]["message"] == "train was interrupted, 3 of 6 updates saved"
         (tmp_path / "go-on").touch()
-        with _worker(server):
+        with _worker(server, "gpu"):
             assert server.wait(run_id)["state_name"] == "Completed", server.messages(run_id)
         attempt = ["Pending", "Running"]
         assert _states(server, run_id) == [*attempt, "AwaitingRetry", *attempt, "Completed"]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -22,6 +20,7 @@ from examples.notifications.mlflow_webhook import SECRET, is_genuine
 from tests.conftest import make_model, write_sums
 from tests.e2e.commands import run
 from tests.serving import START_SECONDS, Served, free_ports, mlflow_server, prefect_server
+from tests.web import Quiet, answering
 
 pytestmark = pytest.mark.e2e
 
@@ -95,14 +94,11 @@ class Set:
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Set]:
     calls: dict[str, Queue[Call]] = {"/prefect": Queue(), "/mlflow": Queue()}
 
-    class Receiver(BaseHTTPRequestHandler):
+    class Receiver(Quiet):
         def do_POST(self) -> None:
             calls[self.path].put(Call(self.headers, self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(200)
             self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
 
     folder = tmp_path_factory.mktemp("events")
     [port] = free_ports(1)
@@ -115,12 +111,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Set]:
         stack.enter_context(mlflow_server(folder, port))
         (storage := folder / "storage").mkdir()
         prefect = stack.enter_context(prefect_server(storage))
-        receiver = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
-        threading.Thread(target=receiver.serve_forever, daemon=True).start()
-        stack.callback(receiver.shutdown)
+        receiver = stack.enter_context(answering(Receiver))
         environment = {**prefect.environment, "PYTHONPATH": python_path(PROJECT), SECRET: KEY}
         environment["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{port}"
-        yield Set(prefect, environment, f"http://127.0.0.1:{receiver.server_port}", calls)
+        yield Set(prefect, environment, receiver, calls)
 
 
 @pytest.fixture(scope="module")

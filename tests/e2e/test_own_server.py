@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import sqlite3
 import subprocess
@@ -25,7 +24,7 @@ from tasks.stages import table
 from tests.conftest import config_values
 from tests.e2e.holding import FUNCTION, write_inputs
 from tests.processes import with_variables, words
-from tests.serving import RUN_SECONDS, prefect_server
+from tests.serving import RUN_SECONDS, plain_environment, prefect_server
 from tests.small_disk import fill, small_disk
 
 pytestmark = pytest.mark.e2e
@@ -63,11 +62,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> dict[
 @contextmanager
 def _command(storage: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """`python ARGUMENTS…` over this storage, until the body ends."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
     with (storage / "output").open("w") as output:
         process = subprocess.Popen(
             [sys.executable, *arguments],
-            env={**kept, "GRPO_STORAGE": str(storage), **environment},
+            env={**plain_environment(), "GRPO_STORAGE": str(storage), **environment},
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -1,7 +1,9 @@
-"""What cannot go on says why in one sentence, in the terminal and in Prefect's log; the traceback is in errors.log."""
+"""What cannot go on says why in one sentence, in the terminal and in Prefect's log, and the traceback is in errors.log;
+what is killed leaves no process and loses no update."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -111,3 +113,29 @@ def test_a_signal_keeps_the_state_and_says_how_to_go_on(
     assert server.tasks(run["id"], 3)[-1] == ("train", "Cancelled")
     status = subprocess.run([*CLI, "status", name], env=server.environment, capture_output=True, text=True)
     assert "3 of 6 updates saved" in " ".join(status.stdout.replace("│", " ").split())
+
+
+def test_a_killed_run_leaves_no_process_and_continues_from_its_last_update(tmp_path: Path, model_folder: Path) -> None:
+    write_patient(tmp_path)
+    values = config_values(model_folder, tmp_path, max_steps=6, save_steps=2)
+    values["rewards"] = [{"function": "patience:patient"}]
+    config = tmp_path / "config.toml"
+    config.write_text(tomli_w.dumps(values))
+    go_on = tmp_path / "go-on"
+    environment = {
+        **os.environ,
+        "GRPO_STORAGE": str(tmp_path / "storage"),
+        "PYTHONPATH": python_path(tmp_path),
+        "MAY_GO_ON": str(go_on),
+    }
+    command = [*CLI, "run", str(config), "--set", "name=killed"]
+    process, started, _ = until_stuck(command, environment)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=120)
+    assert not psutil.wait_procs(started, timeout=60)[1]
+
+    go_on.touch()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "storage" / "runs" / "killed" / "training" / "result.json").read_text())
+    assert (result["resumed_at_step"], result["counted"]["updates"]) == (3, 6)

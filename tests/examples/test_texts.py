@@ -9,11 +9,9 @@ import asyncio
 import json
 import random
 import re
-import threading
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -30,6 +28,7 @@ from examples.writing import writingprompts
 from grpo_core.rewards.builtin.judge import judge
 from grpo_core.rewards.builtin.rouge import rouge
 from grpo_core.rewards.builtin.variety import distinct_n, self_repetition
+from tests.web import Quiet, answering
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,7 +107,7 @@ def asked() -> Iterator[tuple[str, list[str]]]:
     """A judge that grades everything 4: its address, and what it was asked."""
     questions: list[str] = []
 
-    class Judge(BaseHTTPRequestHandler):
+    class Judge(Quiet):
         def do_POST(self) -> None:
             questions.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"])
             choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "Score: 4"}}
@@ -121,14 +120,8 @@ def asked() -> Iterator[tuple[str, list[str]]]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: Any) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/v1", questions
-        server.shutdown()
-        thread.join()
+    with answering(Judge) as url:
+        yield f"{url}/v1", questions
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.model.loading import load_model
 from grpo_core.rewards.registry import BUILTIN
 from tasks.data.lengths import ModelError, load_tokenizer_and_context
+from tests.test_strangers import Pickled
 
 OWN = """
 from pathlib import Path
@@ -83,12 +84,10 @@ def test_no_machine_to_which_weights_or_the_environment_would_be_sent(
 ) -> None:
     changes: dict[str, Any] = {"rollout": {"engine": "vllm-server"}}
     changes.setdefault(section, {})[key] = given
-    with pytest.raises(
-        ConfigError, match=rf"{section}\.{key} = {re.escape(repr(given))}: .* only a preset may set where"
-    ):
-        resolve_allowed("team", changes)
-    with pytest.raises(ConfigError, match=rf"{section}\.{key} = .* only a preset may set where"):
-        resolve_allowed("team", {"rollout": {"engine": "vllm-server"}, f"{section}.{key}": given})
+    said = rf"{section}\.{key} = {re.escape(repr(given))}: here only a preset may set where the environment or weights"
+    for each in (changes, {"rollout": {"engine": "vllm-server"}, f"{section}.{key}": given}):
+        with pytest.raises(ConfigError, match=said):
+            resolve_allowed("team", each)
 
 
 def test_a_listed_module_s_own_rewards_and_nothing_that_it_imports(
@@ -215,20 +214,6 @@ def test_every_other_built_in_reward_looks_at_text_only() -> None:
 
 
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"launch": {"launcher": "ssh", "hosts": ["evil"]}},
-        {"launch": {"launcher": "slurm", "slurm": ["--account=others"]}},
-        {"rollout": {"engine": "vllm-server", "vllm_server_base_urls": ["http://evil:8000"]}},
-    ],
-)
-def test_only_a_preset_says_where_the_environment_and_weights_are_sent(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="here only a preset may set where the environment or weights are sent"):
-        resolve_allowed("team", changes)
-
-
-@pytest.mark.usefixtures("folder")
 def test_columns_and_schemas_are_of_listed_modules_only(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"data\.schema = 'os:environ': a deployment's parameters may name"):
         resolve_allowed("team", {"data": {"schema": "os:environ"}})
@@ -296,14 +281,6 @@ def test_a_model_s_own_code_is_not_run(base: Path, marker: Path) -> None:
     with pytest.raises((ValueError, OSError)):
         load_model(base)
     assert not marker.exists()
-
-
-class Pickled:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.marker,)
 
 
 def test_a_model_s_pickled_weights_run_nothing(base: Path, marker: Path) -> None:

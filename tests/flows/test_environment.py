@@ -6,11 +6,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +18,7 @@ from flows.serving.environment import configure
 from flows.serving.find_server import ask
 from grpo_core.errors import GrpoError
 from tests.serving import free_ports
+from tests.web import Quiet, answering
 
 
 @contextmanager
@@ -27,7 +26,7 @@ def serving(status: int) -> Iterator[tuple[str, list[str]]]:
     """A server's address, and the paths that it has been asked for, until the body ends."""
     asked = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def do_GET(self) -> None:
             asked.append(self.path)
             self.send_response(status)
@@ -37,15 +36,8 @@ def serving(status: int) -> Iterator[tuple[str, list[str]]]:
 
         do_POST = do_CONNECT = do_GET
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", asked
-        finally:
-            server.shutdown()
+    with answering(Handler) as url:
+        yield url, asked
 
 
 @pytest.fixture

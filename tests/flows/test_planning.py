@@ -170,24 +170,29 @@ def test_how_far_to_sample_ahead_is_simulated_from_the_last_training_of_a_run(co
     assert not any("sampling_ahead" in other["forecasts"] for other in others)
 
 
-def test_float32_in_vllm_is_named_for_a_gpu_only(config: Path) -> None:
-    for gpu, named in (("H200", 1), ("", 0)):
-        keys = ["--set", "train.mixed_precision=no", "--set", "rollout.engine=vllm"]
-        notes = _json(config, "--gpu", gpu, *keys)["notes"]
-        assert sum("train.mixed_precision is 'no', with vLLM on a GPU" in note for note in notes) == named
-
-
-def test_a_gpu_of_unknown_memory_is_named(config: Path) -> None:
-    for gpu, named in (("foo", 1), ("H200", 0), ("", 0)):
-        notes = _json(config, "--gpu", gpu)["notes"]
-        assert sum("the memory of foo is not known (known by name: B200, H200" in note for note in notes) == named
-
-
-def test_a_curriculum_without_effect_is_named(config: Path) -> None:
-    for probe, named in ((0, 1), (4, 0)):
-        keys = ["--set", "data.curriculum.kind=variance", "--set", f"data.curriculum.probe={probe}"]
-        notes = _json(config, *keys)["notes"]
-        assert sum("data.curriculum.kind is 'variance', with data.curriculum.probe = 0" in it for it in notes) == named
+@pytest.mark.parametrize(
+    ("options", "named", "said"),
+    [
+        *(
+            (["--gpu", gpu, "--set", "train.mixed_precision=no", "--set", "rollout.engine=vllm"], named, said)
+            for said in ["train.mixed_precision is 'no', with vLLM on a GPU"]
+            for gpu, named in (("H200", 1), ("", 0))
+        ),
+        *(
+            (["--gpu", gpu], named, "the memory of foo is not known (known by name: B200, H200")
+            for gpu, named in (("foo", 1), ("H200", 0), ("", 0))
+        ),
+        *(
+            (["--set", "data.curriculum.kind=variance", "--set", f"data.curriculum.probe={probe}"], named, said)
+            for said in ["data.curriculum.kind is 'variance', with data.curriculum.probe = 0"]
+            for probe, named in ((0, 1), (4, 0))
+        ),
+    ],
+)
+def test_what_has_no_or_another_effect_is_named_where_it_has(
+    config: Path, options: list[str], named: int, said: str
+) -> None:
+    assert sum(said in note for note in _json(config, *options)["notes"]) == named
 
 
 @pytest.mark.slow
@@ -201,18 +206,6 @@ def test_what_would_fit_is_shown_whole_on_a_narrow_screen(config: Path, tmp_path
     remedies = _json(config, *options, GRPO_STORAGE=str(tmp_path))["forecasts"]["memory"]["remedies"]
     assert shown.count("would fit") == len(remedies) > 0
     assert all(remedy["changes"] and remedy["peak_memory_gib"] < 79.6 for remedy in remedies)
-
-
-def test_a_completion_longer_than_the_model_s_positions_is_refused(config: Path) -> None:
-    answer = _json(config, "--max-completion-length", 64, status=2)
-    assert "rollout.max_completion_length = 64: the model" in answer["errors"][0]
-    assert "takes 64 tokens, prompt included" in answer["errors"][0]
-
-
-def test_a_recording_that_is_not_there_is_refused(config: Path, tmp_path: Path) -> None:
-    keys = ["--set", "rollout.engine=recorded", "--set", "rollout.recording=nowhere"]
-    answer = _json(config, *keys, status=2, GRPO_STORAGE=str(tmp_path))
-    assert "rollout.recording='nowhere' has no nowhere/training/completions/" in answer["errors"][0]
 
 
 def test_data_that_is_elsewhere_is_planned_by_its_number_of_prompts(config: Path, tmp_path: Path) -> None:

@@ -4,9 +4,7 @@ same trials."""
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +18,8 @@ from grpo_core.errors import GrpoError
 from tasks.stages.errors import Interrupted, StageError
 from tasks.stages.trials import TRIALS, Range, add_trial, read_trials
 from tests.command_line import run_here
-from tests.conftest import write_config
 
 RATE = "train.learning_rate=1e-3:1e-1:log"
-
-
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "storage"))
-    return write_config(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +84,7 @@ def search(config: Path, *ranges: str, trials: int = 4, **grid: list[Any]) -> fl
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def ran(monkeypatch: pytest.MonkeyPatch, without_prefect: None) -> list[dict[str, Any]]:
     """The keys of the arms that a search runs without Prefect, in their order; `fate` says how each ends."""
     done: list[dict[str, Any]] = []
     fate[0] = lambda number: None
@@ -115,9 +106,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     replaced = {
         "make_pipeline": make_pipeline,
         "propose": propose,
-        "get_run_logger": lambda: logging.getLogger("sweep"),
-        "tags": lambda *_: nullcontext(),
-        "ending": lambda *_: nullcontext(),
         "begin": lambda *_: nothing,
         "choose": lambda *_: nothing,
         "announce_sweep": lambda *_: None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from benchmarks.command import python_path
 from flows.cli.main import app
 from tasks.stages.table import ALL_STAGES, GPU_DEPLOYMENT
 from tests.conftest import config_values, write_sums
-from tests.serving import prefect_server
+from tests.serving import plain_environment, prefect_server
 
 PROJECT = Path(__file__).parents[2]
 ORDER = ["validate", "plan", "train", "evaluate", "quantize", "register"]
@@ -34,8 +33,11 @@ def quantizing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "model").mkdir()
     values = {**config_values(folder / "model", folder), "rewards": [{"function": "numeric_match"}]}
     (folder / "config.toml").write_text(tomli_w.dumps(values))
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
-    kept |= {"GRPO_STORAGE": str(folder / "storage"), "PYTHONPATH": python_path(PROJECT), "COLUMNS": "200"}
+    kept = plain_environment() | {
+        "GRPO_STORAGE": str(folder / "storage"),
+        "PYTHONPATH": python_path(PROJECT),
+        "COLUMNS": "200",
+    }
     with prefect_server(folder) as server:  # Prefect reads its address when the stage's task is defined
         done = subprocess.run(
             [sys.executable, "-m", "tests.quantizing", str(folder / "config.toml")],

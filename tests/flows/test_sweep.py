@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import re
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,13 +28,7 @@ from tasks.stages.errors import ArmStopped, Interrupted, StageError
 from tasks.stages.locks import RunInUseError, locked
 from tasks.tracking.early_stop import shared_level, trainings_of, write_rule
 from tests.command_line import run_here
-from tests.conftest import write_config, write_sums
-
-
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "storage"))
-    return write_config(tmp_path)
+from tests.conftest import write_sums
 
 
 def loader(config: Path, *overrides: str) -> Load:
@@ -160,7 +152,7 @@ def test_the_length_of_completions_can_differ_where_that_of_evaluations_does_not
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def ran(monkeypatch: pytest.MonkeyPatch, without_prefect: None) -> list[str]:
     """What a sweep does without Prefect, in its order; pipelines do nothing but fail as `fates` says."""
     done: list[str] = []
 
@@ -180,9 +172,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return run
 
     monkeypatch.setattr(flow, "make_pipeline", make_pipeline)
-    monkeypatch.setattr(flow, "get_run_logger", lambda: logging.getLogger("sweep"))
-    monkeypatch.setattr(flow, "tags", lambda *_: nullcontext())
-    monkeypatch.setattr(flow, "ending", lambda *_: nullcontext())
     monkeypatch.setattr(flow, "announce_sweep", lambda sweep, _: done.append(f"announced {sweep}"))
     for name in ("begin", "choose"):
         monkeypatch.setattr(flow, name, task(name))

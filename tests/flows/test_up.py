@@ -8,10 +8,8 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing
 from pathlib import Path
 from typing import TextIO
 
@@ -28,6 +26,7 @@ from tests.command_line import run_here
 from tests.conftest import config_values, make_run, write_sums
 from tests.processes import words
 from tests.serving import STOP_SECONDS, Served, free_ports, run_grpo, run_up, serving
+from tests.web import Quiet, answering
 
 pytestmark = pytest.mark.served
 
@@ -39,24 +38,12 @@ for right in (40, 45):
 PROJECT = Path(__file__).parents[2]
 
 
-@contextmanager
-def _stranger() -> Iterator[int]:
-    """Port of a web server of this machine that has nothing to do with Prefect, and answers every request."""
+class Stranger(Quiet):
+    """Of a web server of this machine that has nothing to do with Prefect, and answers every request."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +106,8 @@ def test_the_first_server_to_end_is_named_with_the_last_lines_of_its_log(
 
 
 def test_a_stranger_on_the_port_is_named_and_nothing_starts(tmp_path: Path) -> None:
-    with _stranger() as port:
+    with answering(Stranger) as url:
+        port = url.rpartition(":")[2]
         refused = run_up(tmp_path, port, free_ports(1)[0])
     assert (refused.returncode, refused.stdout) == (2, "")
     assert f"--prefect-port {port}: the port is taken by process {os.getpid()} of " in refused.stderr
@@ -128,8 +116,8 @@ def test_a_stranger_on_the_port_is_named_and_nothing_starts(tmp_path: Path) -> N
 
 def test_a_stranger_that_answers_is_not_taken_for_the_server_that_was_started() -> None:
     asked = iter([True, True, False])  # the own server ends, since the port is taken
-    with _stranger() as port:
-        assert not wait_until_healthy(f"http://127.0.0.1:{port}/api", "own", lambda: next(asked))
+    with answering(Stranger) as stranger:
+        assert not wait_until_healthy(f"{stranger}/api", "own", lambda: next(asked))
     assert next(asked, None) is None
 
 
@@ -154,7 +142,7 @@ def test_an_up_that_has_ended_is_not_found_whatever_its_file_says(
         ("http://127.0.0.1:1/api", "no Prefect server answers there ([Errno 111] Connection refused)"),
         ("127.0.0.1:4200/api", "no Prefect server answers there (Request URL is missing an 'http://'"),
         ("https://prefect.invalid/api/accounts/a/workspaces/b", "no Prefect server answers there ("),
-        ("http://127.0.0.1:{port}", "what answers there is not Prefect's API"),
+        ("{stranger}", "what answers there is not Prefect's API"),
     ],
 )
 def test_an_address_of_prefect_that_is_none_is_refused_in_one_sentence_before_anything_starts(
@@ -166,8 +154,8 @@ def test_an_address_of_prefect_that_is_none_is_refused_in_one_sentence_before_an
     config = str(tmp_path / "runs" / "test" / "config.toml")
     commands = [["stage", "validate", "--run", "test"], ["serve"], ["worker", "cpu"]]
     commands += [["sweep", config, "--seeds", "2"], ["run", config]]
-    with _stranger() as port:
-        address = url.format(port=port)
+    with answering(Stranger) as stranger:
+        address = url.format(stranger=stranger)
         for command in commands:
             refused = run_here(*command, GRPO_STORAGE=str(tmp_path), PREFECT_API_URL=address)
             assert refused.returncode == 2 and "starts" not in refused.stdout, (command, refused)

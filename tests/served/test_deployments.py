@@ -8,11 +8,12 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx2
+import psutil
 import pytest
 from prefect.flows import load_flow_from_entrypoint
 
@@ -82,15 +83,15 @@ def _new_pool(name: str, kind: str, template: str) -> list[str]:
 
 
 @contextmanager
-def _worker(server: Served, pool: str) -> Iterator[None]:
-    command = [sys.executable, "-m", "flows.cli.main", "worker", pool]
-    log = server.storage / f"worker-{pool}.log"
-    with log.open("wb") as output:
-        worker = subprocess.Popen(command, env=server.environment, stdout=output, stderr=subprocess.STDOUT)
+def _worker(server: Served, pool: str) -> Iterator[psutil.Popen]:
+    with (server.storage / f"worker-{pool}.log").open("ab") as output:
+        command = [sys.executable, "-m", "flows.cli.main", "worker", pool]
+        worker = psutil.Popen(command, env=server.environment, stdout=output, stderr=subprocess.STDOUT)
     try:
-        yield
+        yield worker
     finally:
-        worker.terminate()
+        with suppress(psutil.NoSuchProcess):  # the test may have ended it
+            worker.terminate()
         worker.wait(timeout=60)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,8 +19,9 @@ from benchmarks.command import python_path
 from grpo_core.config.files import load_config
 from grpo_core.system.tables import read_parquet
 from tests.e2e.holding import FUNCTION, write_inputs
+from tests.e2e.place import wait_for
 from tests.e2e.traced import assert_traced
-from tests.serving import RUN_SECONDS, free_ports, kill_group, mlflow_server
+from tests.serving import free_ports, kill_group, mlflow_server
 
 pytestmark = pytest.mark.e2e
 
@@ -66,16 +66,9 @@ def _run(inputs: Path, name: str, *overrides: str) -> Path:
     return pipeline("quickstart", changes_from_overrides(CONFIG, values))
 
 
-def _until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + RUN_SECONDS
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def _until_waiting(inputs: Path, rollout: int) -> None:
     waiting = inputs / "waiting"
-    _until(lambda: waiting.exists() and waiting.read_text() == str(rollout))
+    wait_for(lambda: waiting.exists() and waiting.read_text() == str(rollout))
 
 
 def _figures(run: Path) -> dict[str, list[tuple[int, float]]]:
@@ -102,7 +95,7 @@ def test_a_server_killed_in_mid_training_and_started_again_has_all_of_the_run(
 
         def fault() -> None:
             _until_waiting(inputs, 3)
-            _until(sent.exists)
+            wait_for(sent.exists)
             kill_group(server)
             (inputs / "hold").write_text("5")  # two updates without a server
             _until_waiting(inputs, 5)

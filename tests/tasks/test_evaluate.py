@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -22,20 +21,9 @@ from tasks.processes.watchdog import HangError
 from tasks.registry.champion import present_champion
 from tasks.reports.report import rows_of, verdicts
 from tasks.stages.run import Context
-from tasks.tracking.runs import connect
 from tests.conftest import config_values
 from tests.hostile import HOSTILE, read, render
 from tests.pages import Page
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory, embed_mlflow: Callable[[Path], None]) -> Any:
-    storage = tmp_path_factory.mktemp("storage")
-    embed_mlflow(storage)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRPO_STORAGE", str(storage))
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        yield connect()
 
 
 def test_a_forced_evaluation_takes_no_answers_from_another_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,16 +41,16 @@ def test_a_forced_evaluation_takes_no_answers_from_another_arm(tmp_path: Path, m
 
 @pytest.mark.slow
 def test_the_champion_is_the_version_that_has_the_alias_whoever_set_it(
-    client: mlflow.MlflowClient, tmp_path: Path
+    mlflow_client: mlflow.MlflowClient, tmp_path: Path
 ) -> None:
-    assert present_champion(client, "sums") is None, "no such model"
-    client.create_registered_model("sums")
-    client.create_model_version("sums", str(tmp_path))
-    client.create_model_version("sums", str(tmp_path))
-    client.set_registered_model_alias("sums", "candidate", "2")
-    assert present_champion(client, "sums") is None, "no such alias"
-    client.set_registered_model_alias("sums", "champion", "1")
-    assert str(present_champion(client, "sums").version) == "1"
+    assert present_champion(mlflow_client, "sums") is None, "no such model"
+    mlflow_client.create_registered_model("sums")
+    mlflow_client.create_model_version("sums", str(tmp_path))
+    mlflow_client.create_model_version("sums", str(tmp_path))
+    mlflow_client.set_registered_model_alias("sums", "candidate", "2")
+    assert present_champion(mlflow_client, "sums") is None, "no such alias"
+    mlflow_client.set_registered_model_alias("sums", "champion", "1")
+    assert str(present_champion(mlflow_client, "sums").version) == "1"
 
 
 def test_a_registry_that_does_not_answer_is_not_one_without_a_champion(monkeypatch: pytest.MonkeyPatch) -> None:

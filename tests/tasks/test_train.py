@@ -55,25 +55,26 @@ def test_a_training_that_stopped_early_is_held_against_the_plan_up_to_there(plan
         check_result(_result(2, **counted), _metrics(tmp_path / "m.jsonl", [1, 2, 3]), plan)
 
 
+COUNTS = [("updates", 2), ("updates", 4), ("rollouts", 4), ("prompts_seen", 5), ("prompts_dropped", 1)]
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("updates", 2), ("updates", 4), ("rollouts", 4), ("prompts_seen", 5), ("prompts_dropped", 1), ("completions", 32)],
+    ("counted", "steps", "figures", "said"),
+    [
+        *(
+            ({name: value}, [1, 2, 3], {}, f"plan says .*'{name}': {COUNTED[name]}.* counted .*'{name}': {value}")
+            for name, value in (*COUNTS, ("completions", 32))
+        ),
+        *(({}, steps, {}, "each of the 3 steps once") for steps in ([1, 2], [1, 2, 2, 3], [1, 3])),
+        ({}, [1, 2, 3], {"loss": float("nan")}, "step 1: loss is"),
+        ({}, [1, 2, 3], {"reward": float("inf")}, "step 1: reward is"),
+    ],
 )
-def test_a_count_that_is_not_the_planned_one_is_refused(plan: Plan, tmp_path: Path, name: str, value: int) -> None:
-    with pytest.raises(StageError, match=f"plan says .*'{name}': {COUNTED[name]}.* counted .*'{name}': {value}"):
-        check_result(_result(**{name: value}), _metrics(tmp_path / "m.jsonl", [1, 2, 3]), plan)
-
-
-@pytest.mark.parametrize("steps", [[1, 2], [1, 2, 2, 3], [1, 3]])
-def test_missing_or_repeated_steps_are_refused(plan: Plan, tmp_path: Path, steps: list[int]) -> None:
-    with pytest.raises(StageError, match="each of the 3 steps once"):
-        check_result(_result(), _metrics(tmp_path / "m.jsonl", steps), plan)
-
-
-@pytest.mark.parametrize(("name", "value"), [("loss", float("nan")), ("reward", float("inf"))])
-def test_a_figure_that_is_not_finite_is_refused_by_name(plan: Plan, tmp_path: Path, name: str, value: float) -> None:
-    with pytest.raises(StageError, match=f"step 1: {name} is"):
-        check_result(_result(), _metrics(tmp_path / "m.jsonl", [1, 2, 3], **{name: value}), plan)
+def test_other_counts_than_planned_other_steps_and_figures_that_are_not_finite_are_refused(
+    plan: Plan, tmp_path: Path, counted: dict[str, int], steps: list[int], figures: dict[str, float], said: str
+) -> None:
+    with pytest.raises(StageError, match=said):
+        check_result(_result(**counted), _metrics(tmp_path / "m.jsonl", steps, **figures), plan)
 
 
 class Launches:

@@ -7,14 +7,14 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.web import Quiet, answering
 
 COMMIT = "a" * 40
 READ = """
@@ -34,7 +34,7 @@ def serving(data_sets: dict[str, dict[str, bytes]]) -> Iterator[tuple[str, list[
     """A stand-in for the hub with the files of some data sets; its address, and the paths that it is asked for."""
     asked: list[str] = []
 
-    class Hub(BaseHTTPRequestHandler):
+    class Hub(Quiet):
         def do_GET(self) -> None:
             asked.append(self.path)
             # /api/datasets/OWNER/NAME/WHAT/REVISION[/PATH] or /datasets/OWNER/NAME/resolve/REVISION/PATH
@@ -70,15 +70,8 @@ def serving(data_sets: dict[str, dict[str, bytes]]) -> Iterator[tuple[str, list[
             if self.command != "HEAD":
                 self.wfile.write(body)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", asked
-        finally:
-            server.shutdown()
+    with answering(Hub) as url:
+        yield url, asked
 
 
 def _entry(path: str, body: bytes) -> dict[str, object]:

@@ -174,6 +174,28 @@ def _run(
     return lines
 
 
+def _once_both_wait(told: list[str], act: Callable[[], None]) -> Callable[[str], None]:
+    """Keeps the lines, and acts when both machines have said that they wait."""
+
+    def disturb(line: str) -> None:
+        told.append(line)
+        if sum("wait" in each for each in told) == 2 and "wait" in line:
+            act()
+
+    return disturb
+
+
+def _answering(*answers: dict[str, str]) -> Callable[[Path, int], subprocess.Popen[bytes]]:
+    """Starts machines that answer so, and end."""
+
+    def start(shared: Path, number: int) -> subprocess.Popen[bytes]:
+        answer = {"sees_run": True, "version": code_version(), "problem": "", "address": "", "port": 1}
+        (shared / f"{number}.answer").write_text(json.dumps(answer | answers[number]))
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    return start
+
+
 def test_machines_run_what_the_stage_asks_for_and_nothing_is_left(here: Here, tmp_path: Path) -> None:
     here.looks_to_wait = 3
     lines = _run(here, tmp_path, "0")
@@ -201,12 +223,7 @@ def test_a_job_that_was_taken_without_an_answer_does_not_mix_with_the_next(here:
 
 
 def test_machines_of_the_same_name_are_told_apart(here: Here, tmp_path: Path) -> None:
-    def start(shared: Path, number: int) -> subprocess.Popen[bytes]:
-        answer = {"sees_run": True, "version": code_version(), "problem": "", "name": "node", "address": "", "port": 1}
-        (shared / f"{number}.answer").write_text(json.dumps(answer))
-        return subprocess.Popen([sys.executable, "-c", ""])
-
-    here.start = start
+    here.start = _answering({"name": "node"}, {"name": "node"})
     with batch.batch(here.scheduler())(_config(), tmp_path, 0.0, lambda line: None) as machines:
         assert [machine.name for machine in machines] == ["node-0", "node-1"]
 
@@ -224,13 +241,8 @@ def test_machines_that_are_told_to_stop_save_and_say_who_took_them(
 ) -> None:
     here.ended_by, told = ended_by, list[str]()
 
-    def disturb(line: str) -> None:
-        told.append(line)
-        if sum("wait" in each for each in told) == 2 and "wait" in line:
-            here.cancel("job-0")
-
     with pytest.raises(error, match=said) as failed:
-        _run(here, tmp_path, "wait", disturb=disturb)
+        _run(here, tmp_path, "wait", disturb=_once_both_wait(told, lambda: here.cancel("job-0")))
     assert type(failed.value) is error
     assert told.count("saved") == 2
     assert not [*tmp_path.iterdir()]
@@ -244,13 +256,8 @@ def test_all_machines_are_told_to_stop_when_one_is_and_save_together(
         each.mkdir()
     monkeypatch.setenv("MEET", str(tmp_path / "meet"))
 
-    def disturb(line: str) -> None:
-        told.append(line)
-        if sum("wait" in each for each in told) == 2 and "wait" in line:
-            here.jobs["job-0"][1].terminate()
-
     with pytest.raises(TakenError):
-        _run(here, folder, "wait", disturb=disturb)
+        _run(here, folder, "wait", disturb=_once_both_wait(told, lambda: here.jobs["job-0"][1].terminate()))
     assert told.count("saved") == 2
 
 
@@ -308,12 +315,6 @@ def test_a_job_that_waits_is_cancelled_with_the_stage_and_a_killed_stage_s_by_th
 
 
 def test_a_machine_with_other_code_is_refused_by_name(here: Here, tmp_path: Path) -> None:
-    def start(shared: Path, number: int) -> subprocess.Popen[bytes]:
-        answer = {"sees_run": True, "version": code_version(), "problem": "", "name": f"node{number}"}
-        answer |= {"version": "code 0"} if number else {}
-        (shared / f"{number}.answer").write_text(json.dumps(answer))
-        return subprocess.Popen([sys.executable, "-c", ""])
-
-    here.start = start
+    here.start = _answering({"name": "node0"}, {"name": "node1", "version": "code 0"})
     with pytest.raises(StageError, match="node1 has code 0, but this machine code "):
         _run(here, tmp_path, "0")

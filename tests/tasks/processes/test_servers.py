@@ -8,7 +8,6 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from grpo_core.config.files import load_config, parse_config
 from grpo_core.rollout.vllm.secret import SECRET
 from grpo_core.rollout.vllm.serve import own_gpus
-from tasks.processes.vllm_servers import Place, _places_on_this_machine, _Server, _stop, hold_port, servers
+from tasks.processes.vllm_servers import Place, _Server, _stop, hold_port, servers
 from tasks.stages.errors import StageError
 from tasks.stages.run import Context
 from tests.conftest import config_values, make_run, with_keys
@@ -30,35 +29,6 @@ def values(tmp_path: Path) -> dict[str, Any]:
     return config_values(tmp_path / "no-model", tmp_path, engine="vllm-server")
 
 
-@pytest.mark.parametrize(
-    ("visible", "keys", "expected"),
-    [
-        (None, {}, ["1"]),
-        ("4,5,6,7", {"num_processes": 2, "vllm_num_servers": 2}, ["6", "7"]),
-        (None, {"num_processes": 2, "vllm_num_servers": 2, "vllm_tensor_parallel_size": 3}, ["2,3,4", "5,6,7"]),
-        (None, {"vllm_tensor_parallel_size": 2, "vllm_data_parallel_size": 2}, ["1,2,3,4"]),
-        (None, {"vllm_weight_transfer": "ipc"}, ["0"]),
-    ],
-)
-def test_servers_take_the_gpus_after_the_trainings_own(
-    values: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    visible: str | None,
-    keys: dict[str, Any],
-    expected: list[str],
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    config = parse_config(with_keys(values, **keys))
-    with ExitStack() as held:
-        places = [find() for find in _places_on_this_machine(Context(config, tmp_path, tmp_path), held)]
-    firsts = [int(place.command[place.command.index("--first-gpu") + 1]) for place in places]
-    assert [own_gpus(config, first)["CUDA_VISIBLE_DEVICES"] for first in firsts] == expected
-
-
 def test_too_few_gpus_are_refused_with_the_keys_that_ask_for_them(
     values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,6 +36,8 @@ def test_too_few_gpus_are_refused_with_the_keys_that_ask_for_them(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(SystemExit, match=r"has 4 GPUs; 2 are taken .*, and this vLLM server needs 4 \("):
         own_gpus(parse_config(with_keys(values, num_processes=2, vllm_tensor_parallel_size=4)), 2)
+    found = own_gpus(parse_config(with_keys(values, num_processes=2, vllm_tensor_parallel_size=2)), 2)
+    assert found == {"CUDA_VISIBLE_DEVICES": "2,3"}
     own_gpus(parse_config(with_keys(values, vllm_tensor_parallel_size=4)), 0)
 
 

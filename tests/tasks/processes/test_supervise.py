@@ -208,21 +208,22 @@ def test_sigkill_of_a_process_inside_run_process_leaves_no_orphan(tmp_path: Path
     assert _gone([supervisor, *pids])
 
 
+def _status_when_told_to_end(*words: str) -> int:
+    """Of `tasks.processes.supervise` with these words, which is sent SIGTERM once its command says that it is up."""
+    command = [sys.executable, "-m", "tasks.processes.supervise", *words]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    return process.wait(timeout=60)
+
+
 def test_a_graceful_child_gets_to_finish_on_sigterm() -> None:
     code = (
         "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); "
         "print('up', flush=True); signal.pause()"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tasks.processes.supervise", "20", sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "up\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 7
+    assert _status_when_told_to_end("20", sys.executable, "-c", code) == 7
 
 
 # As Prefect's runner, kills its child when it is told to end; the child takes a moment to save.
@@ -242,17 +243,8 @@ signal.pause()
 
 
 def test_with_children_first_a_runner_is_told_to_end_when_its_children_have_ended(tmp_path: Path) -> None:
-    command = ["-m", "tasks.processes.supervise", "--children-first", "60", sys.executable, "-c", RUNNER]
-    process = subprocess.Popen(
-        [sys.executable, *command, str(tmp_path / "saved")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "up\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 0
+    words = ("--children-first", "60", sys.executable, "-c", RUNNER, str(tmp_path / "saved"))
+    assert _status_when_told_to_end(*words) == 0
     assert (tmp_path / "saved").exists()
 
 
@@ -267,25 +259,8 @@ subprocess.Popen([sys.executable, "-c", code, sys.argv[1]]).wait()
 
 
 def test_a_child_that_still_saves_is_awaited_when_its_launcher_died_at_once(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tasks.processes.supervise",
-            "60",
-            sys.executable,
-            "-c",
-            LAUNCHER,
-            str(tmp_path / "saved"),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "up\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    words = ("60", sys.executable, "-c", LAUNCHER, str(tmp_path / "saved"))
+    assert _status_when_told_to_end(*words) == 128 + signal.SIGTERM
     assert (tmp_path / "saved").exists()
 
 

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import os
+from collections.abc import Iterator
 
 import pytest
-from mlflow import set_tracking_uri
+from mlflow import MlflowClient
 
 
 @pytest.fixture(scope="module")
-def mlflow(tmp_path_factory: pytest.TempPathFactory, embed_mlflow: Callable[[Path], None]) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("storage")
-    embed_mlflow(folder)
+def mlflow(mlflow_client: MlflowClient) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRPO_STORAGE", str(folder))
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        patch.chdir(folder)  # artifacts of MLflow's default experiment are in the current folder
-        patch.setattr(
-            "flows.cli.promotion.configure", lambda: None
-        )  # it sets the environment of all tests that come after
+        patch.chdir(os.environ["GRPO_STORAGE"])  # artifacts of MLflow's default experiment are in the current folder
+        # It sets the environment of all tests that come after.
+        patch.setattr("flows.cli.promotion.configure", lambda: None)
         yield
-    set_tracking_uri(None)
 
 
 @pytest.fixture

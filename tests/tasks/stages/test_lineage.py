@@ -12,22 +12,15 @@ from typing import Any
 import pytest
 
 from grpo_core.config.base import flatten
-from grpo_core.config.files import parse_config
+from grpo_core.config.files import parse_config, with_keys
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.run import outcomes_key
 from grpo_core.rewards.registry import BUILTIN
 from tasks.stages import table
 from tasks.stages.lineage import lineage_inputs, lineage_keys
-from tests.conftest import config_values, with_keys, write_sums
+from tests.conftest import write_sums
 
 STAGES = [stage.name for stage in table.STAGES]
-
-
-@pytest.fixture
-def values(tmp_path: Path, model_folder: Path) -> dict[str, Any]:
-    write_sums(tmp_path / "train.parquet", 10, 34)
-    write_sums(tmp_path / "eval.parquet", 60, 76)
-    return config_values(model_folder, tmp_path)
 
 
 def test_another_seed_makes_the_plan_of_several_sources_again_since_their_counts_are_others(
@@ -69,28 +62,62 @@ def _stale(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [stage for stage in STAGES if old[stage] != new[stage]]
 
 
+EVALUATES = {"train.eval_steps": 2}
+SAMPLES = {**EVALUATES, "evaluation.temperature": 0.7}
+SCORED = ["validate", "evaluate", "register"]
+
+
 @pytest.mark.parametrize(
-    ("section", "key", "value", "first"),
+    ("before", "edit", "stale"),
     [
-        ("data", "eval_split", "validation", "validate"),
-        ("data", "columns", {"answer": "solution"}, "validate"),
-        ("data", "system_prompt", "Be brief.", "validate"),
-        ("train", "max_steps", 9, "plan"),
-        ("rollout", "temperature", 0.7, "plan"),
-        ("model", "lora_r", 8, "plan"),
-        ("algorithm", "beta", 0.1, "plan"),
-        ("algorithm", "epsilon", 0.1, "train"),
-        ("evaluation", "confidence", 0.9, "evaluate"),
-        ("registry", "alias", "challenger", "register"),
-        ("promotion", "min_gain", 0.1, "register"),
+        # Its own stage and the later ones; more of these in test_stage.py.
+        ({}, {"data.columns": {"answer": "solution"}}, STAGES),
+        ({}, {"data.system_prompt": "Be brief."}, STAGES),
+        ({}, {"rollout.temperature": 0.7}, STAGES[1:]),
+        ({}, {"model.lora_r": 8}, STAGES[1:]),
+        ({}, {"algorithm.beta": 0.1}, STAGES[1:]),
+        ({}, {"seed": 1}, STAGES[2:]),
+        ({}, {"promotion.min_gain": 0.1}, ["register"]),
+        # Another composition of the rewards trains again; a limit of one is tried anew.
+        ({}, {"rewards.1.weight": 2.0}, STAGES),
+        ({}, {"rewards.1.clip": [0.0, 0.5]}, STAGES),
+        ({}, {"rewards.1.gate": "numeric_match"}, STAGES),
+        ({}, {"rewards.1.name": "short"}, STAGES),
+        ({}, {"rewards.0.range": [0.0, 2.0]}, ["validate"]),
+        ({}, {"rewards.0.isolated": True}, ["validate"]),
+        # Memory and disk, other machines, what only watches or is priced.
+        ({}, {"rollout.gpu_memory_utilization": 0.5}, []),
+        ({}, {"rollout.cpu_kv_cache_gib": 2}, []),
+        ({}, {"rollout.max_sync_drift": 0.5}, []),
+        ({}, {"train.save_steps": 7}, []),
+        ({}, {"train.save_total_limit": 7}, []),
+        ({}, {"train.max_restarts": 3}, []),
+        ({}, {"train.hang_timeout": 60.0}, []),
+        ({}, {"launch.hosts": ["alpha", "beta"]}, []),
+        ({}, {"launch.gpu_hour_price": 2.5}, []),
+        ({}, {"registry.traces_per_batch": 0}, []),
+        ({}, {"registry.evaluation_traces": 7}, ["register"]),
+        (
+            {"train.num_processes": 4},
+            {"train.num_machines": 2, "launch.launcher": "ssh", "launch.hosts": ["alpha", "beta"]},
+            ["plan"],
+        ),
+        # How evaluations sample concerns a training that evaluates, and how they are reported none.
+        ({}, {"evaluation.temperature": 1.0}, STAGES[3:]),
+        (EVALUATES, {"evaluation.temperature": 1.0}, STAGES[2:]),
+        (EVALUATES, {"evaluation.confidence": 0.9}, STAGES[3:]),
+        (EVALUATES, {"evaluation.group_column": "n"}, SCORED),
+        (SAMPLES, {"evaluation.num_samples": 4}, STAGES[3:]),
+        (SAMPLES, {"evaluation.category_column": "kind"}, STAGES[3:]),
+        (SAMPLES, {"evaluation.answer_pattern": "(.)"}, STAGES[3:]),
+        (SAMPLES, {"evaluation.confidence": 0.9}, STAGES[3:]),
     ],
 )
-def test_an_edit_makes_its_own_stage_and_the_later_ones_stale(
-    values: dict[str, Any], section: str, key: str, value: Any, first: str
+def test_an_edit_makes_stale_what_depends_on_it_and_nothing_else(
+    values: dict[str, Any], before: dict[str, Any], edit: dict[str, Any], stale: list[str]
 ) -> None:
-    edited = copy.deepcopy(values)
-    edited.setdefault(section, {})[key] = value
-    assert _stale(values, edited) == STAGES[STAGES.index(first) :]
+    values = with_keys(values, before)
+    assert _stale(values, with_keys(values, edit)) == stale
 
 
 def test_the_content_of_an_adapter_to_start_from_counts_and_its_place_does_not(
@@ -100,9 +127,9 @@ def test_the_content_of_an_adapter_to_start_from_counts_and_its_place_does_not(
     for folder in folders:
         folder.mkdir()
         (folder / "adapter_model.safetensors").write_text("weights" if folder.name == "other" else "others")
-    one, same, other = (with_keys(values, use_peft=True, adapter=str(folder)) for folder in folders)
+    one, same, other = (with_keys(values, {"model.use_peft": True, "model.adapter": str(folder)}) for folder in folders)
     assert _stale(one, same) == []
-    assert _stale(one, other) == _stale(with_keys(values, use_peft=True), one) == STAGES[1:]
+    assert _stale(one, other) == _stale(with_keys(values, {"model.use_peft": True}), one) == STAGES[1:]
 
 
 def test_the_content_of_a_recording_counts_and_its_place_does_not(values: dict[str, Any], tmp_path: Path) -> None:
@@ -112,79 +139,11 @@ def test_the_content_of_a_recording_counts_and_its_place_does_not(values: dict[s
         folder = tmp_path / name / training / "completions"
         folder.mkdir(parents=True)
         (folder / "rollout-000000.parquet").write_text("others" if name == "other" else "samples")
-    one, same, other = (with_keys(values, engine="recorded", recording=str(tmp_path / name)) for name in places)
+    one, same, other = (
+        with_keys(values, {"rollout.engine": "recorded", "rollout.recording": str(tmp_path / name)}) for name in places
+    )
     assert _stale(one, same) == []
     assert _stale(one, other) == _stale(values, one) == STAGES[1:]
-
-
-def test_a_limit_that_only_watches_is_no_reason_to_run_a_stage_again(values: dict[str, Any]) -> None:
-    assert _stale(values, {**values, "health": {"max_kl": 3.0}}) == []
-    edited = copy.deepcopy(values)
-    edited["rollout"]["max_sync_drift"] = 0.5
-    assert _stale(values, edited) == []
-
-
-def test_a_limit_of_a_reward_is_tried_anew_and_trains_nothing_again(values: dict[str, Any]) -> None:
-    for key, value in (("timeout", 7.0), ("range", [0.0, 2.0]), ("isolated", True)):
-        edited = copy.deepcopy(values)
-        edited["rewards"][0][key] = value
-        assert _stale(values, edited) == ["validate"]
-
-
-@pytest.mark.parametrize(
-    "change", [{"weight": 2.0}, {"clip": [0.0, 0.5]}, {"gate": "numeric_match"}, {"name": "short"}]
-)
-def test_another_composition_of_the_rewards_trains_again(values: dict[str, Any], change: dict[str, Any]) -> None:
-    edited = copy.deepcopy(values)
-    edited["rewards"][1] |= change
-    assert _stale(values, edited) == STAGES
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        ("rollout", "gpu_memory_utilization", 0.5),
-        ("rollout", "cpu_kv_cache_gib", 2),
-        ("train", "save_steps", 7),
-        ("train", "save_total_limit", 7),
-        ("train", "max_restarts", 3),
-        ("train", "hang_timeout", 60.0),
-        ("launch", "hosts", ["alpha", "beta"]),
-    ],
-)
-def test_memory_and_disk_are_no_reason_to_run_a_stage_again(
-    values: dict[str, Any], section: str, key: str, value: Any
-) -> None:
-    edited = copy.deepcopy(values)
-    edited.setdefault(section, {})[key] = value
-    assert _stale(values, edited) == []
-
-
-def test_other_machines_change_the_forecast_and_train_nothing_again(values: dict[str, Any]) -> None:
-    values["train"]["num_processes"] = 4
-    edited = copy.deepcopy(values)
-    edited["train"]["num_machines"] = 2
-    edited["launch"] = {"launcher": "ssh", "hosts": ["alpha", "beta"]}
-    assert _stale(values, edited) == ["plan"]
-
-
-def test_recomputing_activations_changes_the_forecast_and_trains_nothing_again(values: dict[str, Any]) -> None:
-    edited = copy.deepcopy(values)
-    edited["train"]["gradient_checkpointing"] = True
-    assert _stale(values, edited) == ["plan"]
-
-
-def test_how_an_evaluation_is_reported_concerns_no_training(values: dict[str, Any]) -> None:
-    values["train"]["eval_steps"] = 2
-    reported = {"evaluation": {"confidence": 0.9}}
-    assert _stale(values, {**values, **reported}) == ["evaluate", "register"]
-
-
-def test_how_evaluations_sample_concerns_a_training_that_evaluates(values: dict[str, Any]) -> None:
-    hot = {"evaluation": {"temperature": 1.0}}
-    assert _stale(values, {**values, **hot}) == ["evaluate", "register"]
-    values["train"]["eval_steps"] = 2
-    assert _stale(values, {**values, **hot}) == ["train", "evaluate", "register"]
 
 
 def test_a_further_evaluation_set_is_validated_and_evaluated_on_by_its_content_and_concerns_no_training(
@@ -193,31 +152,11 @@ def test_a_further_evaluation_set_is_validated_and_evaluated_on_by_its_content_a
     values["train"]["eval_steps"] = 2
     hard = {"name": "hard", "data": str(write_sums(tmp_path / "hard.parquet", 80, 90))}
     added = {**values, "evaluation": {"sets": [hard]}}
-    assert _stale(values, added) == ["validate", "evaluate", "register"]
+    assert _stale(values, added) == SCORED
     before = lineage_keys(parse_config(added))
     write_sums(tmp_path / "hard.parquet", 80, 91)
     after = lineage_keys(parse_config(added))
-    assert [stage for stage in STAGES if before[stage] != after[stage]] == ["validate", "evaluate", "register"]
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("num_samples", 4), ("category_column", "kind"), ("answer_pattern", "(.)"), ("confidence", 0.9)],
-)
-def test_what_only_the_final_evaluation_does_concerns_no_training(values: dict[str, Any], key: str, value: Any) -> None:
-    values["train"]["eval_steps"] = 2
-    values["evaluation"] = {"temperature": 0.7}
-    edited = {**values, "evaluation": {"temperature": 0.7, key: value}}
-    assert _stale(values, edited) == ["evaluate", "register"]
-
-
-def test_groups_are_validated_and_concern_no_training(values: dict[str, Any]) -> None:
-    values["train"]["eval_steps"] = 2
-    assert _stale(values, {**values, "evaluation": {"group_column": "n"}}) == ["validate", "evaluate", "register"]
-
-
-def test_the_seed_concerns_training_and_what_follows(values: dict[str, Any]) -> None:
-    assert _stale(values, {**values, "seed": 1}) == ["train", "evaluate", "register"]
+    assert [stage for stage in STAGES if before[stage] != after[stage]] == SCORED
 
 
 def test_data_is_known_by_content_not_by_name(values: dict[str, Any]) -> None:
@@ -279,19 +218,10 @@ def test_a_changed_base_model_makes_everything_stale(values: dict[str, Any], tmp
     assert all(lineage_keys(parse_config(values))[stage] != before[stage] for stage in STAGES)
 
 
-def test_a_changed_line_in_a_reward_function_trains_again(
-    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = tmp_path / "house_rewards.py"
-    module.write_text("def shorter(completions):\n    return [-len(c) for c in completions]\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    values["rewards"] = [{"function": "house_rewards:shorter"}]
-    before = lineage_keys(parse_config(values))
-    module.write_text("def shorter(completions):\n    return [-2 * len(c) for c in completions]\n")
-    after = lineage_keys(parse_config(values))
-    assert [stage for stage in STAGES if after[stage] != before[stage]] == STAGES
-
-
+FUNCTION = """
+def reward(completions):
+    return [{factor} * len(c) for c in completions]
+"""
 OBJECT = """
 class Shorter:
     def __call__(self, completions):
@@ -306,8 +236,8 @@ reward = partial(constant, value={factor})
 """
 
 
-@pytest.mark.parametrize("body", [OBJECT, PARTIAL], ids=["object", "partial"])
-def test_whatever_can_be_called_is_a_reward_with_a_source(
+@pytest.mark.parametrize("body", [FUNCTION, OBJECT, PARTIAL], ids=["function", "object", "partial"])
+def test_whatever_can_be_called_is_a_reward_of_which_a_changed_line_trains_again(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
     sys.modules.pop("called_rewards", None)
@@ -317,10 +247,5 @@ def test_whatever_can_be_called_is_a_reward_with_a_source(
     values["rewards"] = [{"function": "called_rewards:reward"}]
     before = lineage_keys(parse_config(values))
     module.write_text(body.format(factor=-2))
-    assert lineage_keys(parse_config(values))["train"] != before["train"]
-
-
-def test_what_is_only_watched_or_priced_makes_no_version_stale(values: dict[str, Any]) -> None:
-    assert _stale(values, {**values, "registry": {"traces_per_batch": 0}}) == []
-    assert _stale(values, {**values, "launch": {"gpu_hour_price": 2.5}}) == []
-    assert _stale(values, {**values, "registry": {"evaluation_traces": 7}}) == ["register"]
+    after = lineage_keys(parse_config(values))
+    assert [stage for stage in STAGES if after[stage] != before[stage]] == STAGES

@@ -87,9 +87,14 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.wait()
 
 
-def test_a_second_process_is_refused_at_once_with_who_holds_the_run(run: Path, start: Any) -> None:
-    holder = start(HOLD, str(run))
+def hold(run: Path, start: Any, **environment: str) -> Any:
+    holder = start(HOLD, str(run), **environment)
     assert holder.stdout.readline() == "held\n"
+    return holder
+
+
+def test_a_second_process_is_refused_at_once_with_who_holds_the_run(run: Path, start: Any) -> None:
+    holder = hold(run, start)
     refusal = rf"run 'test' is in use by process {holder.pid} on .* since 20.*cancel it"
     with pytest.raises(RunInUseError, match=refusal), locked(run, say=pytest.fail):
         raise AssertionError("two writers")
@@ -100,8 +105,7 @@ def test_a_second_process_is_refused_at_once_with_who_holds_the_run(run: Path, s
 
 
 def test_a_run_that_is_in_use_keeps_its_configuration(run: Path, values: Values, start: Any) -> None:
-    holder = start(HOLD, str(run))
-    assert holder.stdout.readline() == "held\n"
+    hold(run, start)
     with pytest.raises(RunInUseError), open_run(parse_config({**values, "seed": 1})):
         raise AssertionError("two writers")
     assert load_config(run / "config.toml").seed == 0
@@ -111,8 +115,7 @@ def test_a_waiting_process_gets_the_run_when_it_is_free_and_is_told_which_one_ha
     run: Path, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(locks, "ENDING_SECONDS", 0.0)  # which is for what is about to end
-    holder = start(HOLD, str(run))
-    assert holder.stdout.readline() == "held\n"
+    holder = hold(run, start)
     told: list[str] = []
     with locked(run, say=lambda line: (told.append(line), holder.stdin.close()), wait=True):
         assert holder.wait(timeout=20) == 0
@@ -121,15 +124,13 @@ def test_a_waiting_process_gets_the_run_when_it_is_free_and_is_told_which_one_ha
 
 
 def test_who_waited_while_the_run_was_removed_waits_for_who_has_made_it_again(run: Path, start: Any) -> None:
-    holders = [start(HOLD, str(run))]
-    assert holders[0].stdout.readline() == "held\n"
+    holders = [hold(run, start)]
 
     def say(line: str) -> None:
         if len(holders) == 1:
             run.rename(run.with_name("removed"))
             run.mkdir()
-            holders.append(start(HOLD, str(run)))
-            assert holders[1].stdout.readline() == "held\n"
+            holders.append(hold(run, start))
             holders[0].stdin.close()
         else:
             assert f"process {holders[1].pid}" in line
@@ -140,8 +141,7 @@ def test_who_waited_while_the_run_was_removed_waits_for_who_has_made_it_again(ru
 
 
 def test_a_run_is_free_once_its_holder_was_killed(run: Path, start: Any) -> None:
-    holder = start(HOLD, str(run))
-    assert holder.stdout.readline() == "held\n"
+    holder = hold(run, start)
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     with locked(run, say=pytest.fail):
@@ -173,8 +173,7 @@ def test_a_run_stays_locked_while_what_a_killed_holder_supervised_is_ending_and_
 def test_a_retry_waits_for_the_attempt_before_it_and_another_flow_run_does_not(
     run: Path, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attempt = start(HOLD, str(run), PREFECT__FLOW_RUN_ID="one")
-    assert attempt.stdout.readline() == "held\n"
+    attempt = hold(run, start, PREFECT__FLOW_RUN_ID="one")
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "two")
     with pytest.raises(RunInUseError), locked(run, say=pytest.fail):
         raise AssertionError("two writers")

@@ -1,11 +1,13 @@
-"""What is up to date, and what a stage refuses to work on."""
+"""What is up to date, storages of earlier versions too, and what a stage refuses to work on."""
 
 from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import re
+import shutil
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -15,13 +17,14 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli.main import app
+from grpo_core.config.files import with_keys
 from tasks.stages.condition import MARKER, conditions
 from tasks.stages.errors import Interrupted, StageError
 from tasks.stages.files import write_text
 from tasks.stages.run import Context
-from tasks.stages.run_directory import read_config
+from tasks.stages.run_directory import find_runs, read_config
 from tasks.stages.table import EVALUATE, PLAN, REGISTER, STAGES, TRAIN, VALIDATE, Stage
-from tests.conftest import with_keys, write_sums
+from tests.conftest import write_sums
 from tests.grpo_core.training.disk import Disk
 from tests.tasks.stages.small_stages import Values, configure, do, outdated, pipeline, validate
 
@@ -38,42 +41,35 @@ def newer(name: str) -> Callable[[Context], Values]:
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "value", "stale"),
+    ("key", "value", "stale"),
     [
-        ("data", "eval_split", "validation", ["validate", "plan", "train", "evaluate", "register"]),
-        ("train", "max_steps", 9, ["plan", "train", "evaluate", "register"]),
-        ("train", "gradient_checkpointing", True, ["plan"]),
-        ("algorithm", "epsilon", 0.1, ["train", "evaluate", "register"]),
-        ("evaluation", "confidence", 0.9, ["evaluate", "register"]),
-        ("evaluation", "max_completion_length", 9, ["validate", "evaluate", "register"]),
-        ("registry", "alias", "challenger", ["register"]),
-        ("promotion", "metric", "reward", ["register"]),
-        ("health", "max_kl", 3.0, []),
+        ("data.eval_split", "validation", ["validate", "plan", "train", "evaluate", "register"]),
+        ("train.max_steps", 9, ["plan", "train", "evaluate", "register"]),
+        ("train.gradient_checkpointing", True, ["plan"]),
+        ("algorithm.epsilon", 0.1, ["train", "evaluate", "register"]),
+        ("evaluation.confidence", 0.9, ["evaluate", "register"]),
+        ("evaluation.max_completion_length", 9, ["validate", "evaluate", "register"]),
+        ("registry.alias", "challenger", ["register"]),
+        ("promotion.metric", "reward", ["register"]),
+        ("health.max_kl", 3.0, []),
+        ("rewards.0.timeout", 7.0, ["validate"]),
     ],
 )
 def test_an_edit_makes_stale_what_depends_on_it_and_the_pipeline_runs_just_that(
-    run: Path, values: Values, section: str, key: str, value: Any, stale: list[str]
+    run: Path, values: Values, key: str, value: Any, stale: list[str]
 ) -> None:
-    values.setdefault(section, {})[key] = value
-    configure(run, values)
-    assert outdated(run) == dict.fromkeys(stale, f"changed: {section}.{key}")
+    configure(run, with_keys(values, {key: value}))
+    assert outdated(run) == dict.fromkeys(stale, f"changed: {key}")
     assert pipeline(run) == stale
     assert outdated(run) == {}
 
 
 def test_a_batch_that_is_divided_otherwise_is_planned_again_and_not_trained(run: Path, values: Values) -> None:
-    divided = {"per_device_train_batch_size": 4, "num_processes": 2, "sharding": "full"}
-    configure(run, with_keys(values, **divided))
+    divided = {"train.per_device_train_batch_size": 4, "train.num_processes": 2, "train.sharding": "full"}
+    configure(run, with_keys(values, divided))
     assert pipeline(run) == ["plan"]
-    configure(run, with_keys(values, **divided, gradient_accumulation_steps=4))
+    configure(run, with_keys(values, {**divided, "train.gradient_accumulation_steps": 4}))
     assert pipeline(run) == ["plan", "train", "evaluate", "register"]
-
-
-def test_a_limit_of_a_reward_is_validated_anew_and_trains_nothing_again(run: Path, values: Values) -> None:
-    values["rewards"][0]["timeout"] = 7.0
-    configure(run, values)
-    assert outdated(run) == {"validate": "changed: rewards.0.timeout"}
-    assert pipeline(run) == ["validate"]
 
 
 def test_data_and_rewards_that_changed_under_their_names_are_named(
@@ -254,3 +250,25 @@ def test_a_forced_training_starts_empty_and_goes_on_from_where_it_was_interrupte
     with pytest.raises(Interrupted):
         do(TRAIN, run, work=interrupted)
     assert list((run / "replaced").glob("training.partial-*/checkpoint"))
+
+
+STORAGES = Path(__file__).parents[2] / "storages"
+
+
+@pytest.mark.parametrize("version", sorted(path.name for path in STORAGES.iterdir() if path.is_dir()))
+def test_every_stage_of_an_earlier_version_s_storage_is_up_to_date_and_skipped(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(context: Context) -> Values:
+        raise AssertionError("made again")
+
+    folder = shutil.copytree(STORAGES / version, tmp_path / "storage")
+    monkeypatch.setattr("tasks.stages.run.get_run_logger", lambda: logging.getLogger("test"))  # there is no flow run
+    monkeypatch.setenv("GRPO_STORAGE", str(folder))
+    monkeypatch.chdir(folder)
+    [run] = find_runs().values()
+    found = conditions(run, read_config(run))
+    assert {name: (each.state, each.reason) for name, each in found.items()} == {
+        stage.name: ("up to date", "") for stage in STAGES
+    }
+    assert not any(do(stage, run, work=refuse) for stage in STAGES)

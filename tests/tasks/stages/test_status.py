@@ -1,4 +1,5 @@
-"""What a person is told of a run: by a stage that ended, and by `grpo status`."""
+"""What a person is told of a run: by a stage that ended, by grpo status, and of a request to Prefect's server that
+failed."""
 
 from __future__ import annotations
 
@@ -9,18 +10,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from mlflow import MlflowClient
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from flows.cli.main import app
 from grpo_core.config.files import parse_config
 from tasks.stages.condition import Condition, conditions, refuse_outdated_inputs
 from tasks.stages.errors import Interrupted, StageError
+from tasks.stages.prefect_address import describe_server_failure
 from tasks.stages.run import ERRORS, Context
 from tasks.stages.run_directory import UnknownRunError, find_run, read_config
 from tasks.stages.table import EVALUATE, STAGES, TRAIN, VALIDATE
 from tests.conftest import config_values
+from tests.serving import free_ports
 from tests.tasks.stages.small_stages import Values, configure, do, outdated, pipeline
 
 
@@ -131,3 +137,27 @@ def test_an_unknown_run_is_refused_with_the_nearest_names_and_the_place(run: Pat
         find_run("tset")
     with pytest.raises(UnknownRunError):
         find_run("../runs/test")
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_answer_is_named_with_the_reason_whatever_wraps_it() -> None:
+    url = f"http://127.0.0.1:{free_ports(1)[0]}/api"
+    with (
+        temporary_settings({PREFECT_API_URL: url}),
+        pytest.raises(RuntimeError) as error,
+        SyncPrefectClient(url) as client,
+    ):
+        try:
+            client.read_flow_runs()
+        except Exception as cause:
+            raise RuntimeError("no slot could be taken") from cause
+    with temporary_settings({PREFECT_API_URL: url}):
+        said = describe_server_failure(error.value)
+    assert said.startswith(f"Prefect's server at {url} does not answer (Connection refused): ")
+
+
+def test_a_request_to_another_server_is_not_taken_for_one() -> None:
+    request = httpx.Request("GET", "https://huggingface.co/api/models")
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:4200/api"}):
+        assert describe_server_failure(httpx.ConnectError("no route to host", request=request)) == ""
+        assert describe_server_failure(ValueError("wrong")) == ""

@@ -6,9 +6,7 @@ import getpass
 import json
 import re
 import subprocess
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from tasks.stages.mlflow_address import TrackingError, describe, tracking_uri
 from tasks.tracking import runs as tracking
 from tasks.tracking.runs import connect, earlier_throughput, open_tracking_run, read_tracking_run, run_address
 from tests.conftest import config_values, write_sums
+from tests.web import Quiet, answering
 
 
 def test_a_tracking_uri_with_a_password_is_refused_without_saying_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,15 +34,12 @@ def test_a_tracking_uri_with_a_password_is_refused_without_saying_it(monkeypatch
     assert "hidden" not in str(error.value)
 
 
-class _Failing(BaseHTTPRequestHandler):
+class _Failing(Quiet):
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"] or 0))
         self.send_error(500)
 
     do_GET = do_PUT = do_POST
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 @pytest.mark.slow
@@ -57,15 +53,10 @@ def test_a_server_that_answers_with_errors_is_not_called_dead(
 ) -> None:
     """As one that does not reach its bucket."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Failing) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
+    with answering(_Failing) as url:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
-        try:
-            with pytest.raises(mlflow.MlflowException) as error:
-                ask(mlflow.MlflowClient(url), MlflowHostCreds(url))
-        finally:
-            server.shutdown()
+        with pytest.raises(mlflow.MlflowException) as error:
+            ask(mlflow.MlflowClient(url), MlflowHostCreds(url))
     assert re.match(rf"MLflow at {url} answers with an error \(.*500.*\): see what it wrote", describe(error.value))
 
 
@@ -80,20 +71,8 @@ def test_each_storage_root_has_a_store_of_its_own(
         assert connect().tracking_uri == f"sqlite:///{tmp_path / name / 'mlflow' / 'mlflow.db'}"
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory, embed_mlflow: Callable[[Path], None]) -> Iterator[None]:
-    """An embedded MLflow, in a storage root of its own."""
-    storage = tmp_path_factory.mktemp("storage")
-    embed_mlflow(storage)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRPO_STORAGE", str(storage))
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        yield
-    mlflow.set_tracking_uri(None)
-
-
 @pytest.fixture
-def run(store: None, tmp_path: Path) -> Path:
+def run(mlflow_client: mlflow.MlflowClient, tmp_path: Path) -> Path:
     """The directory of a run that is validated and planned."""
     (tmp_path / "dataset").mkdir()
     write_sums(tmp_path / "dataset" / "train.parquet", 10, 20)
