@@ -243,15 +243,22 @@ def with_keys(values: dict[str, Any], **keys: Any) -> dict[str, Any]:
     return values
 
 
-def write_config(folder: Path) -> Path:
-    """A configuration file about sums and a model folder without a model, all in this folder."""
-    import tomli_w
-
+def write_data(folder: Path) -> None:
+    """train.parquet and eval.parquet about sums."""
     write_sums(folder / "train.parquet", 10, 34)
     write_sums(folder / "eval.parquet", 60, 76)
-    (folder / "model").mkdir()
+
+
+def write_config(folder: Path, model: Path | None = None, changes: Any = (), **keys: Any) -> Path:
+    """A configuration file about sums with its data and, unless one is given, a model folder without a model, all in
+    this folder; `changes`: whole sections."""
+    import tomli_w
+
+    write_data(folder)
+    if model is None:
+        (model := folder / "model").mkdir(exist_ok=True)
     file = folder / "config.toml"
-    file.write_text(tomli_w.dumps(config_values(folder / "model", folder)))
+    file.write_text(tomli_w.dumps({**config_values(model, folder, **keys), **dict(changes)}))
     return file
 
 

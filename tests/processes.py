@@ -1,9 +1,11 @@
-"""Questions about processes that may end between being listed and being asked."""
+"""Questions about processes that may end between being listed and being asked, and patience."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Any
 
 import psutil
 
@@ -45,3 +47,12 @@ def parent(process: psutil.Process) -> int | None:
     with suppress(psutil.NoSuchProcess):
         return process.ppid()
     return None
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 900.0, said: Callable[[], str] = str) -> Any:
+    """What a condition gives once it holds; `said`: what a failure is to show."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds:g} s\n{said()}"
+        time.sleep(0.05)
+    return found

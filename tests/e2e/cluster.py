@@ -23,8 +23,7 @@ import pytest
 import yaml
 
 from tasks.processes.machine import free_port
-from tests.e2e.place import wait_for
-from tests.processes import runs
+from tests.processes import runs, wait_for
 
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 CONTROLLERS = ("garbage-collector", "job", "namespace", "resourcequota", "serviceaccount", "ttl-after-finished")

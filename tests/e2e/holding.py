@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from tests.conftest import make_model, write_sums
+from tests.conftest import make_model, write_data, write_sums
 from tests.processes import words
 
 FUNCTION = "holding:held_up"  # a reward: the shorter, the better
@@ -49,8 +49,7 @@ def patient(completions, completion_ids):
 def write_patient(folder: Path) -> None:
     """Data, and the reward `patience:patient`, which is imported with this folder on the path."""
     (folder / "patience.py").write_text(PATIENCE)
-    write_sums(folder / "train.parquet", 10, 34)
-    write_sums(folder / "eval.parquet", 60, 76)
+    write_data(folder)
 
 
 def until_stuck(

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +19,7 @@ from benchmarks.command import python_path
 from grpo_core.config.files import dump_config, parse_config
 from grpo_core.planning.plan import make_plan, plan_inputs
 from tests.conftest import config_values, make_run
+from tests.processes import wait_for
 from tests.serving import hear_ctrl_c
 
 PROJECT = Path(__file__).parents[2]
@@ -77,14 +77,6 @@ class Started:
         code = self.process.wait(SECONDS)
         self.reader.join()
         return code
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = SECONDS) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds:g} s"
-        time.sleep(0.1)
-    return found
 
 
 class Place:

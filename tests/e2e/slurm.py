@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 
 from tasks.processes.machine import free_port
 from tests.needs import needs
-from tests.processes import with_variables
+from tests.processes import wait_for, with_variables
 
 NODES = ("alpha", "beta")
 NODE_SECONDS = 20  # after which a node whose daemon is gone counts as failed
@@ -79,10 +78,8 @@ class Cluster:
         return self("sbatch", *options, script=script)
 
     def until_idle(self) -> None:
-        deadline = time.monotonic() + 120
-        while self("sinfo", "--noheader", "--format=%T", "--partition=low") != "idle":
-            assert time.monotonic() < deadline, self("sinfo")
-            time.sleep(0.2)
+        idle = ("sinfo", "--noheader", "--format=%T", "--partition=low")
+        wait_for(lambda: self(*idle) == "idle", 120, lambda: self("sinfo"))
 
     def running_on(self, node: str) -> list[psutil.Process]:
         """What Slurm's tasks on the node have started."""
@@ -119,16 +116,13 @@ def slurm_cluster(folder: Path, preempt: str = "CANCEL") -> Iterator[Cluster]:
         key.write_bytes(os.urandom(128))
         files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "seed")]
         cluster.start("munged", "munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files)
-        deadline = time.monotonic() + 30
-        while not (folder / "munge.socket").exists():
-            assert time.monotonic() < deadline, (folder / "munged.log").read_text()
-            time.sleep(0.1)
+        wait_for((folder / "munge.socket").exists, 30, (folder / "munged.log").read_text)
         cluster.start("slurmctld", "slurmctld", "-D")
         for node in NODES:
             cluster.start_node(node)
-        while subprocess.run(["sinfo"], env=cluster.environment, capture_output=True).returncode:
-            assert time.monotonic() < deadline, (folder / "slurmctld.log").read_text()
-            time.sleep(0.1)
+        asked = {"env": cluster.environment, "capture_output": True}
+        log = folder / "slurmctld.log"
+        wait_for(lambda: not subprocess.run(["sinfo"], **asked).returncode, 30, log.read_text)
         cluster.until_idle()
         yield cluster
 

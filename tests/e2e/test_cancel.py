@@ -19,8 +19,8 @@ from benchmarks.command import python_path
 from grpo_core.config.files import dump_config, parse_config
 from tests.conftest import config_values
 from tests.e2e.holding import write_patient
-from tests.e2e.place import PROJECT, wait_for
-from tests.processes import runs, words
+from tests.e2e.place import PROJECT
+from tests.processes import runs, wait_for, words
 from tests.served.test_deployments import _new_pool, _prefect, _worker
 from tests.serving import Served, grpo_serve, prefect_server
 

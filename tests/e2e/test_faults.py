@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import sqlite3
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ import pytest
 from benchmarks.command import python_path
 from tasks.stages import table
 from tests.e2e.holding import FUNCTION, write_inputs
-from tests.processes import parent, with_variables, words
+from tests.processes import parent, wait_for, with_variables, words
 from tests.serving import RUN_SECONDS, STOP_SECONDS, Served, grpo_serve, prefect_server, serving
 from tests.small_disk import fill, small_disk
 
@@ -93,10 +92,7 @@ def _until_still(served: Served, name: str, rollout: int, run_id: str) -> None:
 
 
 def _until(condition: Callable[[], Any], served: Served, run_id: str) -> None:
-    deadline = time.monotonic() + RUN_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"flow run {run_id} has not come so far:\n{served.log.read_text()[-4000:]}"
-        time.sleep(0.1)
+    wait_for(condition, RUN_SECONDS, lambda: f"flow run {run_id}:\n{served.log.read_text()[-4000:]}")
 
 
 def _partial(served: Served, name: str) -> Path:

@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from grpo_core.config.files import dump_config, load_config, parse_config
-from tests.conftest import write_sums
+from tests.conftest import write_data
 from tests.e2e.hosts import Host, some_hosts
-from tests.e2e.place import Place, Started, metrics, resumed_at_step, standing_still, wait_for
-from tests.processes import parent, words
+from tests.e2e.place import Place, Started, metrics, resumed_at_step, standing_still
+from tests.processes import parent, wait_for, words
 
 pytestmark = pytest.mark.e2e
 
@@ -164,8 +164,7 @@ def test_a_stage_that_is_gone_leaves_nothing_on_the_hosts(place: Hosts, how: str
 
 
 def test_a_pipeline_survives_a_killed_process_and_evaluates_on_the_hosts_too(place: Hosts) -> None:
-    write_sums(place.folder / "train.parquet", 10, 34)
-    write_sums(place.folder / "eval.parquet", 60, 76)
+    write_data(place.folder)
     config = place.folder / "pipeline.toml"
     run = place.run("pipeline", max_restarts=1)
     config.write_text((run / "config.toml").read_text())

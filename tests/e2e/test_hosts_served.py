@@ -13,10 +13,11 @@ import psutil
 import pytest
 
 from grpo_core.config.files import dump_config, parse_config
-from tests.conftest import write_sums
+from tests.conftest import write_data
 from tests.e2e.hosts import Host, some_hosts
-from tests.e2e.place import metrics, resumed_at_step, wait_for
+from tests.e2e.place import metrics, resumed_at_step
 from tests.e2e.test_hosts import Hosts
+from tests.processes import wait_for
 from tests.serving import Served, grpo_serve, prefect_server
 
 pytestmark = pytest.mark.e2e
@@ -29,8 +30,7 @@ class ServedPlace(Hosts):
 
     def prepare(self) -> None:
         """The run directory `template`, validated and planned."""
-        write_sums(self.folder / "train.parquet", 10, 34)
-        write_sums(self.folder / "eval.parquet", 60, 76)
+        write_data(self.folder)
         self._configure("template")
         for stage in ("validate", "plan"):
             done = self.server.wait(self.server.trigger(f"{stage}/local", run="template"))

@@ -19,8 +19,8 @@ from grpo_core.config.files import load_config
 from tasks.processes.launchers import kubernetes
 from tasks.processes.launchers.kubernetes import cancel, look, submit
 from tests.e2e.cluster import Cluster, Node, control_plane
-from tests.e2e.place import PROJECT, SECONDS, Place, Started, metrics, resumed_at_step, standing_still, wait_for
-from tests.processes import words
+from tests.e2e.place import PROJECT, SECONDS, Place, Started, metrics, resumed_at_step, standing_still
+from tests.processes import wait_for, words
 
 pytestmark = pytest.mark.e2e
 

@@ -9,7 +9,6 @@ import re
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from benchmarks.command import python_path
 from tasks.stages import table
 from tests.conftest import config_values
 from tests.e2e.holding import FUNCTION, write_inputs
-from tests.processes import with_variables, words
+from tests.processes import wait_for, with_variables, words
 from tests.serving import RUN_SECONDS, plain_environment, prefect_server
 from tests.small_disk import fill, small_disk
 
@@ -104,10 +103,7 @@ def _until_training_stands_still(storage: Path) -> None:
 
 
 def _until(condition: Callable[[], Any], storage: Path) -> None:
-    deadline = time.monotonic() + RUN_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, _said(storage)
-        time.sleep(0.05)
+    wait_for(condition, RUN_SECONDS, lambda: _said(storage))
 
 
 def _ended(process: subprocess.Popen[bytes], storage: Path) -> tuple[int, bool]:

@@ -20,10 +20,9 @@ from typing import Any
 import mlflow
 import psutil
 import pytest
-import tomli_w
 
 from benchmarks.command import python_path
-from tests.conftest import config_values, write_sums
+from tests.conftest import write_config
 from tests.processes import with_variables, words
 
 pytestmark = pytest.mark.e2e
@@ -98,12 +97,7 @@ class Commands:
 
 
 def _inputs(folder: Path, model: Path, **train: Any) -> Path:
-    for name, first, last in (("train", 10, 34), ("eval", 60, 76)):
-        write_sums(folder / f"{name}.parquet", first, last)
-    values = config_values(model, folder, max_steps=6, save_steps=2, **train)
-    config = folder / "config.toml"
-    config.write_text(tomli_w.dumps({**values, "name": "sums"}))
-    return config
+    return write_config(folder, model, {"name": "sums"}, max_steps=6, save_steps=2, **train)
 
 
 def _figures(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:

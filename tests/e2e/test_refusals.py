@@ -18,7 +18,7 @@ import tomli_w
 from mlflow import MlflowClient
 
 from benchmarks.command import python_path
-from tests.conftest import config_values, write_sums
+from tests.conftest import config_values, write_config, write_sums
 from tests.e2e.holding import until_stuck, write_patient
 from tests.serving import Served, free_ports, grpo_serve, hear_ctrl_c, prefect_server
 
@@ -117,10 +117,8 @@ def test_a_signal_keeps_the_state_and_says_how_to_go_on(
 
 def test_a_killed_run_leaves_no_process_and_continues_from_its_last_update(tmp_path: Path, model_folder: Path) -> None:
     write_patient(tmp_path)
-    values = config_values(model_folder, tmp_path, max_steps=6, save_steps=2)
-    values["rewards"] = [{"function": "patience:patient"}]
-    config = tmp_path / "config.toml"
-    config.write_text(tomli_w.dumps(values))
+    rewards = [{"function": "patience:patient"}]
+    config = write_config(tmp_path, model_folder, {"rewards": rewards}, max_steps=6, save_steps=2)
     go_on = tmp_path / "go-on"
     environment = {
         **os.environ,

@@ -19,8 +19,9 @@ from benchmarks.command import python_path
 from grpo_core.config.files import dump_config, parse_config
 from tests.conftest import config_values, make_model, make_run
 from tests.e2e.hosts import Host, some_hosts
-from tests.e2e.place import PROJECT, Started, metrics, wait_for
+from tests.e2e.place import PROJECT, Started, metrics
 from tests.grpo_core.rollout.vllm_engine import PACKED
+from tests.processes import wait_for
 
 pytestmark = pytest.mark.e2e
 

@@ -15,10 +15,10 @@ from benchmarks.command import python_path
 from grpo_core.config.files import dump_config, load_config, parse_config
 from tests.conftest import config_values
 from tests.e2e.holding import write_patient
-from tests.e2e.place import PROJECT, wait_for
+from tests.e2e.place import PROJECT
 from tests.e2e.test_cancel import _processes, _wait_until_stuck, _write_config
 from tests.nvidia_smi import put_nvidia_smi
-from tests.processes import words
+from tests.processes import wait_for, words
 from tests.serving import Served, grpo_serve, prefect_server
 
 pytestmark = pytest.mark.e2e

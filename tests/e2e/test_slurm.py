@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from grpo_core.config.files import dump_config, parse_config
-from tests.conftest import config_values, make_model, make_run, write_sums
-from tests.e2e.place import Place, Started, metrics, resumed_at_step, standing_still, wait_for
+from tests.conftest import config_values, make_model, make_run, write_data
+from tests.e2e.place import Place, Started, metrics, resumed_at_step, standing_still
 from tests.e2e.slurm import NODES, Cluster, slurm_cluster
 from tests.grpo_core.rollout.vllm_engine import PACKED
-from tests.processes import words
+from tests.processes import wait_for, words
 
 pytestmark = pytest.mark.e2e
 
@@ -161,8 +161,7 @@ def test_a_pre_empted_training_saves_and_comes_back_by_itself(
 
 def test_a_pipeline_trains_and_evaluates_a_sharded_model_as_jobs(place: Nodes) -> None:
     place.go_on.touch()
-    write_sums(place.folder / "train.parquet", 10, 34)
-    write_sums(place.folder / "eval.parquet", 60, 76)
+    write_data(place.folder)
     run, storage = place.run("pipeline"), place.folder / "storage"
     environment = {**place.environment, "GRPO_STORAGE": str(storage)}
     command = Started(environment, "flows.cli.main", "run", run / "config.toml")

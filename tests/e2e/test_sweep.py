@@ -18,7 +18,7 @@ import tomli_w
 from benchmarks.command import python_path
 from tests.conftest import config_values, write_sums
 from tests.e2e.holding import until_stuck
-from tests.e2e.place import wait_for
+from tests.processes import wait_for
 from tests.serving import grpo_serve, hear_ctrl_c, prefect_server
 
 pytestmark = pytest.mark.e2e

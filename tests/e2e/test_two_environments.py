@@ -10,11 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import tomli_w
 from packaging.version import Version
 
 from grpo_core.rollout.vllm.serve import wrong_vllm
-from tests.conftest import config_values, write_sums
+from tests.conftest import write_config
 from tests.e2e.commands import run
 
 pytestmark = pytest.mark.e2e
@@ -28,11 +27,7 @@ RELEASES = "from importlib.metadata import version as v; print(v('prefect'), v('
 def config(tmp_path: Path, model_folder: Path) -> Path:
     if not PROGRAMS.exists() or wrong_vllm():
         pytest.skip(f"needs {PROGRAMS.parent.name} (`make {PROGRAMS.parent.name}/.installed`) and vLLM here")
-    write_sums(tmp_path / "train.parquet", 10, 34)
-    write_sums(tmp_path / "eval.parquet", 60, 76)
-    values = config_values(model_folder, tmp_path, vllm_server_timeout=600.0)
-    (tmp_path / "config.toml").write_text(tomli_w.dumps(values))
-    return tmp_path / "config.toml"
+    return write_config(tmp_path, model_folder, vllm_server_timeout=600.0)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "vllm-server"])

@@ -22,8 +22,7 @@ from mlflow import MlflowClient
 from benchmarks.command import ROOT, python_path
 from tests.conftest import config_values, make_model
 from tests.e2e.holding import write_patient
-from tests.e2e.place import wait_for
-from tests.processes import runs, words
+from tests.processes import runs, wait_for, words
 from tests.serving import Served, serving
 from tests.small_disk import fill, small_disk
 from tests.users import run_as, users

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import httpx2
 import pytest
-import tomli_w
 
-from tests.conftest import config_values, make_model, write_sums
+from tests.conftest import make_model, write_config
 from tests.serving import free_ports
 from tests.users import GRPO, python_as, run_as, seen, users
 
@@ -31,10 +30,7 @@ def folder() -> Iterator[Path]:
         make_model(folder / "model")
         for file in (folder / "model").iterdir():
             file.chmod(0o644)  # safetensors' are their owner's alone
-        write_sums(folder / "train.parquet", 10, 34)
-        write_sums(folder / "eval.parquet", 60, 76)
-        values = config_values(folder / "model", folder, max_steps=2, save_steps=1)
-        (folder / "run.toml").write_text(tomli_w.dumps(values))
+        write_config(folder, folder / "model", max_steps=2, save_steps=1)
         yield folder
 
 
@@ -49,7 +45,7 @@ def share(folder: Path, user: str, group: str) -> Path:
 def test_who_may_not_write_to_a_storage_is_told_so_in_one_sentence_before_any_work(folder: Path) -> None:
     with users("team", "team", "") as (first, second, other):
         storage = share(folder, first, _group(second))
-        run, status = ["run", folder / "run.toml"], ["status", "test"]
+        run, status = ["run", folder / "config.toml"], ["status", "test"]
         owned, shared = f"it belongs to user {first} and group", f"{storage} is shared by the group {_group(second)}, "
         for user, umask, command, sentence in [
             (other, "002", run, f"{storage} cannot be written to by user {other}: {owned}"),
@@ -64,7 +60,7 @@ def test_who_may_not_write_to_a_storage_is_told_so_in_one_sentence_before_any_wo
         storage.chmod(0o777)  # no setgid, as without the page
         made = storage / "runs" / "test"
         made.mkdir(parents=True)
-        (made / "config.toml").write_text((folder / "run.toml").read_text())
+        (made / "config.toml").write_text((folder / "config.toml").read_text())
         for path in (storage / "runs", made, made / "config.toml"):
             shutil.chown(path, first, first)
         for command in (["stage", "validate", "--run", "test"], run):
@@ -107,12 +103,12 @@ def test_members_of_a_group_continue_and_repeat_each_others_runs(folder: Path) -
     with users("team", "team") as (first, second):
         storage = share(folder, first, _group(second))
         for user, command in [
-            (first, ["run", folder / "run.toml"]),
+            (first, ["run", folder / "config.toml"]),
             (second, ["status", "test"]),
             (second, ["stage", "register", "--run", "test", "--force"]),
-            (second, ["run", folder / "run.toml", "--set", "train.max_steps=3"]),
+            (second, ["run", folder / "config.toml", "--set", "train.max_steps=3"]),
             (first, ["stage", "train", "--run", "test", "--force"]),
-            (first, ["run", folder / "run.toml", "--set", "train.max_steps=3"]),
+            (first, ["run", folder / "config.toml", "--set", "train.max_steps=3"]),
             (second, ["promote", "test", "--version", "1", "--force"]),
             (first, ["promote", "test", "--version", "2", "--force"]),
             (second, ["rollback", "test"]),

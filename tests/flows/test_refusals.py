@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tomli_w
 import typer
 from prefect.exceptions import TerminationSignal
 from typer.main import get_command
@@ -15,7 +14,7 @@ from flows.cli.main import app
 from flows.cli.terminal import Commands, refusals
 from grpo_core.errors import ConfigError, GrpoError
 from tasks.stages.errors import Interrupted, StageError
-from tests.conftest import config_values, make_run, write_sums
+from tests.conftest import config_values, make_run, write_config
 
 ASK_MLFLOW = {
     "run": ["CONFIG"],
@@ -48,14 +47,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "storage"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://grpo:hidden@mlflow.internal")
-    write_sums(tmp_path / "train.parquet", 10, 34)
-    write_sums(tmp_path / "eval.parquet", 60, 76)
-    (tmp_path / "model").mkdir()
-    values = config_values(tmp_path / "model", tmp_path)
-    make_run(tmp_path / "storage" / "runs" / "test", values)
-    file = tmp_path / "config.toml"
-    file.write_text(tomli_w.dumps({**values, "name": "new"}))
-    return file
+    make_run(tmp_path / "storage" / "runs" / "test", config_values(tmp_path / "model", tmp_path))
+    return write_config(tmp_path, changes={"name": "new"})
 
 
 def test_every_command_is_among_those_tried_below() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
 import yaml
 from prefect.flows import load_flow_from_entrypoint
 from typer.testing import CliRunner
@@ -17,7 +16,7 @@ from typer.testing import CliRunner
 from benchmarks.command import python_path
 from flows.cli.main import app
 from tasks.stages.table import ALL_STAGES, GPU_DEPLOYMENT
-from tests.conftest import config_values, write_sums
+from tests.conftest import write_config
 from tests.serving import plain_environment, prefect_server
 
 PROJECT = Path(__file__).parents[2]
@@ -28,11 +27,7 @@ ORDER = ["validate", "plan", "train", "evaluate", "quantize", "register"]
 def quantizing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the project does with a table that has one stage more."""
     folder = tmp_path_factory.mktemp("quantizing")
-    write_sums(folder / "train.parquet", 10, 34)
-    write_sums(folder / "eval.parquet", 60, 76)
-    (folder / "model").mkdir()
-    values = {**config_values(folder / "model", folder), "rewards": [{"function": "numeric_match"}]}
-    (folder / "config.toml").write_text(tomli_w.dumps(values))
+    config = write_config(folder, changes={"rewards": [{"function": "numeric_match"}]})
     kept = plain_environment() | {
         "GRPO_STORAGE": str(folder / "storage"),
         "PYTHONPATH": python_path(PROJECT),
@@ -40,7 +35,7 @@ def quantizing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
     with prefect_server(folder) as server:  # Prefect reads its address when the stage's task is defined
         done = subprocess.run(
-            [sys.executable, "-m", "tests.quantizing", str(folder / "config.toml")],
+            [sys.executable, "-m", "tests.quantizing", str(config)],
             cwd=PROJECT,
             env={**kept, **{name: server.environment[name] for name in ("PREFECT_API_URL", "PREFECT_HOME")}},
             capture_output=True,

@@ -23,7 +23,7 @@ from flows.serving.children import Child
 from flows.serving.find_server import Answer, ask, find_api_to_serve, wait_until_healthy
 from flows.serving.up_file import ServerError, announced, find_up, new_up
 from tests.command_line import run_here
-from tests.conftest import config_values, make_run, write_sums
+from tests.conftest import config_values, make_run, write_data
 from tests.processes import words
 from tests.serving import STOP_SECONDS, Served, free_ports, run_grpo, run_up, serving
 from tests.web import Quiet, answering
@@ -149,8 +149,7 @@ def test_an_address_of_prefect_that_is_none_is_refused_in_one_sentence_before_an
     url: str, problem: str, tmp_path: Path, model_folder: Path
 ) -> None:
     make_run(tmp_path / "runs" / "test", config_values(model_folder, tmp_path))
-    write_sums(tmp_path / "train.parquet", 10, 34)
-    write_sums(tmp_path / "eval.parquet", 60, 76)
+    write_data(tmp_path)
     config = str(tmp_path / "runs" / "test" / "config.toml")
     commands = [["stage", "validate", "--run", "test"], ["serve"], ["worker", "cpu"]]
     commands += [["sweep", config, "--seeds", "2"], ["run", config]]

@@ -21,7 +21,7 @@ from flows.serving.environment import TAG
 from flows.serving.find_server import STORAGE_HEADER, ask
 from flows.serving.server_setup import LONGEST_SILENCE
 from tasks.stages import table
-from tests.conftest import config_values, write_sums
+from tests.conftest import config_values, write_data
 from tests.serving import Served
 
 PROJECT = Path(__file__).parents[2]
@@ -235,8 +235,7 @@ def test_the_pipeline_runs_on_one_pool_and_its_gpu_stages_on_another(
     deployed: Served, model_folder: Path, tmp_path: Path
 ) -> None:
     server = deployed
-    write_sums(tmp_path / "train.parquet", 10, 34)
-    write_sums(tmp_path / "eval.parquet", 60, 76)
+    write_data(tmp_path)
     changes = config_values(model_folder, tmp_path, max_steps=2, warmup_steps=0)
     with _worker(server, "cpu"), _worker(server, "gpu"):
         first = server.wait(server.trigger("pipeline/cpu", changes=changes))

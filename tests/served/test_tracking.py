@@ -19,8 +19,8 @@ from benchmarks.command import python_path
 from grpo_core.config.files import load_config
 from grpo_core.system.tables import read_parquet
 from tests.e2e.holding import FUNCTION, write_inputs
-from tests.e2e.place import wait_for
 from tests.e2e.traced import assert_traced
+from tests.processes import wait_for
 from tests.serving import free_ports, kill_group, mlflow_server
 
 pytestmark = pytest.mark.e2e

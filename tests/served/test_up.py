@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 
 from tasks.stages import table
 from tests.evaluations import fixed_samples, register_version
-from tests.processes import words
+from tests.processes import wait_for, words
 from tests.serving import START_SECONDS, STOP_SECONDS, Served, free_ports, run_grpo, run_up, starting
 
 STAGES = [stage.name for stage in table.STAGES]
@@ -188,10 +187,12 @@ def test_a_new_preset_is_offered_without_a_restart_and_schedules_and_pauses_stay
     before = known()
     new = Path(served.environment["GRPO_CONFIGS"], "overnight.toml")
     new.write_text('# for tonight\nname = "overnight"\n')
-    deadline = time.monotonic() + START_SECONDS
-    while "overnight" not in (now := known())["parameter_openapi_schema"]["properties"]["preset"]["enum"]:
-        assert time.monotonic() < deadline, served.log.read_text()[-4000:]
-        time.sleep(0.2)
+    wait_for(
+        lambda: "overnight" in known()["parameter_openapi_schema"]["properties"]["preset"]["enum"],
+        START_SECONDS,
+        served.log.read_text,
+    )
+    now = known()
     assert "# for tonight" in now["description"]
     assert [now[kept] for kept in ("id", "schedules", "paused")] == [before["id"], before["schedules"], True]
     assert now["global_concurrency_limit"]["limit"] == 3
@@ -209,10 +210,8 @@ def test_the_date_in_a_name_stays_that_on_which_the_flow_run_was_due_when_it_is_
     run_id = served.api.post(f"/deployments/{known['id']}/create_flow_run", json=asked).raise_for_status().json()["id"]
     assert served.wait(run_id)["name"] == "due-2026-01-02"
     served.retry(run_id)
-    deadline = time.monotonic() + START_SECONDS
-    while served.get(f"/flow_runs/{run_id}")["run_count"] == 1:  # shown as crashed when its first process ends
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    # It is shown as crashed when its first process ends.
+    wait_for(lambda: served.get(f"/flow_runs/{run_id}")["run_count"] > 1, START_SECONDS)
     assert served.wait(run_id)["name"] == "due-2026-01-02"
 
 
@@ -226,12 +225,11 @@ def test_a_schedule_makes_runs_of_its_preset(served: Served) -> None:
     deployment = served.get("/deployments/name/pipeline/local")
     [schedule] = [it for it in deployment["schedules"] if it["slug"] == "smallest"]
     by_schedule = {"tags": {"all_": ["auto-scheduled"]}, "deployment_id": {"any_": [deployment["id"]]}}
-    deadline = time.monotonic() + START_SECONDS
-    while not [
-        it for it in served.filter("flow_runs", flow_runs=by_schedule) if it["parameters"]["preset"] == "smallest"
-    ]:
-        assert time.monotonic() < deadline, served.log.read_text()[-4000:]
-        time.sleep(0.2)
+
+    def presets() -> list[str]:
+        return [it["parameters"]["preset"] for it in served.filter("flow_runs", flow_runs=by_schedule)]
+
+    wait_for(lambda: "smallest" in presets(), START_SECONDS, served.log.read_text)
     served.api.delete(f"/deployments/{deployment['id']}/schedules/{schedule['id']}").raise_for_status()
 
 
@@ -240,12 +238,14 @@ def test_a_schedule_makes_runs_of_its_preset(served: Served) -> None:
     "begun", ["flows.serving.prefect_server", "mlflow.server", "flows.cli.main serve", "flows.serving.runner"]
 )
 def test_ctrl_c_pressed_twice_while_servers_start_leaves_none_and_no_traceback(begun: str, tmp_path: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
     with starting(tmp_path) as served:
         up = psutil.Process(served.process.pid)
-        while not any(begun in command for command in (" ".join(words(it)) for it in up.children(recursive=True))):
-            assert time.monotonic() < deadline and up.is_running(), served.log.read_text()
-            time.sleep(0.02)
+
+        def has_begun() -> bool:
+            assert up.is_running(), served.log.read_text()
+            return any(begun in " ".join(words(it)) for it in up.children(recursive=True))
+
+        wait_for(has_begun, START_SECONDS, served.log.read_text)
         started = up.children(recursive=True)
         for _ in range(2):
             os.killpg(up.pid, signal.SIGINT)

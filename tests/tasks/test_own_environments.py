@@ -19,7 +19,7 @@ from grpo_core.errors import RewardError
 from tasks.stages import table
 from tasks.stages.lineage import lineage_inputs, lineage_keys, what_changed
 from tasks.stages.run_directory import kept_rewards, open_run
-from tests.conftest import config_values, write_sums
+from tests.conftest import config_values, write_data
 
 MAZE = """
 class Maze:
@@ -40,8 +40,7 @@ def values(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) 
     """A configuration with a class of a file beside it."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mazes.py").write_text(MAZE)
-    write_sums(tmp_path / "train.parquet", 10, 34)
-    write_sums(tmp_path / "eval.parquet", 60, 76)
+    write_data(tmp_path)
     named = {"environment_factory": "mazes:Maze", "tools": ["calculator"]}
     return {**config_values(model_folder, tmp_path), "environment": named}
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tomli_w
 from typer.testing import CliRunner, Result
 
 from flows.cli.main import app
@@ -20,7 +19,7 @@ from grpo_core.errors import RewardError
 from grpo_core.rewards.contract import resolve
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.run_directory import kept_rewards, open_run
-from tests.conftest import config_values, write_sums
+from tests.conftest import write_config
 
 pytestmark = pytest.mark.served
 
@@ -32,12 +31,7 @@ def _project(folder: Path, module: str, source: str, function: str = "shorter") 
     """A configuration in `folder`, with its data and the module of its reward beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{module}.py").write_text(source)
-    write_sums(folder / "train.parquet", 10, 34)
-    write_sums(folder / "eval.parquet", 60, 76)
-    (folder / "model").mkdir(exist_ok=True)
-    values = {**config_values(folder / "model", folder), "rewards": [{"function": f"{module}:{function}"}]}
-    (folder / "mine.toml").write_text(tomli_w.dumps(values))
-    return folder / "mine.toml"
+    return write_config(folder, changes={"rewards": [{"function": f"{module}:{function}"}]})
 
 
 def _grpo(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -25,7 +25,7 @@ from tasks.stages.errors import StageError
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.run import Context
 from tasks.stages.table import PLAN, PROBE, STAGES, TRAIN, VALIDATE, Stage, stages_of
-from tests.conftest import config_values, make_run, with_keys, write_sums
+from tests.conftest import config_values, make_run, with_keys, write_config, write_sums
 from tests.grpo_core.training.training import trained_run
 from tests.qwen import QWEN
 from tests.tasks.stages import small_stages
@@ -90,9 +90,7 @@ def test_a_recording_that_the_training_could_not_take_is_refused(
 @pytest.fixture
 def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr("tasks.stages.run.get_run_logger", lambda: logging.getLogger("test"))  # there is no flow run
-    write_sums(tmp_path / "train.parquet", 10, 34)
-    write_sums(tmp_path / "eval.parquet", 60, 76)
-    (tmp_path / "model").mkdir()
+    write_config(tmp_path)
     (tmp_path / "model" / "config.json").write_text("{}")
     return config_values(tmp_path / "model", tmp_path)
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,6 +14,7 @@ from benchmarks.command import python_path
 from tasks.processes import follow, scheduled
 from tasks.processes.launchers import batch
 from tasks.processes.run import LOST
+from tests.processes import wait_for
 from tests.tasks.processes.test_batch import _start_follow, _start_member
 
 
@@ -24,13 +22,6 @@ from tests.tasks.processes.test_batch import _start_follow, _start_member
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", python_path(Path(batch.__file__).parents[3]))
     return tmp_path
-
-
-def _wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.slow
@@ -60,7 +51,7 @@ def test_a_machine_that_starts_when_its_stage_is_gone_ends(shared: Path) -> None
 @pytest.mark.slow
 def test_a_machine_that_is_told_to_stop_before_its_request_ends_as_told(shared: Path) -> None:
     member = _start_member(shared, 0)
-    _wait_for((shared / "0.answer").exists)
+    wait_for((shared / "0.answer").exists)
     member.terminate()
     assert member.wait(60) == 143
     following = _start_follow(shared, "wait")
@@ -70,7 +61,7 @@ def test_a_machine_that_is_told_to_stop_before_its_request_ends_as_told(shared: 
 @pytest.mark.slow
 def test_a_machine_that_falls_silent_is_lost_once_nothing_can_be_left_there(shared: Path) -> None:
     member = _start_member(shared, 0)
-    _wait_for((shared / "0.answer").exists)
+    wait_for((shared / "0.answer").exists)
     patch = "follow.SILENCE_SECONDS = 5.0; follow.ENDING_SECONDS = 0.1"
     following = _start_follow(shared, "wait", patch=patch)
     assert following.stdout is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from tasks.processes import slots
 from tasks.processes.line import Place
 from tasks.stages.errors import StageError
 from tests.conftest import config_values, with_keys
+from tests.processes import wait_for
 
 SHARDED = {"num_processes": 4, "sharding": "full"}
 REPLICATED = {"num_processes": 4}
@@ -140,7 +140,7 @@ def test_stages_that_wait_go_in_order_and_a_run_evaluates_what_it_trained_before
     with slots.hold_slots(1, "first", is_training=True, priority=0):
         for number, thread in enumerate(threads, start=1):
             thread.start()
-            _until(lambda number=number: _waiting(caplog) == number)
+            wait_for(lambda number=number: _waiting(caplog) == number)
         Place("dead").file.close()  # its process was killed
     with slots.hold_slots(1, "first", is_training=False, priority=0):
         begun.append("first, evaluated")
@@ -159,17 +159,6 @@ def _waiting(caplog: pytest.LogCaptureFixture) -> int:
     return len({record.threadName for record in caplog.records if "number" in record.getMessage()})
 
 
-def _named(text: str, caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [message for message in caplog.messages if text in message]
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
-
-
 def test_a_stage_that_wants_many_slots_is_not_overtaken_by_those_that_want_few(
     served: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,7 +174,7 @@ def test_a_stage_that_wants_many_slots_is_not_overtaken_by_those_that_want_few(
     with slots.hold_slots(1, "first", is_training=False, priority=0):
         for number, thread in enumerate(threads, start=1):
             thread.start()
-            _until(lambda number=number: _waiting(caplog) == number)  # though two slots are free
+            wait_for(lambda number=number: _waiting(caplog) == number)  # though two slots are free
         assert not begun
     for thread in threads:
         thread.join(60)
@@ -236,7 +225,7 @@ def test_a_limit_that_is_lowered_or_switched_off_leaves_no_stage_at_the_head_of_
     thread = threading.Thread(target=wait, daemon=True)
     with slots.hold_slots(1, "first", is_training=True, priority=0):
         thread.start()
-        _until(lambda: _waiting(caplog) == 1)
+        wait_for(lambda: _waiting(caplog) == 1)
         vars(limit).update(change)
         thread.join(10)
     assert ended == ["held"] if "active" in change else "--limit 2`" in ended[0]

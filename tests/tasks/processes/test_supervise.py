@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 
 from tasks.processes.run import TimeLimitError, run_process
 from tasks.stages.errors import StageError
-from tests.processes import existing
+from tests.processes import existing, wait_for
 
 pytestmark = pytest.mark.served
 
@@ -76,13 +75,10 @@ time.sleep(600)
 
 def test_orphans_that_have_ended_are_forgotten_while_the_command_runs() -> None:
     process, orphans = _start_tree(command=ORPHANS)
-    deadline = time.monotonic() + 60
-    while any(map(psutil.pid_exists, orphans)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    left = [pid for pid in orphans if psutil.pid_exists(pid)]
+    wait_for(lambda: not any(map(psutil.pid_exists, orphans)), 60)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 128 + signal.SIGTERM
-    assert len(orphans) == 3 and not left
+    assert len(orphans) == 3
 
 
 def test_sigterm_to_the_supervisor_ends_descendants_that_ignore_it_and_left_the_session() -> None:

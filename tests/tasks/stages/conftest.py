@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import config_values, write_sums
+from tests.conftest import config_values, write_data
 from tests.tasks.stages.small_stages import Values, configure, pipeline
 
 
 @pytest.fixture
 def values(tmp_path: Path, model_folder: Path) -> Values:
-    write_sums(tmp_path / "train.parquet", 10, 34)
-    write_sums(tmp_path / "eval.parquet", 60, 76)
+    write_data(tmp_path)
     return config_values(model_folder, tmp_path)
 
 

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +18,7 @@ from mlflow import MlflowClient
 from tasks.stages.mlflow_address import tracking_uri
 from tasks.tracking import sending as module
 from tasks.tracking.sending import SENT_FILE, send_rest, sending
+from tests.processes import wait_for
 from tests.serving import free_ports, kill_group, mlflow_server
 
 LOG = logging.getLogger("sending")
@@ -48,13 +48,6 @@ def _in_mlflow(run_id: str) -> dict[str, list[tuple[int, float]]]:
 def _in_file(folder: Path) -> dict[str, list[tuple[int, float]]]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {name: [(row["step"], row[name]) for row in rows] for name in ("reward", "kl", "num_tokens")}
-
-
-def _until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def _sent(folder: Path) -> float:
@@ -98,11 +91,11 @@ def test_a_server_that_is_killed_and_comes_back_has_every_figure_once(
         tracked = _new_run()
         with sending(tmp_path, tracked, LOG):
             _append(tmp_path, _rows(range(1, 101)))
-            _until(lambda: _sent(tmp_path) > 0)
+            wait_for(lambda: _sent(tmp_path) > 0)
             _append(tmp_path, _rows(range(101, 201), 2000.0))
             kill_group(server)
             _append(tmp_path, _rows(range(201, 301), 3000.0))
-            _until(lambda: "does not accept the figures" in caplog.text)
+            wait_for(lambda: "does not accept the figures" in caplog.text)
             stack.enter_context(mlflow_server(database, port))
             _append(tmp_path, _rows(range(301, 401), 4000.0))
         assert _in_mlflow(tracked["run_id"]) == _in_file(tmp_path)
@@ -147,7 +140,7 @@ def test_how_a_training_ended_is_in_mlflow_until_an_attempt_goes_on(
         raise raised
     assert MlflowClient().get_run(run["run_id"]).info.status == status
     with sending(tmp_path, run, LOG):
-        _until(lambda: MlflowClient().get_run(run["run_id"]).info.status == "RUNNING")
+        wait_for(lambda: MlflowClient().get_run(run["run_id"]).info.status == "RUNNING")
         _append(tmp_path, _rows([3], 2000.0))
     assert MlflowClient().get_run(run["run_id"]).info.status == "FINISHED"
     assert _in_mlflow(run["run_id"]) == _in_file(tmp_path)

@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +38,7 @@ from tasks.tracking.traces import (
 )
 from tests.hostile import EVIL
 from tests.made_up import sampled, values_of, write_sampled
+from tests.processes import wait_for
 
 G = 2
 LOG = logging.getLogger("traces")
@@ -215,10 +215,7 @@ def test_traces_are_sent_while_a_training_runs_and_of_a_batch_sampled_again_the_
     monkeypatch.setattr(module, "LAST_SECONDS", 120.0)
     with tracing(tmp_path, tracked, _config(), LOG):
         write_sampled(tmp_path, [_batch(1)], G)
-        deadline = time.monotonic() + 120
-        while not (tmp_path / module.TRACED_FILE).exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for((tmp_path / module.TRACED_FILE).exists)
         write_sampled(tmp_path, [[*_batch(1), *_batch(3)]], G)
     steps = [trace.info.tags["step"] for trace in _traces(tracked)]
     assert sorted(steps) == ["1"] * 4 + ["3"] * 4
