@@ -249,6 +249,26 @@ def write_data(folder: Path) -> None:
     write_sums(folder / "eval.parquet", 60, 76)
 
 
+def write_inputs(folder: Path, held_out: int = 32) -> Path:
+    """A model folder `base`, and sums to train and to evaluate on."""
+    make_model(folder / "base")
+    write_sums(folder / "train.parquet", 10, 50)
+    write_sums(folder / "eval.parquet", 60, 60 + held_out)
+    return folder
+
+
+def small_quickstart(name: str, inputs: Path, train: Any = (), **sections: Any) -> dict[str, Any]:
+    """The quickstart in small, as the form sends it, on what `write_inputs` has written."""
+    return {
+        "name": name,
+        "model": {"name_or_path": str(inputs / "base")},
+        "data": {"train": str(inputs / "train.parquet"), "eval": str(inputs / "eval.parquet")},
+        "rollout": {"engine": "transformers"},
+        "train": {"per_device_train_batch_size": 32, **dict(train)},
+        **sections,
+    }
+
+
 def write_config(folder: Path, model: Path | None = None, changes: Any = (), **keys: Any) -> Path:
     """A configuration file about sums with its data and, unless one is given, a model folder without a model, all in
     this folder; `changes`: whole sections."""

@@ -1,10 +1,13 @@
-"""`make bench` beside the record of the same processor: what fails, what is only recorded, and what stays."""
+"""make bench beside the record of the same processor: what fails, what is only recorded, and what stays; and what both
+sides of the comparison with TRL need, on a machine with little more than PyTorch."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +150,30 @@ def test_what_comes_by_pythonpath_reaches_each_side(monkeypatch: pytest.MonkeyPa
     assert vs_trl.environment()["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/wheels", "/more"]
     monkeypatch.delenv("PYTHONPATH")
     assert vs_trl.environment()["PYTHONPATH"] == str(ROOT), "an empty part would be the working folder"
+
+
+NEEDED = {"datasets", "numpy", "pyarrow", "torch", "transformers", "trl"}
+DRAWS = {"matplotlib"}  # after a case is measured, where results are written
+
+
+def imported(module: str) -> Iterator[str]:
+    """Modules that a module of benchmarks imports, at its top or within functions."""
+    for node in ast.walk(ast.parse((ROOT / "benchmarks" / f"{module}.py").read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def test_the_comparison_needs_no_package_that_comes_without_pytorch_and_trl() -> None:
+    found, left = set[str](), ["vs_trl", "side_ours", "side_trl"]
+    seen = set(left)
+    while left:
+        names = {*imported(left.pop())}
+        found |= names
+        more = {name.partition(".")[2] for name in names if name.startswith("benchmarks.")} - seen
+        seen |= more
+        left += more
+    assert "workload" in seen
+    outside = {name.partition(".")[0] for name in found} - {"benchmarks", "grpo_core", "tasks"}
+    assert outside - sys.stdlib_module_names == NEEDED | DRAWS

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +27,19 @@ def served_run(folder: Path, num_servers: int = 1, **keys: Any) -> tuple[Path, l
     return make_run(folder / "run", values) / "config.toml", ports
 
 
-def child_command(module: str, function: str, folder: Path) -> list[str]:
+def child_command(function: Callable[[Path], None], folder: Path) -> list[str]:
     """Calls the function with the folder."""
-    return [
-        sys.executable,
-        "-c",
-        f"import pathlib; from {module} import {function} as call; call(pathlib.Path({str(folder)!r}))",
-    ]
+    code = f"import pathlib; from {function.__module__} import {function.__name__} as call"
+    return [sys.executable, "-c", f"{code}; call(pathlib.Path({str(folder)!r}))"]
 
 
-def found_beside_server(module: str, config: Path, port: int, folder: Path) -> Any:
-    """What the module's `live(folder)` writes to FOLDER/found in a process of its own, beside a server whose process
-    FOLDER/pid says; when that has died, another is started."""
+def found_beside_server(function: Callable[[Path], None], config: Path, port: int, folder: Path) -> Any:
+    """What a function writes to FOLDER/found in a process of its own, beside a server whose process FOLDER/pid says;
+    when that has died, another is started."""
     log = folder / "log"
     with log.open("w") as output:
         environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
-        command = child_command(module, "live", folder)
+        command = child_command(function, folder)
         child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
     try:
         for _ in range(2):  # the second when the first was killed

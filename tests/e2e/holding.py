@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from tests.conftest import make_model, write_data, write_sums
+from tests.conftest import write_data, write_inputs
 from tests.processes import words
 
 FUNCTION = "holding:held_up"  # a reward: the shorter, the better
@@ -73,10 +73,7 @@ def until_stuck(
     return process, started, "".join(lines)
 
 
-def write_inputs(folder: Path) -> Path:
+def write_held(folder: Path) -> Path:
     """Model, data and the reward, which is imported with this folder on the path."""
     (folder / "holding.py").write_text(REWARD)
-    make_model(folder / "base")
-    write_sums(folder / "train.parquet", 10, 50)
-    write_sums(folder / "eval.parquet", 60, 76)
-    return folder
+    return write_inputs(folder, held_out=16)

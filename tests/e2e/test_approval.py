@@ -13,7 +13,7 @@ import pytest
 from benchmarks.command import python_path
 from flows.serving.server_setup import CRASH_WATCH
 from tasks.stages.table import STAGES
-from tests.conftest import make_model, write_sums
+from tests.conftest import small_quickstart, write_inputs
 from tests.serving import START_SECONDS, Served
 
 SUSPENDED = "prefect.flow-run.Suspended"
@@ -103,19 +103,14 @@ def test_an_answer_is_kept_though_another_version_has_become_champion_meanwhile(
 
 def test_a_pipeline_that_promotes_waits_for_a_person_and_ends_with_their_answer(served: Served, tmp_path: Path) -> None:
     """A policy that learns to say a 7, which is better than its base on nearly every prompt."""
-    changes = {
-        "name": "asks",
-        "model": {"name_or_path": str(make_model(tmp_path / "base"))},
-        "data": {
-            "train": str(write_sums(tmp_path / "train.parquet", 10, 50)),
-            "eval": str(write_sums(tmp_path / "eval.parquet", 60, 92)),
-        },
-        "rewards": [{"function": "format_regex", "args": {"pattern": "[0-9+=]*7[0-9+=]*"}}],
-        "rollout": {"engine": "transformers"},
-        "train": {"per_device_train_batch_size": 32, "max_steps": 12, "learning_rate": 1e-2},
-        "registry": {"model_name": "asks"},
-        "promotion": {"automatic": True, "approval": True, "metric": "reward"},
-    }
+    changes = small_quickstart(
+        "asks",
+        write_inputs(tmp_path),
+        {"max_steps": 12, "learning_rate": 1e-2},
+        rewards=[{"function": "format_regex", "args": {"pattern": "[0-9+=]*7[0-9+=]*"}}],
+        registry={"model_name": "asks"},
+        promotion={"automatic": True, "approval": True, "metric": "reward"},
+    )
     run_id = served.trigger("pipeline/local", preset="quickstart", changes=changes)
     waiting = served.wait(run_id, "PAUSED")
     assert waiting["state_name"] == "Suspended"

@@ -19,7 +19,7 @@ from benchmarks.command import python_path
 from grpo_core.config.files import dump_config, parse_config
 from tests.conftest import config_values
 from tests.e2e.holding import write_patient
-from tests.e2e.place import PROJECT
+from tests.e2e.place import PROJECT, metrics, resumed_at_step
 from tests.processes import runs, wait_for, words
 from tests.served.test_deployments import _new_pool, _prefect, _worker
 from tests.serving import Served, grpo_serve, prefect_server
@@ -94,11 +94,10 @@ def _slots_taken(server: Served) -> int:
     return server.get("/v2/concurrency_limits/grpo-training")["active_slots"]
 
 
-def _result(server: Served, name: str) -> tuple[dict[str, Any], list[dict[str, float]]]:
-    training = server.storage / "runs" / name / "training"
-    lines = [json.loads(line) for line in (training / "metrics.jsonl").read_text().splitlines()]
-    metrics = [{key: value for key, value in line.items() if "time" not in key} for line in lines]
-    return json.loads((training / "result.json").read_text()), metrics
+def _result(server: Served, name: str) -> tuple[int | None, list[dict[str, float]]]:
+    """The update from which a training went on, and the metrics of all."""
+    run = server.storage / "runs" / name
+    return resumed_at_step(run), metrics(run)
 
 
 def _states(server: Served, run_id: str) -> list[str]:
@@ -162,9 +161,8 @@ def test_a_cancelled_training_saves_ends_and_goes_on_from_there(
         wait_for(lambda: _slots_taken(server) == 0)
 
         assert _finish(server, _start(server, "cancelled")) == "Completed"
-    result, metrics = _result(server, "cancelled")
-    assert result["resumed_at_step"] == 3
-    assert metrics == undisturbed
+    resumed, found = _result(server, "cancelled")
+    assert (resumed, found) == (3, undisturbed)
     assert _tracked_status(server, server.storage / "runs" / "cancelled" / "training") == "FINISHED"
 
 
@@ -192,9 +190,8 @@ def test_a_suspended_training_frees_its_slot_and_goes_on_when_resumed_unless_it_
         server.resume(suspended)
         assert _finish(server, suspended) == "Completed"
         assert server.get(f"/flow_runs/{given_up}")["state_name"] == "Cancelled"
-    result, metrics = _result(server, "suspended")
-    assert result["resumed_at_step"] == 3
-    assert metrics == undisturbed
+    resumed, found = _result(server, "suspended")
+    assert (resumed, found) == (3, undisturbed)
     assert "Crashed" not in _states(server, suspended)
 
 
@@ -246,9 +243,8 @@ def test_a_flow_s_process_that_is_told_to_end_from_outside_goes_on_by_itself(
         sentence = "train was interrupted, 3 of 6 updates saved; it goes on by itself"
         assert "Crash" not in server.messages_with(run_id, sentence)
         assert _finish(server, run_id) == "Completed"
-    result, metrics = _result(server, "evicted")
-    assert result["resumed_at_step"] == 3
-    assert metrics == undisturbed
+    resumed, found = _result(server, "evicted")
+    assert (resumed, found) == (3, undisturbed)
     assert _states(server, run_id) == ["Pending", "Running", "AwaitingRetry", "Pending", "Running", "Completed"]
     assert sorted(server.tasks(run_id, 2)) == [("train", "Cancelled"), ("train", "Completed")]
     training = server.storage / "runs" / "evicted" / "training"
@@ -274,9 +270,8 @@ def test_a_run_killed_with_its_runner_is_shown_as_crashed_and_its_retry_goes_on(
     with grpo_serve(server):
         server.retry(run_id)
         assert _finish(server, run_id) == "Completed"
-    result, metrics = _result(server, "killed")
-    assert result["resumed_at_step"] == 3
-    assert metrics == undisturbed
+    resumed, found = _result(server, "killed")
+    assert (resumed, found) == (3, undisturbed)
     assert sorted(server.tasks(run_id, 2)) == [("train", "Completed"), ("train", "Crashed")]
 
 

@@ -20,7 +20,9 @@ import pytest
 
 from benchmarks.command import python_path
 from tasks.stages import table
-from tests.e2e.holding import FUNCTION, write_inputs
+from tests.conftest import small_quickstart
+from tests.e2e.holding import FUNCTION, write_held
+from tests.e2e.place import metrics
 from tests.processes import parent, wait_for, with_variables, words
 from tests.serving import RUN_SECONDS, STOP_SECONDS, Served, grpo_serve, prefect_server, serving
 from tests.small_disk import fill, small_disk
@@ -37,7 +39,7 @@ REST = [("train", "Completed"), ("evaluate", "Completed"), ("register", "Complet
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
+    return write_held(tmp_path_factory.mktemp("inputs"))
 
 
 def _environment(inputs: Path) -> dict[str, str]:
@@ -61,14 +63,8 @@ def undisturbed(served: Served, inputs: Path) -> dict[str, Any]:
 
 
 def _trigger(served: Served, inputs: Path, name: str) -> str:
-    changes = {
-        "name": name,
-        "model": {"name_or_path": str(inputs / "base")},
-        "data": {"train": str(inputs / "train.parquet"), "eval": str(inputs / "eval.parquet")},
-        "rewards": [{"function": FUNCTION}],
-        "rollout": {"engine": "transformers"},
-        "train": {"per_device_train_batch_size": 32, "max_steps": UPDATES, "save_steps": 2, "warmup_steps": 1},
-    }
+    train = {"max_steps": UPDATES, "save_steps": 2, "warmup_steps": 1}
+    changes = small_quickstart(name, inputs, train, rewards=[{"function": FUNCTION}])
     return served.trigger("pipeline/local", preset="quickstart", changes=changes)
 
 
@@ -138,9 +134,8 @@ def _completed(served: Served, run_id: str) -> None:
 def _result(served: Served, name: str) -> dict[str, Any]:
     """What a training comes to, except the time it took."""
     training = served.storage / "runs" / name / "training"
-    lines = [json.loads(line) for line in (training / "metrics.jsonl").read_text().splitlines()]
     return {
-        "metrics": [{key: value for key, value in line.items() if "time" not in key} for line in lines],
+        "metrics": metrics(training.parent),
         "weights": hashlib.sha256((training / "model" / "model.safetensors").read_bytes()).hexdigest(),
         "counted": json.loads((training / "result.json").read_text())["counted"],
     }

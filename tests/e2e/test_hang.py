@@ -19,6 +19,7 @@ from tasks.processes.watchdog import HangError
 from tasks.stages.run import Context
 from tasks.train import run_training
 from tests.conftest import config_values, make_run
+from tests.e2e.place import metrics
 
 pytestmark = pytest.mark.e2e
 
@@ -97,11 +98,6 @@ class Trainings:
         return {name: value for name, value in report.items() if name != "start_seconds"}
 
 
-def _metrics(run: Path) -> list[dict[str, float]]:
-    lines = (run / "training" / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if "time" not in key} for line in lines]
-
-
 @pytest.fixture
 def trainings(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trainings:
     return Trainings(tmp_path, model_folder, monkeypatch)
@@ -113,9 +109,9 @@ def test_a_training_that_hangs_again_and_again_ends_with_what_it_would_have(
 ) -> None:
     faults = ["sampling", "update", "sampling-held", "reward-stopped"]
     last = keys["num_processes"] - 1
-    undisturbed = _metrics(trainings.run("undisturbed", [], **keys))
+    undisturbed = metrics(trainings.run("undisturbed", [], **keys))
     run = trainings.run("disturbed", faults, max_restarts=len(faults), **keys)
-    assert _metrics(run) == undisturbed
+    assert metrics(run) == undisturbed
     assert ('"time/sampling/slowest_rank"' in (run / "training" / "metrics.jsonl").read_text()) == (last > 0)
     reasons = [record.message for record in caplog.records if "restart" in record.message]
     others = r".*; 1 of 2 processes wait for it" if last else ".*"

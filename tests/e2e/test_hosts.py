@@ -78,20 +78,12 @@ def _ids(host: Host, word: str) -> set[int]:
     return {process.pid for process in host.named(f"tasks.processes.{word}")}
 
 
-def _cut_the_link(host: Host) -> None:
-    host.unplug()
-
-
-def _freeze(host: Host) -> None:
-    host.freeze()
-
-
 FAULTS = {
     _kill_a_rank: r"process 1 \(rank\) on .* was killed by SIGKILL",
     _kill_the_supervisor: r"machine beta ended with status 137 \(SIGKILL\)",
     _kill_the_sessions: "machine beta ended with status 254: the connection to it is lost",
-    _cut_the_link: "machine beta ended with status 254: the connection to it is lost",
-    _freeze: "machine beta ended with status 254: the connection to it is lost",
+    Host.unplug: "machine beta ended with status 254: the connection to it is lost",
+    Host.freeze: "machine beta ended with status 254: the connection to it is lost",
 }
 
 
@@ -105,7 +97,7 @@ def test_what_happens_to_a_host_ends_the_training_by_name_or_is_survived(
         fault(beta)
         assert stage.end() == 1
         assert stage.said("machine beta ended with status") and stage.said(FAULTS[fault]), stage.text
-    if fault is not _freeze:
+    if fault is not Host.freeze:
         place.until_ended()  # also on a host that is cut off
     beta.plug_in()
     beta.thaw()

@@ -84,14 +84,6 @@ def test_a_training_cancelled_by_the_api_saves_and_leaves_nothing_on_any_host(pl
     assert place.server.get("/v2/concurrency_limits/grpo-training")["active_slots"] == 0
 
 
-def _frozen(host: Host) -> None:
-    host.freeze()
-
-
-def _cut_off(host: Host) -> None:
-    host.unplug()
-
-
 def _switched_off(host: Host) -> None:
     """Its address answers no more, in the tests after this one neither."""
     for process in host.processes():
@@ -99,7 +91,9 @@ def _switched_off(host: Host) -> None:
             process.kill()
 
 
-@pytest.mark.parametrize("fault", [_frozen, _cut_off, _switched_off], ids=lambda fault: fault.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "fault", [Host.freeze, Host.unplug, _switched_off], ids=lambda fault: fault.__name__.strip("_")
+)
 def test_a_host_that_is_gone_is_replaced_by_the_spare_one(place: ServedPlace, fault: Callable[[Host], None]) -> None:
     name, beta = fault.__name__.strip("_"), place.hosts[1]
     run_id = place.train(name)

@@ -21,7 +21,8 @@ import tomli_w
 from benchmarks.command import python_path
 from tasks.stages import table
 from tests.conftest import config_values
-from tests.e2e.holding import FUNCTION, write_inputs
+from tests.e2e.holding import FUNCTION, write_held
+from tests.e2e.place import metrics
 from tests.processes import wait_for, with_variables, words
 from tests.serving import RUN_SECONDS, plain_environment, prefect_server
 from tests.small_disk import fill, small_disk
@@ -44,7 +45,7 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
+    folder = write_held(tmp_path_factory.mktemp("inputs"))
     values = config_values(folder / "base", folder)
     values["rewards"] = [{"function": FUNCTION}]
     (folder / "config.toml").write_text(tomli_w.dumps(values))
@@ -140,13 +141,12 @@ def _kill_server(storage: Path) -> None:
 def _result(storage: Path) -> dict[str, Any]:
     """What a run comes to, except times: a training's figures and weights, an evaluation's, and what MLflow has."""
     run = storage / "runs" / "test"
-    lines = [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
     with closing(sqlite3.connect(storage / "mlflow" / "mlflow.db")) as database:
         versions = database.execute("select name, version from model_versions").fetchall()
         runs = database.execute("select status from runs").fetchall()
         sent = database.execute("select value from metrics where key = 'reward' order by step").fetchall()
     return {
-        "metrics": [{key: value for key, value in line.items() if "time" not in key} for line in lines],
+        "metrics": metrics(run),
         "weights": hashlib.sha256((run / "training" / "model" / "model.safetensors").read_bytes()).hexdigest(),
         "evaluation": json.loads((run / "evaluation" / "report.json").read_text())["sets"],
         "mlflow": (versions, runs, sent),

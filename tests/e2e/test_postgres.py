@@ -26,7 +26,7 @@ from mlflow import MlflowClient, set_tracking_uri
 from grpo_core.config.files import load_config
 from tasks.stages import table
 from tasks.tracking.traces import preview, send_rest_of_rollouts
-from tests.conftest import make_model, write_sums
+from tests.conftest import small_quickstart, write_inputs
 from tests.e2e.databases import (
     BUCKET_KEY,
     DEADLINE,
@@ -133,16 +133,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 def registered(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that was triggered by the API, with `grpo serve` as its worker."""
     inputs = tmp_path_factory.mktemp("inputs")
-    changes = {
-        "name": "small",
-        "model": {"name_or_path": str(make_model(inputs / "base"))},
-        "data": {
-            "train": str(write_sums(inputs / "train.parquet", 10, 50)),
-            "eval": str(write_sums(inputs / "eval.parquet", 60, 92)),
-        },
-        "rollout": {"engine": "transformers"},
-        "train": {"per_device_train_batch_size": 32, "max_steps": 4, "save_steps": 2},
-    }
+    changes = small_quickstart("small", write_inputs(inputs), {"max_steps": 4, "save_steps": 2})
     with _serving(servers.worker, inputs / "serve.log", servers.prefect):
         run_id = servers.prefect.trigger("pipeline/local", preset="quickstart", changes=changes)
         run = servers.prefect.wait(run_id)

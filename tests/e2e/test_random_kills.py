@@ -23,6 +23,7 @@ import pytest
 
 from benchmarks.command import python_path
 from tests.conftest import write_config
+from tests.e2e.place import metrics
 from tests.processes import with_variables, words
 
 pytestmark = pytest.mark.e2e
@@ -102,10 +103,8 @@ def _inputs(folder: Path, model: Path, **train: Any) -> Path:
 
 def _figures(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Of each update, and of the evaluation; without times."""
-    lines = (run / "training" / "metrics.jsonl").read_text().splitlines()
-    updates = [{key: value for key, value in json.loads(line).items() if "time" not in key} for line in lines]
     report = json.loads((run / "evaluation" / "report.json").read_text())
-    return updates, {key: report[key] for key in ("key", "sets")}
+    return metrics(run), {key: report[key] for key in ("key", "sets")}
 
 
 def _results(storage: Path) -> dict[str, Any]:

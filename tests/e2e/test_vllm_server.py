@@ -120,7 +120,7 @@ def live(folder: Path) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("live")
     config, [port] = served_run(folder)
-    return found_beside_server(__name__, config, port, folder)
+    return found_beside_server(live, config, port, folder)
 
 
 def test_a_server_killed_in_the_middle_of_an_answer_is_waited_for_and_gives_the_same_answer(
@@ -217,7 +217,7 @@ def test_one_of_two_servers_is_killed_in_the_middle_of_answers_and_the_other_giv
         policy_server(config, ports[0], log) as first,
         policy_server(config, ports[1], log),
         subprocess.Popen(
-            child_command(__name__, "live_pair", tmp_path),
+            child_command(live_pair, tmp_path),
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": python_path(ROOT)},
             stdout=subprocess.PIPE,

@@ -1,9 +1,14 @@
-"""A flow that waits for another deployment's flow run outlasts Prefect's server, and hears what the server says."""
+"""What outlasts others: a flow that waits for another deployment's flow run Prefect's server, and hears what that says;
+a process that serves its output."""
 
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 import uuid
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -12,6 +17,7 @@ from prefect.client.schemas import FlowRun
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError, TerminationSignal
 from prefect.states import Completed, Failed, Running, State
 
+from benchmarks.command import ROOT
 from flows import pipeline
 
 LOG = logging.getLogger("hand_over")
@@ -77,3 +83,27 @@ def refused() -> PrefectHTTPStatusError:
 def test_a_refusal_or_a_signal_ends_the_wait(error: BaseException) -> None:
     with pytest.raises(type(error)):
         wait(Client(error, run_in(Completed())))
+
+
+PROGRAM = """
+import os, sys
+from flows.serving.output import outlive_output
+outlive_output()
+for number in range(3):
+    print("printed", number)
+    print("said", number, file=sys.stderr)
+os._exit(3)  # by now all of it has left the process
+"""
+
+
+@pytest.mark.parametrize("lost", ["stdout", "stderr"])
+@pytest.mark.parametrize("to", ["a full disk", "a closed pipe"])
+def test_output_that_cannot_be_written_is_lost_and_ends_nothing(to: str, lost: str, tmp_path: Path) -> None:
+    closed, broken = os.pipe()
+    os.close(closed)
+    with Path("/dev/full").open("w") as full, os.fdopen(broken, "w") as pipe, (tmp_path / "log").open("w") as log:
+        files = {"stdout": log, "stderr": log, lost: full if to == "a full disk" else pipe}
+        done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, **files)
+    word = {"stdout": "said", "stderr": "printed"}[lost]
+    assert done.returncode == 3
+    assert (tmp_path / "log").read_text() == "".join(f"{word} {number}\n" for number in range(3))

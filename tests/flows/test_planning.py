@@ -19,7 +19,7 @@ from tests.conftest import config_values, make_model
 from tests.nvidia_smi import LOST, put_nvidia_smi
 from tests.qwen import QWEN
 from tests.serving import free_ports
-from tests.tasks.data.test_forecast_inputs import trained_run
+from tests.tasks.data.test_lengths import trained_run
 
 ROOT = Path(__file__).parents[2]
 FIGURES = [

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import make_model, write_sums
+from tests.conftest import small_quickstart, write_inputs
 from tests.serving import STOP_SECONDS, Served, serving
 
 
@@ -51,22 +51,10 @@ def storage(served: Served) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder `base`, and sums to train and to evaluate on."""
-    folder = tmp_path_factory.mktemp("inputs")
-    make_model(folder / "base")
-    write_sums(folder / "train.parquet", 10, 50)
-    write_sums(folder / "eval.parquet", 60, 92)
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="session")
 def changes(inputs: Path) -> dict[str, Any]:
-    """The quickstart in small, as the form sends it."""
-    return {
-        "name": "small",
-        "model": {"name_or_path": str(inputs / "base")},
-        "data": {"train": str(inputs / "train.parquet"), "eval": str(inputs / "eval.parquet")},
-        "rollout": {"engine": "transformers"},
-        "train": {"per_device_train_batch_size": 32, "max_steps": 4, "save_steps": 2, "eval_steps": 4},
-        "launch": {"gpu_hour_price": 2.0},
-    }
+    train = {"max_steps": 4, "save_steps": 2, "eval_steps": 4}
+    return small_quickstart("small", inputs, train, launch={"gpu_hour_price": 2.0})

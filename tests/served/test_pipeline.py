@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +14,27 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.command import python_path
+from grpo_core.config.base import flatten
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from tasks.rendering import figures
 from tasks.stages import table
+from tests.conftest import small_quickstart
+from tests.rows import write_lines
 from tests.serving import Served
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 STAGES = [stage.name for stage in table.STAGES]
+TaskStates = Callable[..., list[tuple[str, str]]]
 
 pytestmark = pytest.mark.slow
 
 
-def _config(inputs: Path, *overrides: str) -> Any:
-    return load_config(CONFIG, _overrides(inputs, *overrides))
-
-
 def _overrides(inputs: Path, *overrides: str) -> list[str]:
-    return [
-        f"model.name_or_path={inputs / 'base'}",
-        f"data.train={inputs / 'train.parquet'}",
-        f"data.eval={inputs / 'eval.parquet'}",
-        "name=small",
-        "rollout.engine=transformers",
-        "train.per_device_train_batch_size=32",
-        "train.max_steps=4",
-        "train.save_steps=2",
-        "train.eval_steps=4",
-        "launch.gpu_hour_price=2.0",
-        *overrides,
-    ]
+    """Those of the fixture `changes`, and further ones."""
+    train = {"max_steps": 4, "save_steps": 2, "eval_steps": 4}
+    changes = flatten(small_quickstart("small", inputs, train, launch={"gpu_hour_price": 2.0}))
+    return [*(f"{key}={value}" for key, value in changes.items()), *overrides]
 
 
 def _run(inputs: Path, *overrides: str) -> Path:
@@ -75,29 +66,17 @@ def _accuracy(report: dict[str, Any]) -> dict[str, float]:
     return report["sets"]["held-out"]["policies"]["trained"]["accuracy"]
 
 
-def _task_states(flow_run_name: str, count: int = len(STAGES)) -> list[tuple[str, str]]:
-    """(task, state) of the newest flow run of that name, in the order in which they ran, once `count` of them have
-    ended for the server, which learns of it a little later than the flow."""
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, TaskRunFilter, TaskRunFilterFlowRunId
-    from prefect.client.schemas.sorting import FlowRunSort
+@pytest.fixture(scope="module")
+def task_states(served: Served) -> TaskStates:
+    """(task, state) of the newest flow run of a name, in the order in which they ran, once `count` have ended."""
 
-    deadline = time.monotonic() + 60
-    with get_client(sync_client=True) as client:
-        [flow_run] = client.read_flow_runs(
-            flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[flow_run_name])),
-            sort=FlowRunSort.EXPECTED_START_TIME_DESC,
-            limit=1,
+    def found(name: str, count: int = len(STAGES)) -> list[tuple[str, str]]:
+        [run] = served.filter(
+            "flow_runs", flow_runs={"name": {"any_": [name]}}, sort="EXPECTED_START_TIME_DESC", limit=1
         )
-        of_flow_run = TaskRunFilter(flow_run_id=TaskRunFilterFlowRunId(any_=[flow_run.id]))
-        while True:
-            runs = client.read_task_runs(task_run_filter=of_flow_run)
-            ended = len(runs) >= count and all(run.state and run.state.is_final() for run in runs)
-            if ended or time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
-    runs.sort(key=lambda run: run.expected_start_time)
-    return [(run.name.split("-")[0], run.state_name) for run in runs]
+        return served.tasks(run["id"], count)
+
+    return found
 
 
 def test_a_run_triggered_by_the_api_completes_every_stage_in_order(triggered: dict[str, Any], served: Served) -> None:
@@ -237,18 +216,18 @@ def test_the_registered_version_answers_in_vllm_as_in_transformers(finished: Pat
 
 @pytest.mark.e2e
 def test_running_again_skips_every_stage_and_an_edit_reruns_what_depends_on_it(
-    finished: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch, task_states: TaskStates
 ) -> None:
     parsed: list[dict[str, Any]] = []
     validate = RunConfig.model_validate
     monkeypatch.setattr(RunConfig, "model_validate", lambda values: (parsed.append(values), validate(values))[1])
     trained_at = (finished / "training" / "result.json").stat().st_mtime_ns
     _run(inputs)
-    assert _task_states("small") == [(stage, "Skipped") for stage in STAGES]
+    assert task_states("small") == [(stage, "Skipped") for stage in STAGES]
     parsed.clear()
     _run(inputs, "evaluation.confidence=0.5")
     assert len(parsed) == 1, "a process validates its configuration once"
-    assert _task_states("small") == [
+    assert task_states("small") == [
         *((stage, "Skipped") for stage in STAGES[:3]),
         ("evaluate", "Completed"),
         ("register", "Completed"),
@@ -258,7 +237,7 @@ def test_running_again_skips_every_stage_and_an_edit_reruns_what_depends_on_it(
 
 
 def test_a_stage_rerun_alone_meets_the_champion_and_the_pipeline_reruns_just_what_depends_on_it(
-    finished: Path, inputs: Path
+    finished: Path, inputs: Path, task_states: TaskStates
 ) -> None:
     from flows.stages import evaluate_run
     from tasks.stages.condition import conditions
@@ -267,13 +246,13 @@ def test_a_stage_rerun_alone_meets_the_champion_and_the_pipeline_reruns_just_wha
 
     _run(inputs)
     evaluate_run("small")
-    assert _task_states("small-evaluate", 1) == [("evaluate", "Skipped")]
+    assert task_states("small-evaluate", 1) == [("evaluate", "Skipped")]
     before = json.loads((finished / "evaluation" / "report.json").read_text())
     assert (before["policies"], before["champion"]) == (["base", "trained"], None)
     version = json.loads((finished / "registration.json").read_text())["version"]
     connect().set_registered_model_alias("arithmetic", "champion", version)
     evaluate_run("small", force=True)
-    assert _task_states("small-evaluate", 1) == [("evaluate", "Completed")]
+    assert task_states("small-evaluate", 1) == [("evaluate", "Completed")]
     after = json.loads((finished / "evaluation" / "report.json").read_text())
     assert (_accuracy(after), after["lineage_key"]) == (_accuracy(before), before["lineage_key"])
     assert after["made"] != before["made"]
@@ -294,50 +273,54 @@ def test_a_stage_rerun_alone_meets_the_champion_and_the_pipeline_reruns_just_wha
     }
     assert outdated == {"register": "evaluate was made again"}
     _run(inputs)
-    assert _task_states("small") == [*((stage, "Skipped") for stage in STAGES[:4]), ("register", "Completed")]
+    assert task_states("small") == [*((stage, "Skipped") for stage in STAGES[:4]), ("register", "Completed")]
     assert int(json.loads((finished / "registration.json").read_text())["version"]) == int(version) + 1
     assert _mlflow_run(finished).data.metrics["eval/held-out/champion/accuracy"] == _accuracy(after)["mean"]
 
 
-def test_the_real_prompts_and_plan_made_again_come_out_the_same_and_nothing_is_trained_again(finished: Path) -> None:
+def test_the_real_prompts_and_plan_made_again_come_out_the_same_and_nothing_is_trained_again(
+    finished: Path, task_states: TaskStates
+) -> None:
     from flows.stages import plan_run, validate_run
     from tasks.stages.condition import conditions
     from tasks.stages.run_directory import read_config
 
     validate_run("small", force=True)
     plan_run("small", force=True)
-    assert _task_states("small-plan", 1) == [("plan", "Completed")]
+    assert task_states("small-plan", 1) == [("plan", "Completed")]
     assert all(found.is_up_to_date for found in conditions(finished, read_config(finished)).values())
 
 
-def test_a_stage_alone_refuses_to_work_on_what_an_edit_made_stale(finished: Path, inputs: Path) -> None:
+def test_a_stage_alone_refuses_to_work_on_what_an_edit_made_stale(
+    finished: Path, inputs: Path, task_states: TaskStates
+) -> None:
     from flows.stages import evaluate_run
     from tasks.stages.errors import StageError
     from tasks.stages.run_directory import open_run
 
-    with open_run(_config(inputs, "train.max_steps=5")):
+    with open_run(load_config(CONFIG, _overrides(inputs, "train.max_steps=5"))):
         pass
     with pytest.raises(
         StageError, match=r"(?s)evaluate of run 'small' .*grpo stage plan --run small.*grpo stage train"
     ):
         evaluate_run("small")
     _run(inputs)
-    assert _task_states("small") == [(stage, "Skipped") for stage in STAGES]
+    assert task_states("small") == [(stage, "Skipped") for stage in STAGES]
 
 
-def test_a_promotion_is_tried_once_for_each_version(finished: Path, inputs: Path) -> None:
+def test_a_promotion_is_tried_once_for_each_version(finished: Path, inputs: Path, task_states: TaskStates) -> None:
     _run(inputs, "promotion.automatic=true")
     skipped = [(stage, "Skipped") for stage in STAGES]
-    *before, (task, state) = _task_states("small", len(STAGES) + 1)
+    *before, (task, state) = task_states("small", len(STAGES) + 1)
     assert (before, task, state in ("Promoted", "Refused")) == (skipped, "promote", True)
     _run(inputs, "promotion.automatic=true")
-    assert _task_states("small") == skipped
+    assert task_states("small") == skipped
 
 
 def test_bad_data_fails_validate_with_the_rows_and_trains_nothing(storage: Path, inputs: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     good = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(7)]
-    bad.write_text("".join(json.dumps(row) + "\n" for row in [good[0], {"prompt": " ", "answer": None}, *good[1:]]))
+    write_lines(bad, [good[0], {"prompt": " ", "answer": None}, *good[1:]])
     with pytest.raises(Exception, match=r"breaks its contract") as error:
         _run(inputs, "name=bad-data", f"data.train={bad}")
     assert "train row 1, prompt: ' ' breaks blank_prompt" in str(error.value)
@@ -398,7 +381,7 @@ def test_a_damaged_model_fails_evaluate_and_leaves_the_training_as_it_is(finishe
 
 
 def test_an_unreachable_registry_fails_register_and_a_rerun_does_only_that(
-    finished: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch, task_states: TaskStates
 ) -> None:
     _run(inputs)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
@@ -407,7 +390,7 @@ def test_an_unreachable_registry_fails_register_and_a_rerun_does_only_that(
         _run(inputs, "registry.alias=second")
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     _run(inputs, "registry.alias=second")
-    assert _task_states("small") == [*((stage, "Skipped") for stage in STAGES[:4]), ("register", "Completed")]
+    assert task_states("small") == [*((stage, "Skipped") for stage in STAGES[:4]), ("register", "Completed")]
 
 
 def test_the_versions_model_has_the_evaluation_by_data_set_and_what_its_gpus_cost(finished: Path) -> None:

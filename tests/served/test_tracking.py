@@ -16,9 +16,11 @@ import pytest
 from mlflow import MlflowClient
 
 from benchmarks.command import python_path
+from grpo_core.config.base import flatten
 from grpo_core.config.files import load_config
 from grpo_core.system.tables import read_parquet
-from tests.e2e.holding import FUNCTION, write_inputs
+from tests.conftest import small_quickstart
+from tests.e2e.holding import FUNCTION, write_held
 from tests.e2e.traced import assert_traced
 from tests.processes import wait_for
 from tests.serving import free_ports, kill_group, mlflow_server
@@ -31,7 +33,7 @@ UPDATES = 6
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
+    return write_held(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture
@@ -51,18 +53,9 @@ def _run(inputs: Path, name: str, *overrides: str) -> Path:
     from flows.parameters.form import changes_from_overrides
     from flows.pipeline import pipeline
 
-    values = [
-        f"name={name}",
-        f"model.name_or_path={inputs / 'base'}",
-        f"data.train={inputs / 'train.parquet'}",
-        f"data.eval={inputs / 'eval.parquet'}",
-        f'rewards=[{{function="{FUNCTION}"}}]',
-        "rollout.engine=transformers",
-        "train.per_device_train_batch_size=32",
-        f"train.max_steps={UPDATES}",
-        "registry.model_name=held",
-        *overrides,
-    ]
+    changes = flatten(small_quickstart(name, inputs, {"max_steps": UPDATES}, registry={"model_name": "held"}))
+    values = [f"{key}={value}" for key, value in changes.items()]
+    values += [f'rewards=[{{function="{FUNCTION}"}}]', *overrides]
     return pipeline("quickstart", changes_from_overrides(CONFIG, values))
 
 

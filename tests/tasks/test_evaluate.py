@@ -1,10 +1,11 @@
-"""The champion that an evaluation finds, and what MLflow and people are told of it."""
+"""The champion that an evaluation finds, what MLflow and people are told of it, and when register registers again."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
-from logging import getLogger
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,15 @@ from markdown_it import MarkdownIt
 
 from grpo_core.config.files import parse_config
 from grpo_core.evaluation.statistics import Difference, Estimate
-from tasks.evaluate import _answers_of_another_arm, _escaped, _markdown
-from tasks.processes.launch import RETURN_SECONDS, launch_with_restarts
-from tasks.processes.run import ProcessError
-from tasks.processes.watchdog import HangError
+from tasks import register
+from tasks.evaluate import _answers_of_another_arm, _markdown
+from tasks.register import result_line
 from tasks.registry.champion import present_champion
 from tasks.reports.report import rows_of, verdicts
 from tasks.stages.run import Context
+from tasks.stages.table import REGISTER
+from tasks.tracking.runs import connect
 from tests.conftest import config_values
-from tests.hostile import HOSTILE, read, render
 from tests.pages import Page
 
 
@@ -75,25 +76,6 @@ def test_an_evaluation_runs_where_the_training_ran(
     values = config_values(tmp_path, tmp_path, sharding=sharding, num_processes=4, num_machines=machines)
     train = parse_config(values | {"launch": launch}).where_evaluated.train
     assert (train.num_processes, train.num_machines) == expected
-
-
-def test_an_evaluation_begins_again_if_what_failed_was_not_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    errors = [ProcessError("killed", True), HangError("hang", True), ProcessError("its own", False)]
-    patience: list[float] = []
-
-    def fail(*arguments: Any) -> None:
-        patience.append(arguments[-1])
-        raise errors[len(patience) - 1]
-
-    monkeypatch.setattr("tasks.processes.launch.launch", fail)
-    for most, message in ((0, "killed"), (1, "hang"), (5, "its own")):
-        patience.clear()
-        config = parse_config(config_values(tmp_path, tmp_path, max_restarts=most))
-        with pytest.raises(ProcessError, match=message):
-            launch_with_restarts(config, ["-m", "work"], getLogger(), tmp_path, {})
-        assert patience == [0.0, *[RETURN_SECONDS] * min(most, 2)]
 
 
 def _report(names: list[str], categories: list[str] = ()) -> dict[str, Any]:
@@ -150,10 +132,39 @@ def test_of_a_run_that_is_to_gain_in_reward_people_are_told_the_reward() -> None
     assert "even\n7\n-2.500\n" in page
 
 
-@pytest.mark.parametrize("hostile", [*HOSTILE, "    indented"])
-def test_samples_are_shown_as_text(hostile: str) -> None:
-    assert render(_escaped(hostile)) == (["p"], read(hostile))
-    conversation = [{"role": "user", "content": hostile}]
-    elements, text = render(_escaped(conversation))
-    assert (elements, json.loads(text)[0].keys()) == (["p"], {"role", "content"})
-    assert [_escaped(value) for value in (None, 1, 0.5, True)] == [None, 1, 0.5, True]
+def _one_figure(metric: str, mean: float, gain: float) -> dict[str, Any]:
+    def found(value: float) -> dict[str, float]:
+        return {"mean": value, "low": value - 0.04, "high": value + 0.04}
+
+    return {
+        "sets": {
+            "held-out": {"policies": {"trained": {metric: found(mean)}}, "differences": {"base": {metric: found(gain)}}}
+        }
+    }
+
+
+def test_a_runs_result_is_its_figure_and_its_gain_with_their_intervals() -> None:
+    line = result_line(_one_figure("accuracy", 0.796, 0.36), "accuracy")
+    assert line == "accuracy 79.6% [75.6, 83.6], +36.0 points [32.0, 40.0]"
+    line = result_line(_one_figure("reward", 1.5, -0.25), "reward")
+    assert line == "reward 1.500 [1.460, 1.540], -0.250 [-0.290, -0.210]"
+
+
+@pytest.mark.slow
+def test_a_version_that_was_deleted_in_mlflow_is_registered_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embed_mlflow: Callable[[Path], None]
+) -> None:
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(register, "get_run_logger", logging.getLogger)
+    embed_mlflow(tmp_path)
+    assert not register._is_deleted(tmp_path), "nothing is registered yet"
+    client = connect()
+    client.create_registered_model("sums")
+    version = client.create_model_version("sums", str(tmp_path)).version
+    REGISTER.path(tmp_path).write_text(json.dumps({"model_name": "sums", "version": version, "lineage_key": "1"}))
+    assert not register._is_deleted(tmp_path)
+    client.delete_model_version("sums", version)
+    assert register._is_deleted(tmp_path)
+    (tmp_path / "mlflow" / "mlflow.db").write_bytes(b"damaged" * 1000)
+    assert not register._is_deleted(tmp_path), "MLflow does not say"

@@ -65,10 +65,15 @@ def test_tags_and_events_have_a_person_s_words_without_what_a_database_refuses(
     assert len(json.dumps(payload)) < LONGEST
 
 
-@each_text
+@pytest.mark.parametrize("text", [*EVIL, "    indented"], ids=range(len(EVIL) + 1))
 def test_samples_of_an_evaluation_are_shown_as_text(text: str) -> None:
     _assert_only_text(_escaped(text), text.strip())
-    _assert_only_text(_escaped([{"role": "user", "content": text}]), "role")
+    assert len(text) > 2000 or render(_escaped(text)) == (["p"], read(text))
+    conversation = _escaped([{"role": "user", "content": text}])
+    _assert_only_text(conversation, "role")
+    elements, shown = render(conversation)
+    assert elements == ["p"] and (len(text) > 2000 or json.loads(shown)[0].keys() == {"role", "content"})
+    assert [_escaped(value) for value in (None, 1, 0.5, True)] == [None, 1, 0.5, True]
 
 
 @pytest.mark.slow

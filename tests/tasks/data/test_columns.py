@@ -110,12 +110,6 @@ def test_a_column_made_of_one_that_is_not_there_is_still_named_among_the_data_se
     )
 
 
-def test_a_template_of_objects_is_refused() -> None:
-    frame = pl.DataFrame({"turn": [{"role": "user"}]})
-    with pytest.raises(ColumnError, match=r"data\.columns\.prompt = '\{turn\}': the column 'turn' holds Struct"):
-        with_columns(frame, _data(columns={"prompt": "{turn}"}))
-
-
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED = {"role": "user", "content": "Hi"}
 CALLING = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
@@ -172,15 +166,18 @@ def test_a_function_of_one_s_own_is_given_each_row(module: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "sentence"),
+    ("how", "sentence"),
     [
-        ("broken", "data.columns.answer = 'own_columns:broken' fails at row 3: ZeroDivisionError"),
-        ("mixed", "data.columns.answer = 'own_columns:mixed' returns a value that no column can hold, in rows 0 to 8"),
+        ("own_columns:broken", "data.columns.answer = 'own_columns:broken' fails at row 3: ZeroDivisionError"),
+        ("own_columns:mixed", "'own_columns:mixed' returns a value that no column can hold, in rows 0 to 8"),
+        ("own_columns:value", "'own_columns:value' is a int, not a function"),
+        ("{turn}", "data.columns.answer = '{turn}': the column 'turn' holds Struct"),
     ],
 )
-def test_a_function_that_fails_is_named_with_its_row(module: Path, function: str, sentence: str) -> None:
-    with pytest.raises(ColumnError) as refused:
-        with_columns(pl.DataFrame({"n": range(9)}), _data(columns={"answer": f"own_columns:{function}"}))
+def test_what_makes_no_column_is_named_with_its_row(module: Path, how: str, sentence: str) -> None:
+    rows = [{"n": n, "turn": {"role": "user"}} for n in range(9)]
+    with pytest.raises(ConfigError if "value" in how else ColumnError) as refused:
+        with_columns(pl.DataFrame(rows), _data(columns={"answer": how}))
     assert sentence in str(refused.value)
 
 
@@ -204,11 +201,6 @@ def test_the_check_of_a_plan_for_another_machine_does_not_run_the_module(module:
     module.write_text(module.read_text() + "raise SystemExit('was run')\n")
     check(_data(columns={"answer": "own_columns:number"}))
     assert "own_columns" not in sys.modules
-
-
-def test_what_is_no_function_is_refused(module: Path) -> None:
-    with pytest.raises(ConfigError, match="'own_columns:value' is a int, not a function"):
-        with_columns(pl.DataFrame({"n": [1]}), _data(columns={"answer": "own_columns:value"}))
 
 
 def test_lineage_follows_the_mapping_and_the_source_of_its_functions(tmp_path: Path, module: Path) -> None:

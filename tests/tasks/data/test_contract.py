@@ -30,8 +30,12 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_model(tmp_path_factory.mktemp("chat"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return _with_template(tmp_path_factory.mktemp("chat"), TEMPLATE)
+
+
+def _with_template(folder: Path, template: str) -> Path:
+    make_model(folder)
+    (folder / "chat_template.jinja").write_text(template)
     return folder
 
 
@@ -178,9 +182,7 @@ def test_keys_that_only_some_messages_have_are_no_part_of_the_others(tmp_path: P
             [[{"role": "user", "content": f"{n}+1=", "name": "1" if n == 10 else None}] for n in range(10, 20)]
         )
     )
-    model = make_model(tmp_path / "named")
-    (model / "chat_template.jinja").write_text(template)
-    screened = screen(_config(model, tmp_path, frames))
+    screened = screen(_config(_with_template(tmp_path / "named", template), tmp_path, frames))
     assert not screened.refused
     assert sorted(screened.lengths["train"]) == [5] * 9 + [6]
 
@@ -189,11 +191,11 @@ def test_keys_that_only_some_messages_have_are_no_part_of_the_others(tmp_path: P
 @pytest.mark.parametrize("picky", ["10", "17"])
 def test_a_template_that_refuses_what_a_prompt_says_breaks_the_rule_in_that_row(tmp_path: Path, picky: str) -> None:
     """Also in the first row of an order of roles, which says nothing of the others."""
-    model = make_model(tmp_path / "picky")
-    (model / "chat_template.jinja").write_text(
+    template = (
         "{% for m in messages %}{% if 'PICKY' in m.content %}{{ raise_exception('no') }}{% endif %}"
         "{{ m.content }}{% endfor %}".replace("PICKY", picky)
     )
+    model = _with_template(tmp_path / "picky", template)
     frames = _conversations(_frames())
     found = screen(_config(model, tmp_path, frames))
     assert found.refused

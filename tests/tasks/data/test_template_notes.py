@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,7 @@ def _notes(folder: Path, data: Path, template: str, *rewards: dict[str, Any], ke
     values = config_values(folder, data, **dict(keys)) | ({"rewards": list(rewards)} if rewards else {})
     values["data"] |= more
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    (data / "own").mkdir(exist_ok=True)
-    for file in folder.iterdir():
-        (data / "own" / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, data / "own", dirs_exist_ok=True)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(data / "own")
     values["model"]["name_or_path"] = str(data / "own")
@@ -131,10 +130,7 @@ def test_a_turn_that_the_engine_would_not_end_is_named(
 ) -> None:
     template = PLAIN.replace("[END]", "\n#" if end is None else end)
     if end is not None:
-        (tmp_path / "chosen").mkdir()
-        for file in folder.iterdir():
-            (tmp_path / "chosen" / file.name).write_bytes(file.read_bytes())
-        folder = tmp_path / "chosen"
+        folder = Path(shutil.copytree(folder, tmp_path / "chosen"))
         tokenizer = AutoTokenizer.from_pretrained(folder)
         tokenizer.add_tokens([end])
         tokenizer.save_pretrained(folder)

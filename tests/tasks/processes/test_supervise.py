@@ -277,16 +277,15 @@ def test_what_a_process_says_while_it_ends_is_heard_and_awaited() -> None:
     assert lines == ["up", "saved"]
 
 
-def test_a_failing_process_is_reported_with_its_status_and_last_lines() -> None:
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("raise SystemExit(3)", "status 3"), ("import os; os.kill(os.getpid(), 9)", r"status 137 \(SIGKILL\)")],
+)
+def test_a_failing_process_is_reported_with_its_status_and_last_lines(end: str, status: str) -> None:
     lines: list[str] = []
-    with pytest.raises(StageError, match=r"status 3;(.|\n)*the reason"):
-        run_process(["-c", "print('the reason'); raise SystemExit(3)"], lines.append)
+    with pytest.raises(StageError, match=rf"{status};(.|\n)*the reason"):
+        run_process(["-c", f"print('the reason', flush=True); {end}"], lines.append)
     assert lines == ["the reason"]
-
-
-def test_a_killed_process_is_a_failure_that_names_the_signal() -> None:
-    with pytest.raises(StageError, match=r"status 137 \(SIGKILL\)"):
-        run_process(["-c", "import os; os.kill(os.getpid(), 9)"], lambda line: None)
 
 
 def test_a_process_that_does_not_end_in_time_is_killed_and_reported_with_its_last_lines() -> None:

@@ -1,4 +1,5 @@
-"""A training that hangs is noticed and explained; one that is slow, asleep or looked at by a debugger is left alone."""
+"""A training that hangs is noticed and explained; one that is slow, asleep or looked at by a debugger is left alone;
+and one that is told to end saves and is heard."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,10 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_core.config.files import parse_config
-from grpo_core.config.run import RunConfig
+from grpo_core.config.run import RunConfig, TrainConfig
 from grpo_core.system.progress import RANKS, Record
+from grpo_core.training.interrupt import EXIT_STATUS
 from tasks.processes import launch as launching
-from tasks.processes.launch import launch
+from tasks.processes.launch import launch, torchrun
 from tasks.processes.launchers.machines import Machine
 from tasks.processes.machine import free_port
 from tasks.processes.stacks import HANG
@@ -265,3 +268,42 @@ def test_what_stands_still_is_named_and_every_process_writes_its_stacks(
         assert "standing.py" in stacks and stacks.count("hread 0x") == 2
     assert not [*(tmp_path / RANKS).glob("*.json")]
     assert (tmp_path / RANKS / HANG).read_text() == reason.removeprefix("hang: ")
+
+
+# On its first SIGTERM it saves for a second, and says each line that the end of a training says.
+SAVING = """
+import signal, sys, time
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+print("up", flush=True)
+while not told:
+    time.sleep(0.01)
+print("told", flush=True)
+end = time.monotonic() + 1
+while time.monotonic() < end:
+    time.sleep(0.05)
+    print("saving", flush=True)
+print("saved", flush=True)
+sys.exit(143)
+"""
+
+
+def test_processes_save_and_are_heard_however_often_their_launcher_is_told_to_end(tmp_path: Path) -> None:
+    (tmp_path / "saving.py").write_text(SAVING)
+    words = torchrun(TrainConfig(), "127.0.0.1", free_port())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tasks.processes.ranks", *words, tmp_path / "saving.py"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    lines = iter(process.stdout.readline, "")
+    assert "up\n" in lines
+    process.terminate()
+    assert "told\n" in lines
+    for _ in range(5):  # as Slurm, its srun and the supervisor do, within milliseconds
+        process.terminate()
+        time.sleep(0.05)
+    assert "saved\n" in lines
+    assert process.wait(timeout=60) == EXIT_STATUS

@@ -50,6 +50,13 @@ def trainings(arms: dict[str, Path]) -> dict[str, str]:
     return trainings_of([parse_config(values(run.parents[1], name)) for name, run in arms.items()])
 
 
+def ruled(arms: dict[str, Path]) -> tuple[Path, Path, dict[str, str]]:
+    """Two arms of a sweep that stops those that fall behind, and its rule."""
+    first, second, _ = arms.values()
+    write_rule("sums.sweep", rule := trainings(arms), 0.05)
+    return first, second, rule
+
+
 def finish(run: Path, key: str) -> Path:
     """Leave a finished training with this lineage key; returns its folder."""
     TRAIN.path(run).mkdir()
@@ -121,9 +128,7 @@ def test_nothing_is_stopped_without(arms: dict[str, Path], without: str) -> None
 
 
 def test_an_unfinished_training_is_the_rival_beside_a_finished_one_of_other_values(arms: dict[str, Path]) -> None:
-    first, second, _ = arms.values()
-    rule = trainings(arms)
-    write_rule("sums.sweep", rule, 0.05)
+    first, second, _ = ruled(arms)
     score(finish(first, "another"), 2, 0.0)
     race(first)
     score(TRAIN.partial(first), 2, 2.0)
@@ -135,9 +140,7 @@ def test_an_unfinished_training_is_the_rival_beside_a_finished_one_of_other_valu
 @pytest.mark.parametrize(("groups", "stops"), [(16, True), (2, False)])
 def test_prompts_of_a_group_count_once(arms: dict[str, Path], groups: int, stops: bool) -> None:
     """Sixteen lost prompts stop an arm, the same of two passages do not."""
-    first, second, _ = arms.values()
-    rule = trainings(arms)
-    write_rule("sums.sweep", rule, 0.05)
+    first, second, rule = ruled(arms)
     prompts = second / "dataset" / "eval.parquet"
     read_parquet(prompts).with_columns(passage=pl.int_range(16) % groups).write_parquet(prompts)
     score(finish(first, rule[first.name]), 2, 2.0)
@@ -151,9 +154,7 @@ def test_prompts_of_a_group_count_once(arms: dict[str, Path], groups: int, stops
 
 
 def test_a_training_that_goes_on_is_no_longer_stopped(arms: dict[str, Path]) -> None:
-    first, second, _ = arms.values()
-    rule = trainings(arms)
-    write_rule("sums.sweep", rule, 0.05)
+    first, second, rule = ruled(arms)
     score(finish(first, rule[first.name]), 2, 2.0)
     running = race(second)
     score(TRAIN.partial(second), 2, 0.0)

@@ -1,7 +1,9 @@
-"""What data, models and configurations say stands in Prefect's Markdown as text, whatever it is."""
+"""Figures in words, and what data, models and configurations say as text in Prefect's Markdown, whatever it is."""
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 from pathlib import Path
 
@@ -10,11 +12,64 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from grpo_core.evaluation.statistics import paired_difference
 from tasks.data.repeats import FINDING
+from tasks.rendering.figures import verdict
 from tasks.rendering.markdown import escape, table
 from tasks.rendering.visible import visible
 from tasks.reports.data_report import markdown
 from tests.hostile import HOSTILE, is_seen, read, render
+
+
+@pytest.mark.parametrize(
+    ("metric", "before", "after", "sentence"),
+    [
+        (
+            "accuracy",
+            [0.0] * 20,
+            [1.0] * 10 + [0.0] * 10,
+            r"better than the base by 50\.0 points \(p = 0\.00098\)",
+        ),
+        ("accuracy", [1.0] * 20, [0.0] * 10 + [1.0] * 10, r"worse than the base by 50\.0 points"),
+        (
+            "accuracy",
+            [0.0, 1.0] * 10,
+            [1.0, 0.0] * 10,
+            r"no difference from the base could be shown: a gain of \d+\.\d points or more would show on these 20 "
+            r"prompts, 80% of the time",
+        ),
+        (
+            "accuracy",
+            [0.0] + [1.0] * 19,
+            [1.0] + [0.0] * 5 + [1.0] * 14,
+            r"likely worse than the base by 20\.0 points, which is not shown yet: the interval is "
+            r"\[-\d+\.\d, \d\.\d\]; a gain of \d+\.\d points or more would show on these 20 prompts, 80% of the time",
+        ),
+        (
+            "accuracy",
+            [1.0] + [0.0] * 19,
+            [0.0] + [1.0] * 5 + [0.0] * 14,
+            r"likely better than the base by 20\.0 points, which is not shown yet: the interval is .*",
+        ),
+        ("accuracy", [math.nan], [1.0], "no comparison with the base: no prompt was scored for both"),
+        ("reward", [-3.0] * 20, [-2.74] * 20, r"better than the base by 0\.260 in reward \(p = [\de.-]+\)"),
+        ("reward", [4.0] * 20, [2.5] * 20, r"worse than the base by 1\.500 in reward"),
+        (
+            "reward",
+            [1.5, 4.0] * 10,
+            [4.0, 1.5] * 10,
+            r"no difference from the base in reward could be shown: a gain of \d+\.\d{3} or more would show on "
+            r"these 20 prompts, 80% of the time",
+        ),
+    ],
+)
+def test_the_verdict_says_what_the_figures_mean_in_the_metric_s_unit(
+    metric: str, before: list[float], after: list[float], sentence: str
+) -> None:
+    bounds = (0.0, 1.0) if metric == "accuracy" else (-math.inf, math.inf)
+    difference = vars(paired_difference(before, after, 0.95, bounds))
+    assert re.fullmatch(sentence, verdict(metric, difference, "base", "prompts"))
+
 
 MARKS = st.text("<>[]()!`*_~|\\&#;:/.@-+=>$^{}\"'?,% \n\r\t1ahtpw\xa0\u202a\u202e\u2066\u2069", max_size=40)
 TEXTS = st.sampled_from(HOSTILE) | MARKS | st.text(max_size=40)
