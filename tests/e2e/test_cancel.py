@@ -106,21 +106,18 @@ def _states(server: Served, run_id: str) -> list[str]:
     return [state["name"] for state in states if state["name"] not in ("Scheduled", "Late", "Submitting")]
 
 
-def _tracked(server: Served, training: Path) -> list[str]:
+def _tracked(server: Served, training: Path) -> list[Any]:
     """The MLflow runs of this training's experiment that have its name."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{server.storage / 'mlflow' / 'mlflow.db'}")
     run = client.get_run(json.loads((training / "mlflow.json").read_text())["run_id"])
-    found = client.search_runs([run.info.experiment_id], f"run_name = '{run.info.run_name}'")
-    return [each.info.run_id for each in found]
+    return client.search_runs([run.info.experiment_id], f"run_name = '{run.info.run_name}'")
 
 
 def _tracked_status(server: Served, training: Path) -> str:
-    from mlflow import MlflowClient
-
-    uri = f"sqlite:///{server.storage / 'mlflow' / 'mlflow.db'}"
-    return MlflowClient(uri).get_run(json.loads((training / "mlflow.json").read_text())["run_id"]).info.status
+    own = json.loads((training / "mlflow.json").read_text())["run_id"]
+    return next(run.info.status for run in _tracked(server, training) if run.info.run_id == own)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The recipes for texts: what their small data says is so, what the base learns from is as mixed as it claims, and the
-judge is asked in training what it was taught.
-
-Their training is exercised by tests/e2e/test_recipes.py."""
+judge is asked in training what it was taught; and what the examples have Prefect's server send is JSON with the texts
+in it, whatever these contain. Their training is exercised by tests/e2e/test_recipes.py."""
 
 from __future__ import annotations
 
@@ -14,13 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prefect.server.utilities.user_templates import register_user_template_filters, render_user_template_sync
 
 from examples import tiny
 from examples.dialogue import make as dialogue
 from examples.dialogue import ultrafeedback
+from examples.notifications.webhook import FAILED, FROM_EVENT
 from examples.summaries import make as summaries
 from examples.summaries import tldr
 from examples.writing import make as writing
@@ -149,3 +151,17 @@ def test_real_data_becomes_rows_of_the_same_kind() -> None:
     }
     (message,) = writingprompts.make_row("[ WP ] A lamp is lost .")["prompt"]
     assert message["role"] == "user" and message["content"].endswith("words. A lamp is lost .")
+
+
+HOSTILE = 'x", "channel": "#ops", "y": "\n\\ {{ 1 }} </script>'
+
+
+@pytest.mark.slow
+def test_a_name_or_a_text_does_not_break_out_of_a_notification() -> None:
+    register_user_template_filters({"ui_url": lambda run: f"https://prefect.internal/{run.id}"})
+    run = SimpleNamespace(id=1, name=HOSTILE, state=SimpleNamespace(name="Failed"))
+    context = {"flow": SimpleNamespace(name="pipeline"), "flow_run": run}
+    said = f"pipeline: run {HOSTILE} is Failed. https://prefect.internal/1"
+    assert json.loads(render_user_template_sync(FAILED, context)) == {"text": said}
+    event = SimpleNamespace(payload={"text": HOSTILE})
+    assert json.loads(render_user_template_sync(FROM_EVENT, {"event": event})) == {"text": HOSTILE}

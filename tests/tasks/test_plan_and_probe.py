@@ -32,6 +32,13 @@ from tests.tasks.stages import small_stages
 from tests.tasks.stages.small_stages import configure, do
 
 
+def _validated(run: Path, num_prompts: int) -> None:
+    numbers = {"train": num_prompts, "eval": 16}
+    parts = {name: {"num_prompts": number} for name, number in numbers.items()}
+    receipt = {"num_prompts": numbers, "parts": parts, "lengths": {"train": {"mean": 5.0, "max": 6}}}
+    (run / "dataset" / "report.json").write_text(json.dumps(receipt))
+
+
 def test_the_plan_that_a_training_reads_has_the_tokens_that_fit_the_gpu(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -40,10 +47,7 @@ def test_the_plan_that_a_training_reads_has_the_tokens_that_fit_the_gpu(
     (tmp_path / "shape" / "config.json").write_text(json.dumps(QWEN["1.5B"]))
     keys = {"name_or_path": str(tmp_path / "shape"), "max_completion_length": 512, "per_device_train_batch_size": 1024}
     run = make_run(tmp_path / "run", config_values(model_folder, tmp_path, **keys, mixed_precision="bf16"), 1000)
-    parts = {"train": {"num_prompts": 1000}, "eval": {"num_prompts": 16}}
-    lengths = {"train": {"mean": 5.0, "max": 6}}
-    receipt = {"num_prompts": {"train": 1000, "eval": 16}, "parts": parts, "lengths": lengths}
-    (run / "dataset" / "report.json").write_text(json.dumps(receipt))
+    _validated(run, 1000)
     monkeypatch.setenv("GRPO_MEASURE", "0")
     monkeypatch.setattr(stage, "get_run_logger", lambda: logging.getLogger("plan"))
     monkeypatch.setattr(stage, "show_table", lambda *_: None)
@@ -80,9 +84,7 @@ def test_a_recording_that_the_training_could_not_take_is_refused(
     recorded = trained_run(tmp_path / "recorded", values, max_steps=2)
     run = make_run(tmp_path / "run", with_keys(values, engine="recorded", recording=str(recorded), **keys))
     write_sums(run / "dataset" / "train.parquet", first, first + 24)
-    parts = {"train": {"num_prompts": 24}, "eval": {"num_prompts": 16}}
-    receipt = {"num_prompts": {"train": 24, "eval": 16}, "parts": parts, "lengths": {"train": {"mean": 5.0, "max": 6}}}
-    (run / "dataset" / "report.json").write_text(json.dumps(receipt))
+    _validated(run, 24)
     with pytest.raises(ConfigError, match=message):
         stage._work(Context(load_config(run / "config.toml"), run, run / "plan.json.partial"))
 

@@ -219,40 +219,32 @@ def test_every_rule_has_a_fault_above() -> None:
     assert faults | {"own_schema"} == set(RULES) == set(DataChecks.model_fields)  # that one: test_own_schema.py
 
 
+def _of(dataset: str, change: Callable[[pl.DataFrame], pl.DataFrame]) -> Callable[[Frames], None]:
+    return lambda frames: frames.update({dataset: change(frames[dataset])})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutate", "sentence"),
     [
+        (_of("train", lambda t: t.drop("answer")), "train has no column 'answer', which numeric_match reads"),
+        (_of("eval", lambda t: t.drop("prompt")), "eval has no column 'prompt'; its columns are answer"),
         (
-            lambda f: f.update(train=f["train"].drop("answer")),
-            "train has no column 'answer', which numeric_match reads",
-        ),
-        (lambda f: f.update(eval=f["eval"].drop("prompt")), "eval has no column 'prompt'; its columns are answer"),
-        (
-            lambda f: f.update(train=f["train"].rename({"prompt": "question"}).select("answer", "question")),
+            _of("train", lambda t: t.rename({"prompt": "question"}).select("answer", "question")),
             "train has no column 'prompt'; its columns are answer, question: set data.columns.prompt = \"question\"",
         ),
-        (lambda f: f.update(eval=f["eval"].head(0)), "eval has no rows"),
+        (_of("eval", lambda t: t.head(0)), "eval has no rows"),
+        (_of("eval", lambda t: t.with_columns(prompt=pl.lit(" "))), "eval has no rows left: all 5 were dropped"),
+        (_of("train", lambda t: t.with_columns(prompt=pl.lit(5))), "column 'prompt': its type is Int32"),
+        (_of("train", lambda t: t.with_columns(answer=pl.lit(None))), "column 'answer': its type is null only"),
         (
-            lambda f: f.update(eval=f["eval"].with_columns(prompt=pl.lit(" "))),
-            "eval has no rows left: all 5 were dropped",
-        ),
-        (lambda f: f.update(train=f["train"].with_columns(prompt=pl.lit(5))), "column 'prompt': its type is Int32"),
-        (
-            lambda f: f.update(train=f["train"].with_columns(answer=pl.lit(None))),
-            "column 'answer': its type is null only",
-        ),
-        (
-            lambda f: f.update(train=f["train"].with_columns(answer=pl.concat_list("answer"))),
+            _of("train", lambda t: t.with_columns(answer=pl.concat_list("answer"))),
             "column 'answer': its type is List(String); the reward numeric_match takes str | int | float",
         ),
-        (
-            lambda f: f.update(eval=_conversations(f)["eval"]),
-            "the prompts of train are text, those of eval conversations",
-        ),
+        (_of("eval", lambda t: _conversations({"it": t})["it"]), "prompts of train are text, those of eval conversat"),
         (lambda f: f.update(_conversations(f)), "has no chat template"),
         (
-            lambda f: f.update(train=f["train"].with_columns(prompt=pl.concat_list(pl.struct(role=pl.lit("user"))))),
+            _of("train", lambda t: t.with_columns(prompt=pl.concat_list(pl.struct(role=pl.lit("user"))))),
             "a prompt is text, or a list of messages",
         ),
     ],

@@ -51,6 +51,7 @@ ROW = st.fixed_dictionaries(
         "large": st.sampled_from([1, 2**70]),
     },
 )
+PLAIN = {"form": "jsonl", "severity": "drop", "schema": False, "function": False, "alien": None}
 ALIENS = [None, None, None, ("prompt", 5), ("answer", True), ("texts", "a"), ("object", 1), ("number", "x")]
 
 
@@ -89,20 +90,12 @@ def _verdict(values: dict[str, Any]) -> Any:
 @example(
     rows=[{"prompt": "1+1=", "answer": "2", "number": None, "large": large} for large in (1, 1, 2**70)],
     held_out=[{"prompt": "2+2=", "answer": "4"}],
-    form="jsonl",
-    severity="drop",
-    schema=True,
-    function=False,
-    alien=None,
+    **PLAIN | {"schema": True},
 )
 @example(  # no training prompt is left, and held-out ones are
     rows=[{"prompt": "1+1=", "answer": "2"}] * 3,
     held_out=[{"prompt": "1+1=", "answer": "2"}],
-    form="jsonl",
-    severity="error",
-    schema=False,
-    function=False,
-    alien=None,
+    **PLAIN | {"severity": "error"},
 )
 def test_slices_get_the_same_verdict_as_the_whole(
     model_folder: Path,

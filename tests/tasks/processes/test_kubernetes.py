@@ -170,104 +170,87 @@ BY_POLICY = {
 }
 OUT_OF_MEMORY = _container(terminated={"exitCode": 137, "reason": "OOMKilled"})
 CRASHED = _container(terminated={"exitCode": 1, "reason": "Error", "message": "No module named 'tasks'\n"})
+TOLD_TO_END = _container(terminated={"exitCode": 143, "reason": "Error"})
+CREATING = _container(waiting={"reason": "ContainerCreating"})
+BOTH_WAIT = Job("waiting", f"grpo-a-0, grpo-a-1: Unschedulable: {UNSCHEDULABLE['message']}")
 EVICTED = {"reason": "Evicted", "message": "The node was low on resource: memory."}
 
 
 # States as the API's reference and the pages on Jobs, pods' life cycle and disruptions describe them.
 @pytest.mark.parametrize(
-    ("job", "pods", "events", "expected"),
+    ("job", "pods", "expected"),
     [
-        (_job(), [], ["exceeded quota: gpus"], Job("waiting", "exceeded quota: gpus")),
-        (_job(), [_pod(0, "Running")], ["exceeded quota: gpus"], Job("waiting", "exceeded quota: gpus")),
-        (
-            _job(),
-            [_pod(0, "Pending", conditions=[UNSCHEDULABLE])],
-            ["exceeded quota: gpus"],
-            Job("waiting", f"grpo-a-0: Unschedulable: {UNSCHEDULABLE['message']}; exceeded quota: gpus"),
-        ),
-        (_job({"type": "Suspended"}), [], [], Job("waiting", "suspended, until its queue admits it")),
-        (
-            _job(),
-            [_pod(number, "Pending", conditions=[UNSCHEDULABLE]) for number in (0, 1)],
-            [],
-            Job("waiting", f"grpo-a-0, grpo-a-1: Unschedulable: {UNSCHEDULABLE['message']}"),
-        ),
+        (_job({"type": "Suspended"}), [], Job("waiting", "suspended, until its queue admits it")),
+        (_job(), [_pod(number, "Pending", conditions=[UNSCHEDULABLE]) for number in (0, 1)], BOTH_WAIT),
         (
             _job(),
             [
                 _pod(0, "Running", **_container(running={})),
                 _pod(1, "Pending", **_container(waiting={"reason": "ImagePullBackOff", "message": "no such image"})),
             ],
-            [],
             Job("waiting", "grpo-a-1: ImagePullBackOff: no such image"),
         ),
-        (
-            _job(),
-            [_pod(number, "Pending", **_container(waiting={"reason": "ContainerCreating"})) for number in (0, 1)],
-            ["MountVolume.SetUp failed"],
-            Job("waiting", "MountVolume.SetUp failed"),
-        ),
-        (_job(), [_pod(0, "Running"), _pod(1, "Running")], [], Job("running")),
+        (_job(), [_pod(0, "Running"), _pod(1, "Running")], Job("running")),
         (
             _job(),
             [_pod(0, "Running"), _pod(1, "Running", conditions=[PREEMPTED])],
-            [],
             Job("running", f"grpo-a-1: PreemptionByScheduler: {PREEMPTED['message']}"),
         ),
         (
             _job(),
             [_pod(0, "Failed", **CRASHED), _pod(1, "Pending", conditions=[UNSCHEDULABLE])],
-            [],
             Job(
                 "running",
                 "grpo-a-0: container training ended with status 1: No module named 'tasks'; "
                 f"grpo-a-1: Unschedulable: {UNSCHEDULABLE['message']}",
             ),
         ),
-        (
-            _job({"type": "Complete"}),
-            [_pod(0, "Succeeded"), _pod(1, "Succeeded")],
-            [],
-            Job("ended", "its pods have ended"),
-        ),
+        (_job({"type": "Complete"}), [_pod(0, "Succeeded"), _pod(1, "Succeeded")], Job("ended", "its pods have ended")),
         (
             _job(FAILED),
             [_pod(0, "Succeeded"), _pod(1, "Failed", **CRASHED)],
-            [],
             Job("ended", "grpo-a-1: container training ended with status 1: No module named 'tasks'"),
         ),
-        (_job(FAILED), [_pod(0, "Running"), _pod(1, "Failed")], [], Job("running")),
+        (_job(FAILED), [_pod(0, "Running"), _pod(1, "Failed")], Job("running")),
         (
             _job(FAILED),
             [_pod(0, "Succeeded"), _pod(1, "Failed", **OUT_OF_MEMORY)],
-            [],
             Job("ended", "grpo-a-1: container training was killed for memory (OOMKilled)", "scheduler"),
         ),
         (
             _job(FAILED),
             [_pod(1, "Failed", **EVICTED)],
-            [],
             Job("ended", f"grpo-a-1: Evicted: {EVICTED['message']}", "scheduler"),
         ),
-        (
-            _job(BY_POLICY),
-            [_pod(0, "Failed", **_container(terminated={"exitCode": 143, "reason": "Error"}))],
-            [],
-            Job("ended", BY_POLICY["message"], "scheduler"),
-        ),
-        (
-            _job(deletionTimestamp="2026-01-01T00:00:00Z"),
-            [_pod(0, "Running")],
-            [],
-            Job("running", "it is being deleted"),
-        ),
+        (_job(BY_POLICY), [_pod(0, "Failed", **TOLD_TO_END)], Job("ended", BY_POLICY["message"], "scheduler")),
+        (_job(deletionTimestamp="2026-01-01T00:00:00Z"), [_pod(0, "Running")], Job("running", "it is being deleted")),
     ],
 )
 def test_the_state_of_a_job_is_said_with_kubernetes_reason(
-    job: dict[str, Any], pods: list[dict[str, Any]], events: list[str], expected: Job
+    job: dict[str, Any], pods: list[dict[str, Any]], expected: Job
 ) -> None:
-    assert describe(job, pods, events) == expected
-    assert (object_to_look_up(job, pods) is not None) == bool(events)
+    assert describe(job, pods, []) == expected
+    assert object_to_look_up(job, pods) is None
+
+
+@pytest.mark.parametrize(
+    ("pods", "event", "said"),
+    [
+        ([], "exceeded quota: gpus", ""),
+        ([_pod(0, "Running")], "exceeded quota: gpus", ""),
+        (
+            [_pod(0, "Pending", conditions=[UNSCHEDULABLE])],
+            "exceeded quota: gpus",
+            f"grpo-a-0: Unschedulable: {UNSCHEDULABLE['message']}; ",
+        ),
+        ([_pod(number, "Pending", **CREATING) for number in (0, 1)], "MountVolume.SetUp failed", ""),
+    ],
+)
+def test_a_job_that_waits_without_a_reason_of_its_pods_is_said_with_its_events(
+    pods: list[dict[str, Any]], event: str, said: str
+) -> None:
+    assert describe(_job(), pods, [event]) == Job("waiting", f"{said}{event}")
+    assert object_to_look_up(_job(), pods) is not None
 
 
 class Api(ThreadingHTTPServer):

@@ -13,30 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
-from grpo_core.config.files import dump_config, load_config, parse_config
+from grpo_core.config.files import load_config, parse_config
 from tasks.registry.champion import model_lock
 from tasks.stages import locks
 from tasks.stages.locks import RunInUseError, locked
 from tasks.stages.run_directory import open_run
-from tests.conftest import config_values
 from tests.processes import runs
-
-Values = dict[str, Any]
-
-
-@pytest.fixture
-def values(tmp_path: Path) -> Values:
-    return config_values(tmp_path / "model", tmp_path)
-
-
-@pytest.fixture
-def run(tmp_path: Path, values: Values, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "storage"))
-    folder = tmp_path / "storage" / "runs" / "test"
-    folder.mkdir(parents=True)
-    (folder / "config.toml").write_text(dump_config(parse_config(values)))
-    return folder
-
+from tests.tasks.stages.small_stages import Values
 
 HOLD = """
 import sys

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import mlflow
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,6 +35,7 @@ from tasks.tracking.traces import (
     send_rest_of_rollouts,
     tracing,
 )
+from tests.e2e.traced import traces_of
 from tests.hostile import EVIL
 from tests.made_up import sampled, values_of, write_sampled
 from tests.processes import wait_for
@@ -57,17 +57,6 @@ def _batch(step: int, **columns: Any) -> list[dict[str, Any]]:
         for row in range(4)
         for k in range(G)
     ]
-
-
-def _traces(tracked: dict[str, Any], filter: str = "") -> list[Trace]:
-    found = mlflow.search_traces(
-        locations=[tracked["experiment_id"]],
-        run_id=tracked["run_id"],
-        filter_string=filter or None,
-        max_results=1000,
-        return_type="list",
-    )
-    return sorted(found, key=lambda trace: trace.info.trace_id)
 
 
 def _content(found: list[Trace]) -> list[Any]:
@@ -112,8 +101,8 @@ def test_a_trace_has_what_was_asked_said_and_given_and_is_found_by_its_tags(
 ) -> None:
     write_sampled(tmp_path, [_batch(1), _batch(2, ages=[0, 2, 1])], G)
     send_rest_of_rollouts(tracked, tmp_path, _config(), LOG)
-    assert len(_traces(tracked)) == 8
-    [found] = _traces(tracked, "tags.step = '2' AND tags.row = '3' AND tags.group = '3'")[:1]
+    assert len(traces_of(tracked)) == 8
+    [found] = traces_of(tracked, "tags.step = '2' AND tags.row = '3' AND tags.group = '3'")[:1]
     tags = {name: value for name, value in found.info.tags.items() if not name.startswith("mlflow.")}
     assert tags == {
         "kind": "rollout",
@@ -137,8 +126,8 @@ def test_a_trace_has_what_was_asked_said_and_given_and_is_found_by_its_tags(
         "output_tokens": 3,
         "total_tokens": 6,
     }
-    assert {it.info.tags["row"] for it in _traces(tracked)} == {"0", "3"}, "the worst and the best group"
-    assert len(_traces(tracked, "feedback.numeric_match = '1.0'")) == 4
+    assert {it.info.tags["row"] for it in traces_of(tracked)} == {"0", "3"}, "the worst and the best group"
+    assert len(traces_of(tracked, "feedback.numeric_match = '1.0'")) == 4
 
 
 @pytest.mark.slow
@@ -154,7 +143,7 @@ def test_turns_of_a_conversation_are_spans_and_a_reward_that_gave_none_says_so(
     told = {"conversation": json.dumps(said), "opening": "", "turns": 2}
     write_sampled(tmp_path, [[sampled(1, 0, {"numeric_match": None}, **told) for _ in range(G)]], G)
     send_rest_of_rollouts(tracked, tmp_path, _config(1), LOG)
-    [found] = _traces(tracked)
+    [found] = traces_of(tracked)
     assert [(span.name, span.span_type) for span in found.data.spans] == [
         ("rollout, update 1", "CHAT_MODEL"),
         ("policy", "LLM"),
@@ -198,12 +187,12 @@ def test_a_sender_killed_after_any_write_doubles_and_loses_nothing(
         send_rest_of_rollouts(tracked, tmp_path, _config(), LOG)
     assert done == writes
     send_rest_of_rollouts(tracked, tmp_path, _config(), LOG)
-    once = _content(_traces(tracked))
+    once = _content(traces_of(tracked))
     assert len(once) == 8
     assert all(len(spans) == 1 and len(assessments) == 1 for *_, assessments, spans in once)
     (tmp_path / module.TRACED_FILE).write_text("")  # as a machine that dies may leave it
     send_rest_of_rollouts(tracked, tmp_path, _config(), LOG)
-    assert _content(_traces(tracked)) == once
+    assert _content(traces_of(tracked)) == once
 
 
 @pytest.mark.slow
@@ -217,7 +206,7 @@ def test_traces_are_sent_while_a_training_runs_and_of_a_batch_sampled_again_the_
         write_sampled(tmp_path, [_batch(1)], G)
         wait_for((tmp_path / module.TRACED_FILE).exists)
         write_sampled(tmp_path, [[*_batch(1), *_batch(3)]], G)
-    steps = [trace.info.tags["step"] for trace in _traces(tracked)]
+    steps = [trace.info.tags["step"] for trace in traces_of(tracked)]
     assert sorted(steps) == ["1"] * 4 + ["3"] * 4
 
 
@@ -310,7 +299,7 @@ def test_hostile_texts_are_kept_as_text_of_a_limited_length(
     ]
     write_sampled(tmp_path, batches, G)
     send_rest_of_rollouts(tracked, tmp_path, _config(1), LOG)
-    found = {trace.info.tags["row"]: trace for trace in _traces(tracked)}
+    found = {trace.info.tags["row"]: trace for trace in traces_of(tracked)}
     for row, text in enumerate(EVIL):
         trace = found[str(row)]
         [span] = trace.data.spans
