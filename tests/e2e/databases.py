@@ -23,14 +23,8 @@ from tests.needs import PATH, needs
 from tests.serving import free_ports
 
 DEADLINE = 300.0  # of what starts
-
-
 STOP_SECONDS = 120
-
-
 WORD = "of-this-test"  # every password
-
-
 BUCKET_KEY = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": WORD, "AWS_DEFAULT_REGION": "us-east-1"}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,8 +16,10 @@ from cryptography.fernet import Fernet
 
 from benchmarks.command import python_path
 from examples.notifications.mlflow_webhook import SECRET, is_genuine
-from tests.conftest import make_model, write_sums
+from grpo_core.config.base import flatten
+from tests.conftest import small_quickstart, write_inputs
 from tests.e2e.commands import run
+from tests.processes import wait_for
 from tests.serving import START_SECONDS, Served, free_ports, mlflow_server, prefect_server
 from tests.web import Quiet, answering
 
@@ -136,15 +137,7 @@ def listening(servers: Set) -> Set:
 def test_a_completed_run_is_announced_with_its_figures_and_its_version_by_mlflow(
     listening: Set, tmp_path: Path
 ) -> None:
-    changes = {
-        "name": "announced",
-        "model.name_or_path": make_model(tmp_path / "base"),
-        "data.train": write_sums(tmp_path / "train.parquet", 10, 50),
-        "data.eval": write_sums(tmp_path / "eval.parquet", 60, 76),
-        "rollout.engine": "transformers",
-        "train.per_device_train_batch_size": 32,
-        "train.max_steps": 2,
-    }
+    changes = flatten(small_quickstart("announced", write_inputs(tmp_path, 16), {"max_steps": 2}))
     listening.run("-c", RUN, *(f"{key}={value}" for key, value in changes.items()))
     report = json.loads((listening.prefect.storage / "runs/announced/evaluation/report.json").read_text())
     metric = report["deciding_metric"]
@@ -192,10 +185,8 @@ def test_a_new_champion_is_announced_and_starts_a_deployment(listening: Set) -> 
     assert said.startswith('the "sums" version 1 is champion (promoted): accuracy on held-out 100.0% against')
     event = listening.prefect.events("grpo.promoted")["grpo.promoted"]
     assert (event["decision"], event["against"], event["value"], event["rival"]) == ("promoted", "base", 1.0, 0.0)
-    deadline = time.monotonic() + START_SECONDS
     of_flow = {"flows": {"name": {"any_": [FLOW]}}}
-    while not (started := listening.prefect.filter("flow_runs", **of_flow)) and time.monotonic() < deadline:
-        time.sleep(0.2)
+    started = wait_for(lambda: listening.prefect.filter("flow_runs", **of_flow), START_SECONDS)
     assert [run["parameters"] for run in started] == [{"model": 'the "sums"', "version": "1"}]
     calls = [call.said for call in _of_mlflow(listening, {"name": 'the "sums"', "version": "1", "alias": "champion"})]
     tags = {call["data"]["key"]: call["data"]["value"] for call in calls if call["entity"] == "model_version_tag"}

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,12 @@ def _read(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+def _edit(values: dict[str, Any], edit: Callable[[list[dict[str, Any]]], Any]) -> None:
+    """Change the rows of the training set, or have others in their place."""
+    rows = _read(values["data"]["train"])
+    write_lines(Path(values["data"]["train"]), edit(rows) or rows)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("column", "value", "said"),
@@ -93,9 +100,7 @@ def _read(path: str) -> list[dict[str, Any]]:
 def test_a_row_that_breaks_a_rule_of_ones_own_is_refused_dropped_or_kept(
     values: dict[str, Any], column: str, value: Any, said: str
 ) -> None:
-    rows = _read(values["data"]["train"])
-    rows[3][column] = value
-    write_lines(Path(values["data"]["train"]), rows)
+    _edit(values, lambda rows: rows[3].update({column: value}))
     for severity, refused, kept in (("error", True, 9), ("drop", False, 9), ("warn", False, 10)):
         values["data"]["checks"] = {"own_schema": severity}
         screened = screen(parse_config(values))
@@ -107,16 +112,14 @@ def test_unique_is_of_all_rows_and_a_check_of_each_slice(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_rules.py").write_text(MODULE.replace('"min_value": 4}', '"min_value": 4}, unique=True'))
-    rows = _read(values["data"]["train"])
-    write_lines(Path(values["data"]["train"]), [*rows, rows[0]])
+    _edit(values, lambda rows: [*rows, rows[0]])
     monkeypatch.setattr("tasks.data.rows.SLICE_ROWS", 4)
     found = screen(parse_config(values)).findings.filter(check="own_schema")
     assert found.select("row", "value").rows() == [(row, "10+1= breaks field_uniqueness") for row in (0, 10)]
 
 
 def test_a_dropped_row_is_no_earlier_occurrence_of_another(values: dict[str, Any]) -> None:
-    rows = _read(values["data"]["train"])
-    write_lines(Path(values["data"]["train"]), [rows[0] | {"level": 9}, *rows])
+    _edit(values, lambda rows: [rows[0] | {"level": 9}, *rows])
     values["data"]["checks"] = {"own_schema": "drop"}
     assert screen(parse_config(values)).findings["check"].to_list() == ["own_schema"]
 
@@ -125,17 +128,14 @@ def test_a_dropped_row_is_no_earlier_occurrence_of_another(values: dict[str, Any
     ("change", "said"),
     [
         (
-            lambda row: row.pop("level"),
+            lambda row: {key: value for key, value in row.items() if key != "level"},
             "train breaks Graded: it has no column 'level'; its columns are question, answer",
         ),
-        (lambda row: row.update(level="x"), "train breaks Graded: column 'level' is of type String, not Int64"),
+        (lambda row: row | {"level": "x"}, "train breaks Graded: column 'level' is of type String, not Int64"),
     ],
 )
 def test_columns_that_the_schema_refuses_are_named(values: dict[str, Any], change: Any, said: str) -> None:
-    rows = _read(values["data"]["train"])
-    for row in rows:
-        change(row)
-    write_lines(Path(values["data"]["train"]), rows)
+    _edit(values, lambda rows: [change(row) for row in rows])
     assert said in screen(parse_config(values)).shape
 
 
@@ -194,9 +194,7 @@ def test_what_a_schema_may_say_is_checked_in_each_row(
     values: dict[str, Any], tmp_path: Path, level: str, settings: str, wrong: list[int]
 ) -> None:
     """Of the rows, the fifth has level 9 and the sixth has none."""
-    rows = _read(values["data"]["train"])
-    rows[4]["level"], rows[5]["level"] = 9, None
-    write_lines(Path(values["data"]["train"]), rows)
+    _edit(values, lambda rows: [row | {4: {"level": 9}, 5: {"level": None}}.get(n, {}) for n, row in enumerate(rows)])
     is_nullable = "" if "nullable" in level else "nullable=True, "
     (tmp_path / "own_rules.py").write_text(ODD.format(level=is_nullable + level, settings=settings or "pass"))
     assert screen(parse_config(values)).findings.filter(check="own_schema")["row"].to_list() == wrong

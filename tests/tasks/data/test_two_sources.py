@@ -20,9 +20,10 @@ from tests.rows import screen, whole
 from tests.sources import two_sources
 
 
-def _screened(model: Path, folder: Path, frames: dict[str, pl.DataFrame], **lines: Any) -> Screened:
-    """Two sources of which some files are replaced, and keys of the second changed."""
+def _screened(model: Path, folder: Path, frames: dict[str, pl.DataFrame], dropped: str = "", **lines: Any) -> Screened:
+    """Two sources of which some files are replaced, and keys of the second changed; `dropped`: a rule."""
     values = two_sources(model, folder)
+    values["data"]["checks"] = {dropped: "drop"} if dropped else {}
     for name, frame in frames.items():
         frame.write_parquet(folder / f"{name}.parquet")
     values["data"]["sources"][1] |= lines
@@ -58,10 +59,7 @@ def test_a_fault_is_named_by_source_and_row_and_only_that_row_is_dropped(model_f
     lines = pl.DataFrame({"line": ["1=", " ", "3="]})
     screened = _screened(model_folder, tmp_path, {"lines": lines})
     assert screened.findings.select("dataset", "row", "check").rows() == [("train/lines", 1, "blank_prompt")]
-    values = two_sources(model_folder, tmp_path)
-    lines.write_parquet(tmp_path / "lines.parquet")
-    values["data"]["checks"] = {"blank_prompt": "drop"}
-    dropped = screen(parse_config(values))
+    dropped = _screened(model_folder, tmp_path, {"lines": lines}, "blank_prompt")
     assert dropped.kept["train"].filter(source="lines")["prompt"].to_list() == ["1=", "3="]
     assert dropped.report["parts"]["train/lines"] == {
         "rows_read": 3,
@@ -86,11 +84,7 @@ def test_a_prompt_of_two_sources_comes_twice(model_folder: Path, tmp_path: Path)
     """The first source keeps it, in training and in the evaluation; the report counts them by pair."""
     both = {"lines": ["12+5=", "200=", "200=", "13+6="], "lines-eval": ["60+4=", "300="]}
     frames = {name: pl.DataFrame({"line": lines}) for name, lines in both.items()}
-    values = two_sources(model_folder, tmp_path)
-    values["data"]["checks"] = {"duplicate_prompt": "drop"}
-    for name, frame in frames.items():
-        frame.write_parquet(tmp_path / f"{name}.parquet")
-    screened = screen(parse_config(values))
+    screened = _screened(model_folder, tmp_path, frames, "duplicate_prompt")
     twice = screened.findings.filter(check="duplicate_prompt")
     assert twice.select("dataset", "row", "value").rows() == [
         ("train/lines", 0, "12+5= (train/sums row 2)"),

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 import sysconfig
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -57,24 +58,27 @@ def test_a_machine_with_all_that_is_needed_passes(machine: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cuda", "driver", "oldest"), [(13, "575.57.08", 580), (13, "535.104.05", 580), (12, "470.1", 525)]
+    ("cuda", "driver", "finds", "oldest"),
+    [
+        (13, "575.57.08", False, 580),
+        (13, "535.104.05", False, 580),
+        (12, "470.1", False, 525),
+        (13, "535.104.05", True, None),  # with CUDA's compatibility package
+        (12, "535.104.05", False, None),
+        (13, "580.65.06", False, None),
+        (13, "610.1", False, None),
+        (14, "500.1", False, None),  # not known
+    ],
 )
-def test_a_driver_that_is_too_old_for_the_installed_pytorch_is_named(
-    cuda: int, driver: str, oldest: int, machine: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_driver_that_is_too_old_for_the_installed_pytorch_is_named_unless_that_finds_a_gpu_with_it(
+    cuda: int, driver: str, finds: bool, oldest: int | None, machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_nvidia_smi(machine, [{"driver_version": driver}])
     monkeypatch.setattr(gpu, "_cuda_of_torch", lambda: cuda)
-    with pytest.raises(MachineError, match=rf"driver is {driver}, .* CUDA {cuda}, needs {oldest} or newer"):
+    monkeypatch.setattr(gpu, "_torch_finds_gpu", lambda: finds)
+    said = rf"driver is {driver}, .* CUDA {cuda}, needs {oldest} or newer"
+    with pytest.raises(MachineError, match=said) if oldest else nullcontext():
         check_gpu_machine()
-
-
-def test_a_driver_that_pytorch_finds_a_gpu_with_is_new_enough_whatever_its_number(
-    machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As with CUDA's compatibility package."""
-    put_nvidia_smi(machine, [{"driver_version": "535.104.05"}])
-    monkeypatch.setattr(gpu, "_torch_finds_gpu", lambda: True)
-    check_gpu_machine()
 
 
 @pytest.mark.parametrize("finds", [True, False])
@@ -82,15 +86,6 @@ def test_pytorch_is_asked_in_a_process_of_its_own(finds: bool, tmp_path: Path, m
     (tmp_path / "torch.py").write_text(f"class cuda:\n    is_available = lambda: {finds}\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert gpu._torch_finds_gpu() is finds
-
-
-@pytest.mark.parametrize(("cuda", "driver"), [(12, "535.104.05"), (13, "580.65.06"), (13, "610.1"), (14, "500.1")])
-def test_a_driver_that_is_new_enough_or_for_a_cuda_that_is_not_known_passes(
-    cuda: int, driver: str, machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_nvidia_smi(machine, [{"driver_version": driver}])
-    monkeypatch.setattr(gpu, "_cuda_of_torch", lambda: cuda)
-    check_gpu_machine()
 
 
 def test_a_c_compiler_and_python_s_headers_are_asked_for(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,16 +191,15 @@ def test_of_two_failing_machines_the_one_that_failed_by_itself_is_named(
     assert failed.value.restartable == restartable
 
 
-def test_a_status_that_only_looks_like_a_signal_is_a_failure_of_its_own() -> None:
+@pytest.mark.parametrize(
+    ("machines", "code", "restartable"),
+    [("a", -1, False), ("ab", LOST_PEER, True)],
+    ids=["a status that only looks like a signal", "machines that lost only each other"],
+)
+def test_machines_are_started_again_if_they_lost_each_other_alone(machines: str, code: int, restartable: bool) -> None:
     with pytest.raises(ProcessError) as failed:
-        run_together({"": ["-c", "raise SystemExit(-1)"]}, lambda name, line: None)
-    assert not failed.value.restartable
-
-
-def test_machines_that_lost_only_each_other_are_started_again() -> None:
-    with pytest.raises(ProcessError) as failed:
-        run_together({name: ["-c", f"raise SystemExit({LOST_PEER})"] for name in "ab"}, lambda name, line: None)
-    assert failed.value.restartable
+        run_together({name: ["-c", f"raise SystemExit({code})"] for name in machines}, lambda name, line: None)
+    assert failed.value.restartable == restartable
 
 
 def test_the_other_machines_are_ended_when_one_is_killed() -> None:
