@@ -1,9 +1,11 @@
 """A training cancelled, told to end with its runner or with the worker of a work pool, or killed with it: no process
-stays, nothing is lost, no one waits for ever."""
+stays, nothing is lost, no one waits for ever; and trainings that share the GPUs of a machine: as many as fit train,
+each on its own GPUs, and the next one waits."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -16,10 +18,11 @@ import psutil
 import pytest
 
 from benchmarks.command import python_path
-from grpo_core.config.files import dump_config, parse_config
+from grpo_core.config.files import dump_config, load_config, parse_config
 from tests.conftest import config_values
 from tests.e2e.holding import write_patient
 from tests.e2e.place import PROJECT, metrics, resumed_at_step
+from tests.nvidia_smi import put_nvidia_smi
 from tests.processes import runs, wait_for, words
 from tests.served.test_deployments import _new_pool, _prefect, _worker
 from tests.serving import Served, grpo_serve, prefect_server
@@ -297,3 +300,63 @@ def test_the_next_worker_goes_on_with_what_a_stopped_one_was_training(tmp_path: 
         assert _states(server, run_id) == [*attempt, "AwaitingRetry", *attempt, "Completed"]
     result = json.loads((tmp_path / "runs" / "stopped" / "training" / "result.json").read_text())
     assert result["resumed_at_step"] == 3
+
+
+@pytest.fixture
+def two_gpus(tmp_path: Path, model_folder: Path) -> Iterator[Served]:
+    """A Prefect server of a machine with two GPUs (pretended: nothing is computed on them)."""
+    put_nvidia_smi(tmp_path, 2)
+    write_patient(tmp_path)
+    _write_config(tmp_path, "template", config_values(model_folder, tmp_path, max_steps=6))
+    paths: dict[str, Any] = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": python_path(tmp_path, PROJECT),
+    }
+    with prefect_server(tmp_path, MAY_GO_ON=str(tmp_path / "never"), **paths) as server:
+        yield server
+
+
+def _train(server: Served, name: str, **keys: Any) -> str:
+    """Id of a flow run that trains a copy of the template, with other keys of [train]."""
+    runs = server.storage / "runs"
+    shutil.copytree(runs / "template", runs / name)
+    values = load_config(runs / name / "config.toml").model_dump(mode="json", exclude_none=True)
+    values["train"] |= keys
+    (runs / name / "config.toml").write_text(dump_config(parse_config({**values, "name": name})))
+    if keys:
+        _do(server, "plan", name)
+    return server.trigger("train/local", run=name)
+
+
+def _do(server: Served, stage: str, name: str) -> None:
+    done = server.wait(server.trigger(f"{stage}/local", run=name))
+    assert done["state_type"] == "COMPLETED", server.messages(done["id"])
+
+
+def _gpus(runner: psutil.Process, name: str) -> set[str]:
+    trained_by = [it for it in _processes(runner, name) if "grpo_core.train" in " ".join(words(it))]
+    return {it.environ()["CUDA_VISIBLE_DEVICES"] for it in trained_by}
+
+
+def test_two_trainings_share_two_gpus_and_one_that_wants_both_waits_for_them(two_gpus: Served) -> None:
+    server = two_gpus
+    with grpo_serve(server) as runner:
+        for stage in ("validate", "plan"):
+            _do(server, stage, "template")
+        first, second = (_train(server, name) for name in ("one", "two"))
+        _wait_until_stuck(server, "one")
+        _wait_until_stuck(server, "two")
+        assert sorted([_gpus(runner, "one"), _gpus(runner, "two")], key=min) == [{"0"}, {"1"}]
+        waiting = _train(server, "both", num_processes=2, per_device_train_batch_size=4)
+        sentence = (
+            "waiting for 2 slots of the concurrency limit grpo-training: 2 of 2 taken (by one, two); number 1 in line"
+        )
+        wait_for(lambda: sentence in server.messages(waiting))
+
+        for run_id in (first, second):
+            server.cancel(run_id)
+            server.wait(run_id, "CANCELLED")
+        _wait_until_stuck(server, "both")
+        assert _gpus(runner, "both") == {"0,1"}
+        server.cancel(waiting)
+        server.wait(waiting, "CANCELLED")
