@@ -17,13 +17,13 @@ from grpo_core.config.run import RunConfig
 SETS = ("held-out", "general")
 
 
-def promotion_config(**promotion: Any) -> RunConfig:
+def promotion_config(*rewards: dict[str, Any], **promotion: Any) -> RunConfig:
     return parse_config(
         {
             "name": "simulated",
             "model": {"name_or_path": "base"},
             "data": {"train": "train.parquet", "eval": "eval.parquet"},
-            "rewards": [{"function": "numeric_match"}, {"function": "length", "weight": 0.5}],
+            "rewards": list(rewards) or [{"function": "numeric_match"}, {"function": "length", "weight": 0.5}],
             "evaluation": {"sets": [{"name": "general", "data": "general.parquet"}]},
             "promotion": promotion,
         }

@@ -152,27 +152,28 @@ def test_two_pods_end_with_what_two_processes_on_one_machine_end_with_once_there
     assert job["status"]["succeeded"] == 2 and job["spec"]["ttlSecondsAfterFinished"] == 3600
 
 
-def test_a_killed_process_is_survived(place: Pods) -> None:
-    run = place.run("killed-process", max_restarts=1)
-    with both_still(place, place.start(run)) as stage:
-        ranks = [it for it in place.node("b").processes() if "grpo_core.train" in words(it)]
-        [rank] = [it for it in ranks if "tasks.processes.ranks" not in words(it)]
-        rank.kill()
-        place.go_on.touch()
-        stage.until(
-            r"restart 1 of 1 \(train.max_restarts\), .*: machine grpo-test-\S+ ended with status 137 \(SIGKILL\)"
-        )
-        assert stage.end() == 0, stage.text
-    assert metrics(run) == place.undisturbed()
-    place.until_ended()
+def _kill_a_rank(node: Node) -> None:
+    ranks = [it for it in node.processes() if "grpo_core.train" in words(it)]
+    [rank] = [it for it in ranks if "tasks.processes.ranks" not in words(it)]
+    rank.kill()
 
 
-def test_a_pod_that_is_killed_for_memory_is_named_and_survived(place: Pods) -> None:
-    run = place.run("out-of-memory", max_restarts=1)
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (_kill_a_rank, r"\(train.max_restarts\), .*: machine grpo-test-\S+ ended with status 137 \(SIGKILL\)"),
+        (Node.kill_for_memory, r".*Kubernetes ended job .*training was killed for memory \(OOMKilled\)"),
+    ],
+    ids=["killed-process", "out-of-memory"],
+)
+def test_a_process_or_a_pod_that_is_killed_is_named_and_survived(
+    place: Pods, fault: Callable[[Node], None], said: str
+) -> None:
+    run = place.run(fault.__name__.strip("_"), max_restarts=1)
     with both_still(place, place.start(run)) as stage:
-        place.node("b").kill_for_memory()
+        fault(place.node("b"))
         place.go_on.touch()
-        stage.until(r"restart 1 of 1 .*Kubernetes ended job .*training was killed for memory \(OOMKilled\)")
+        stage.until(rf"restart 1 of 1 {said}")
         assert stage.end() == 0, stage.text
     assert metrics(run) == place.undisturbed()
     place.until_ended()

@@ -228,28 +228,14 @@ def test_every_key_that_may_name_a_file_an_address_or_code_is_known() -> None:
     """Those of rewards and environments are dealt with above. Of the others, paths and hub names are read as data."""
     read = {"model.name_or_path", "model.adapter", "data.train", "data.eval", "evaluation.sets.data"}
     read |= {"rollout.recording", "data.sources.train", "data.sources.eval"}
-    names = {"model.revision", "data.train_split", "data.eval_split", "evaluation.sets.split"}
-    names |= {
-        "name",
-        "evaluation.accuracy_reward",
-        "evaluation.sets.name",
-        "evaluation.category_column",
-        "evaluation.group_column",
-    }
-    names |= {
-        "data.subset",
-        "evaluation.sets.subset",
-        "data.revision",
-        "evaluation.sets.revision",
-        "data.system_prompt",
-        "data.chat_template_kwargs",
-    }
-    names |= {"rollout.stop", "data.curriculum.band", "evaluation.sets.source"}
-    names |= {f"data.sources.{key}" for key in ("name", "train_split", "eval_split", "subset", "revision")}
-    names |= {f"data.sources.{key}" for key in ("system_prompt", "rewards", "environment")}
-    names |= {"registry.experiment", "registry.model_name", "registry.alias", "promotion.set", "promotion.guards.set"}
-    names |= {"registry.sweep", "promotion.guards.metric", "evaluation.answer_pattern", "model.lora_target_modules"}
-    names |= {"model.lora_modules_to_save"}
+    splits = ("train_split", "eval_split", "subset", "revision")
+    names = {"name", "model.revision", "model.lora_target_modules", "model.lora_modules_to_save", "rollout.stop"}
+    names |= {f"data.{key}" for key in (*splits, "system_prompt", "chat_template_kwargs", "curriculum.band")}
+    names |= {f"data.sources.{key}" for key in (*splits, "name", "system_prompt", "rewards", "environment")}
+    names |= {f"evaluation.{key}" for key in ("accuracy_reward", "answer_pattern", "category_column", "group_column")}
+    names |= {f"evaluation.sets.{key}" for key in ("name", "split", "subset", "revision", "source")}
+    names |= {"registry.experiment", "registry.model_name", "registry.alias", "registry.sweep"}
+    names |= {"promotion.set", "promotion.guards.set", "promotion.guards.metric"}
     refused = {".".join(address) for address in allowed.ADDRESSES}
     refused |= {f"environment.{key}" for key in ("environment_factory", "environment_args", "tools")}
     refused |= {"data.columns", "data.sources.columns", "data.schema"}

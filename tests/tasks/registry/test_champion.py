@@ -24,6 +24,13 @@ from tests.tasks.registry.champions import NUM_PROMPTS, champion_of, history_of,
 pytestmark = pytest.mark.usefixtures("mlflow")
 
 
+def refused(model: str, version: str | None = None) -> str:
+    """Why."""
+    outcome = promote(model, version)
+    assert outcome.decision == "refused"
+    return outcome.reason
+
+
 def test_the_first_champion_has_beaten_the_base_and_the_next_one_the_first(model: str) -> None:
     make_champions(model, 2)
     assert champion_of(model) == "2"
@@ -167,10 +174,8 @@ def test_a_candidate_is_paired_with_the_champion_that_is_there_now(model: str) -
     register_version(
         model, samples_of(base=0, champion=0, trained=40), key="other", champion={**beside, "version": "7"}
     )
-    outcome = promote(model)
-    assert outcome.decision == "refused"
-    assert "not evaluated beside the champion version 1" in outcome.reason
-    assert "`grpo stage evaluate --run simulated --force`" in outcome.reason
+    assert "not evaluated beside the champion version 1" in (reason := refused(model))
+    assert "`grpo stage evaluate --run simulated --force`" in reason
     assert "gain" not in tags_of(model, "3")
 
 
@@ -179,9 +184,8 @@ def test_a_version_without_an_evaluation_is_refused_unless_forced(model: str) ->
     client.create_registered_model(model)
     run = client.create_run("0")
     client.create_model_version(model, f"{run.info.artifact_uri}/model", run.info.run_id)
-    outcome = promote(model, "1")
-    assert outcome.decision == "refused"
-    assert "no config.toml, evaluation/report.json, evaluation/samples.parquet in its MLflow run" in outcome.reason
+    said = refused(model, "1")
+    assert "no config.toml, evaluation/report.json, evaluation/samples.parquet in its MLflow run" in said
     assert promote(model, "1", force=True).decision == "forced"
     register_version(model, samples_of(base=0, trained=40))
     assert promote(model).decision == "refused"  # nothing is known of the champion either
@@ -275,9 +279,7 @@ def test_another_model_that_had_the_name_before_is_not_the_champion(model: str) 
     register_version(model, samples_of(base=0, trained=39))
     assert promote(model).decision == "promoted"
     register_version(model, samples_of(base=0, champion=0, trained=20), key="other", champion=former)
-    outcome = promote(model)
-    assert outcome.decision == "refused"
-    assert "not evaluated beside the champion version 1" in outcome.reason
+    assert "not evaluated beside the champion version 1" in refused(model)
 
 
 def test_a_version_is_judged_by_its_own_record_though_its_training_was_registered_again(

@@ -223,8 +223,7 @@ def test_prompts_most_of_which_were_not_scored_of_the_rival_decide_nothing() -> 
 
 
 def test_a_reward_that_does_not_count_leaves_nothing_unscored() -> None:
-    rewards = {"rewards": [{"function": "numeric_match"}, {"function": "length", "weight": 0}]}
-    config = parse_config({**promotion_config(metric="reward").model_dump(exclude_none=True), **rewards})
+    config = promotion_config({"function": "numeric_match"}, {"function": "length", "weight": 0}, metric="reward")
     samples = fixed_samples({"champion": [0] * 40, "trained": [1] * 40})
     unscored = samples.with_columns(pl.lit(None, pl.Float64).alias("trained/rewards/length"))
     verdict = _decide(config, unscored)
@@ -264,8 +263,8 @@ def test_a_prompt_that_comes_twice_counts_once() -> None:
 
 
 def test_a_reward_without_a_range_decides_nothing_on_few_prompts() -> None:
-    rewards = {"rewards": [{"function": "numeric_match"}, {"function": "char_length", "name": "length"}]}
-    config = parse_config({**promotion_config(metric="reward").model_dump(exclude_none=True), **rewards})
+    unbounded = {"function": "char_length", "name": "length"}
+    config = promotion_config({"function": "numeric_match"}, unbounded, metric="reward")
     for prompts, accepted in [(199, False), (200, True)]:
         verdict = _decide(config, fixed_samples({"champion": [0] * prompts, "trained": [1] * prompts}))
         assert verdict.accepted == accepted
@@ -278,12 +277,10 @@ def test_a_reward_without_a_range_decides_nothing_on_few_prompts() -> None:
 def test_a_version_with_better_grades_is_promoted_though_none_is_a_right_answer() -> None:
     """The reward of TRL's first example: never 1, so that no answer is right."""
     samples = fixed_samples({"champion": [-3.0] * 200, "trained": [-2.0] * 200})
-    grades = {"rewards": [{"function": "char_length", "name": "numeric_match"}]}
-    config = parse_config({**promotion_config().model_dump(exclude_none=True), **grades})
-    verdict = _decide(config, samples)
+    grades = {"function": "char_length", "name": "numeric_match"}
+    verdict = _decide(promotion_config(grades), samples)
     assert verdict.accepted and verdict.comparisons[0].metric == "reward"
-    by_accuracy = parse_config({**config.model_dump(exclude_none=True), "promotion": {"metric": "accuracy"}})
-    assert not _decide(by_accuracy, samples).accepted
+    assert not _decide(promotion_config(grades, metric="accuracy"), samples).accepted
 
 
 def test_a_refusal_says_what_would_have_been_found() -> None:
