@@ -68,11 +68,12 @@ def test_tags_and_events_have_a_person_s_words_without_what_a_database_refuses(
 @pytest.mark.parametrize("text", [*EVIL, "    indented"], ids=range(len(EVIL) + 1))
 def test_samples_of_an_evaluation_are_shown_as_text(text: str) -> None:
     _assert_only_text(_escaped(text), text.strip())
-    assert len(text) > 2000 or render(_escaped(text)) == (["p"], read(text))
+    assert len(text) > 2000 or render(_escaped(text)) == (["p"], read(text.strip()))
     conversation = _escaped([{"role": "user", "content": text}])
     _assert_only_text(conversation, "role")
     elements, shown = render(conversation)
-    assert elements == ["p"] and (len(text) > 2000 or json.loads(shown)[0].keys() == {"role", "content"})
+    assert elements == ["p"] and shown.startswith('[{"role":"user","content":"')
+    assert len(text) > 2000 or shown.endswith('"}]')
     assert [_escaped(value) for value in (None, 1, 0.5, True)] == [None, 1, 0.5, True]
 
 
