@@ -201,13 +201,10 @@ def test_the_page_on_promotions_has_the_table_that_was_simulated() -> None:
     page = (ROOT / "docs" / "how-to" / "promote.md").read_text()
     result = (RESULTS / "looks.md").read_text()
     shown = [row.partition(": ")[2].partition(" | ")[2] for row in result.splitlines() if "by its place" in row]
-    assert len(shown) == 9 and all(share <= 5 for row in shown[:3] for share in _shares(row))
+    shares = [float(cell.removesuffix(" % ")) for row in shown[:3] for cell in row.rstrip("|").split("| ")]
+    assert len(shown) == 9 and all(share <= 5 for share in shares)
     for row in (shown[0], shown[1], shown[4], shown[6]):
         assert row in page
-
-
-def _shares(row: str) -> list[float]:
-    return [float(cell.removesuffix(" % ")) for cell in row.rstrip("|").split("| ")]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -195,20 +196,12 @@ def test_sizes_of_a_dataset_on_a_hub_are_checked_without_loading_it(config: Path
         refuse_early(parse_config(values))
 
 
-def _plan(config: Path) -> str:
-    return run_here("plan", str(config)).stderr
-
-
 def _run(config: Path) -> str:
     """One sentence, before anything is made."""
     done = run_here("run", str(config))
     assert (done.returncode, len((done.stdout + done.stderr).splitlines()) <= 2) == (2, True), done
     assert not (config.parent / "storage").exists()
     return done.stdout + done.stderr
-
-
-def _arms(config: Path) -> str:
-    return run_here("sweep", str(config), "--seeds", "2").stderr
 
 
 def _form(config: Path) -> str:
@@ -223,7 +216,13 @@ def _deployment(config: Path) -> str:
         return _form(config)
 
 
-DOORS = (_run, _plan, _arms, _form, _deployment)
+DOORS: dict[str, Callable[[Path], str]] = {
+    "run": _run,
+    "plan": lambda config: run_here("plan", str(config)).stderr,
+    "sweep": lambda config: run_here("sweep", str(config), "--seeds", "2").stderr,
+    "form": _form,
+    "deployment": _deployment,
+}
 TELLING = "def told(completions, environments, **columns): return [0.0] * len(completions)\n"
 FAULTY = {  # keys to change, and what every door says
     "model": ({"model.name_or_path": "../gone"}, "model.name_or_path = '../gone': no such file or folder"),
@@ -271,8 +270,8 @@ def test_a_faulty_configuration_is_refused_at_every_door_by_the_same_sentence(
         monkeypatch.setenv("PATH", str(folder))
     keys, sentence = FAULTY[fault]
     config.write_text(tomli_w.dumps(with_keys(config_values(folder / "model", folder), keys)))
-    said = {door.__name__: " ".join(door(config).split()) for door in DOORS}
-    assert [name for name, text in said.items() if sentence not in text] == [] and said["_run"].count(sentence) == 1
+    said = {name: " ".join(door(config).split()) for name, door in DOORS.items()}
+    assert [name for name, text in said.items() if sentence not in text] == [] and said["run"].count(sentence) == 1
     assert not (folder / "storage" / "runs").exists()
 
 

@@ -44,7 +44,11 @@ def serving(data_sets: dict[str, dict[str, bytes]]) -> Iterator[tuple[str, list[
             if is_api and what == "revision":
                 self._answer(json.dumps({"id": f"{owner}/{name}", "sha": COMMIT, "siblings": []}).encode())
             elif is_api:  # tree, paths-info
-                found = [_entry(path, body) for path, body in files.items() if path.startswith(within)]
+                found = [
+                    {"type": "file", "path": path, "oid": hashlib.sha1(body).hexdigest(), "size": len(body)}
+                    for path, body in files.items()
+                    if path.startswith(within)
+                ]
                 self._answer(json.dumps(found).encode())
             elif within in files:
                 self._answer(files[within])
@@ -72,10 +76,6 @@ def serving(data_sets: dict[str, dict[str, bytes]]) -> Iterator[tuple[str, list[
 
     with answering(Hub) as url:
         yield url, asked
-
-
-def _entry(path: str, body: bytes) -> dict[str, object]:
-    return {"type": "file", "path": path, "oid": hashlib.sha1(body).hexdigest(), "size": len(body)}
 
 
 def _configs(path: str) -> bytes:

@@ -9,8 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -59,13 +57,7 @@ def free(count: int) -> dict[str, int]:
     return take_gpus(count, lambda text: None, refuse)
 
 
-@pytest.fixture
-def at_end() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def test_two_stages_of_four_share_a_machine_of_eight_and_the_third_waits(at_end: ExitStack) -> None:
+def test_two_stages_of_four_share_a_machine_of_eight_and_the_third_waits() -> None:
     first, second = free(4), free(4)
     assert [*first, *second] == [str(number) for number in range(COUNT)]
     said: list[str] = []

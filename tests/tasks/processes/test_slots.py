@@ -114,10 +114,6 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Limit |
 Serve = Callable[[Limit | None], None]
 
 
-def _in_line(storage: Path) -> int:
-    return len([*(storage / "line").glob("*.waits")])
-
-
 def test_stages_that_wait_go_in_order_and_a_run_evaluates_what_it_trained_before_another_training(
     served: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -228,7 +224,7 @@ def test_a_limit_that_is_lowered_or_switched_off_leaves_no_stage_at_the_head_of_
         vars(limit).update(change)
         thread.join(10)
     assert ended == ["held"] if "active" in change else "--limit 2`" in ended[0]
-    assert _in_line(tmp_path) == (2 if "active" in change else 1)  # places of ended trainings
+    assert len([*(tmp_path / "line").glob("*.waits")]) == (2 if "active" in change else 1)  # places of ended trainings
 
 
 @pytest.mark.parametrize("limit", [None, Limit(1, active=False)])

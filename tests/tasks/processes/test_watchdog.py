@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_core.config.files import parse_config
-from grpo_core.config.run import RunConfig, TrainConfig
+from grpo_core.config.run import TrainConfig
 from grpo_core.system.progress import RANKS, Record
 from grpo_core.training.interrupt import EXIT_STATUS
 from tasks.processes import launch as launching
@@ -215,10 +215,6 @@ with progress.phase("sampling"):
 """
 
 
-def _config(ranks: int) -> RunConfig:
-    return parse_config(config_values(Path("model"), Path("data"), num_processes=ranks))
-
-
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], str]:
     """Starts processes that stand still, and gives the reason for which they are ended."""
@@ -229,8 +225,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str],
 
     def started(ranks: int, how: str) -> str:
         command = [str(tmp_path / "standing.py"), str(tmp_path / RANKS), how]
+        config = parse_config(config_values(tmp_path, tmp_path, num_processes=ranks))
         with pytest.raises(HangError) as hang:
-            launch(_config(ranks), command, print, tmp_path)
+            launch(config, command, print, tmp_path)
         return str(hang.value)
 
     return started
