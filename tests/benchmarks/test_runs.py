@@ -179,8 +179,7 @@ def runs(python: str, place: Path, lines: str, files: str, **environment: str) -
 
 
 @pytest.mark.parametrize(
-    ("lines", "files"),
-    [pytest.param(*it, id=it[0], marks=[pytest.mark.e2e] * it[0].startswith(LONG)) for it in RUNS],
+    ("lines", "files"), [pytest.param(*it, id=it[0], marks=[pytest.mark.e2e] * it[0].startswith(LONG)) for it in RUNS]
 )
 def test_a_benchmark_runs_from_its_command_to_its_results(python: str, place: Path, lines: str, files: str) -> None:
     needs(*NEEDS.get(lines.split()[0], ()))

@@ -308,10 +308,7 @@ def two_gpus(tmp_path: Path, model_folder: Path) -> Iterator[Served]:
     put_nvidia_smi(tmp_path, 2)
     write_patient(tmp_path)
     _write_config(tmp_path, "template", config_values(model_folder, tmp_path, max_steps=6))
-    paths: dict[str, Any] = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHONPATH": python_path(tmp_path, PROJECT),
-    }
+    paths: dict[str, Any] = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": python_path(tmp_path, PROJECT)}
     with prefect_server(tmp_path, MAY_GO_ON=str(tmp_path / "never"), **paths) as server:
         yield server
 

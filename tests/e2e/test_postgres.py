@@ -273,10 +273,7 @@ def test_a_stage_runs_with_both_servers_behind_nginx(servers: Servers, registere
         "MLFLOW_TRACKING_SERVER_CERT_PATH": str(certificate),
     }
     command = ["nginx", "-c", str(tmp_path / "nginx.conf")]
-    with (
-        process_of(command, tmp_path / "nginx.log", {}),
-        _serving(https, tmp_path / "serve.log", servers.prefect),
-    ):
+    with process_of(command, tmp_path / "nginx.log", {}), _serving(https, tmp_path / "serve.log", servers.prefect):
         run_id = servers.prefect.trigger("register/local", run="small", force=True)
         run = servers.prefect.wait(run_id)
         assert run["state_type"] == "COMPLETED", servers.prefect.messages(run_id)

@@ -17,19 +17,7 @@ from tests.conftest import config_values, make_run
 pytestmark = pytest.mark.served
 
 ROOT = Path(__file__).parents[2]
-HEAVY = {
-    "torch",
-    "transformers",
-    "vllm",
-    "prefect",
-    "mlflow",
-    "pandera",
-    "pandas",
-    "scipy",
-    "polars",
-    "numpy",
-    "jinja2",
-}
+HEAVY = {*"torch transformers vllm prefect mlflow pandera pandas scipy polars numpy jinja2".split()}
 
 
 def test_commands_that_only_answer_import_no_heavy_library(tmp_path: Path) -> None:

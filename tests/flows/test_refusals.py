@@ -156,11 +156,7 @@ def test_an_error_for_no_person_keeps_its_traceback() -> None:
         ("data.train=gone.csv", "storage", "test: data.train = 'gone.csv': no such file or folder (looked in "),
         ("rollout.engine='vllm'", "[a] b", "/[a] b': vLLM takes '[', '*' and '?' in a path for a pattern"),
         ("seed=1", "a?b", "/a?b cannot hold a database, whose address would end at the '?'; set GRPO_STORAGE to "),
-        (
-            "seed=1",
-            "config.toml",
-            "config.toml cannot be created: File exists; set GRPO_STORAGE to a folder that you ",
-        ),
+        ("seed=1", "config.toml", "config.toml cannot be created: File exists; set GRPO_STORAGE to a folder that you "),
     ],
 )
 def test_a_run_that_cannot_succeed_is_refused_by_one_sentence_before_any_server(
@@ -247,10 +243,7 @@ FAULTY = {  # keys to change, and what every door says
         {"launch.launcher": "kubernetes", "launch.kubernetes": "gone.yaml"},
         "launch.kubernetes='gone.yaml': No such file",
     ),
-    "GPUs": (
-        {"rollout.engine": "vllm-server", "rollout.vllm_num_servers": 1},
-        "need 2 GPUs, and this machine has 1",
-    ),
+    "GPUs": ({"rollout.engine": "vllm-server", "rollout.vllm_num_servers": 1}, "need 2 GPUs, and this machine has 1"),
 }
 
 

@@ -95,9 +95,7 @@ def test_when_a_server_ends_everything_does_and_it_says_which(served: Served) ->
     assert (served.storage / "up.json").read_text() == ""
 
 
-def test_the_first_server_to_end_is_named_with_the_last_lines_of_its_log(
-    tmp_path: Path,
-) -> None:
+def test_the_first_server_to_end_is_named_with_the_last_lines_of_its_log(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     log.write_text("".join(f"line {n}\n" for n in range(40)))
     stays, ends = (subprocess.Popen(["sh", "-c", command]) for command in ("exec sleep 600", "exit 3"))

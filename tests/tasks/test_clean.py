@@ -199,11 +199,7 @@ def test_what_prefect_goes_on_with_stays_with_all_that_it_needs(storage: Path) -
     make_run("suspended", text='[model]\nname_or_path = "storage/runs/base/training/model"')
     make_run("arms.1", text='[registry]\nsweep = "arms"')
     sweep = make_sweep("arms")
-    expected = {
-        "runs/arms.1": NOT_ENDED,
-        "runs/base": "suspended names its files",
-        "runs/suspended": NOT_ENDED,
-    }
+    expected = {"runs/arms.1": NOT_ENDED, "runs/base": "suspended names its files", "runs/suspended": NOT_ENDED}
     assert run_clean(going_on={"suspended", "arms"}) == expected
     assert runs() == {"base", "suspended", "arms.1"} and sweep.exists()
 
@@ -330,9 +326,7 @@ def test_wherever_it_is_cut_off_a_run_is_whole_or_gone_and_the_next_call_removes
     assert place > 8
 
 
-def test_what_killed_engines_left_goes_unless_a_process_uses_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_killed_engines_left_goes_unless_a_process_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(tempfile.mkdtemp())  # a socket's path has at most 107 bytes
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     used, left = (SharedMemory(f"psm_{uuid.uuid4().hex[:8]}", create=True, size=4096) for _ in range(2))

@@ -91,11 +91,7 @@ GOOD = b'{"prompt": "1", "answer": "2"}\n'
         ("latin.jsonl", 4 * GOOD + b'{"prompt": "\xff"}', "row 4 (line 5): byte 13 of it is not UTF-8: b'\\xff'"),
         ("latin.json", b'[{"prompt": "1"}, {"prompt": "\xff"}]', "row 1: byte 13 of it is not UTF-8"),
         ("latin.csv", b"prompt\n1\n\xff\n", "line 3: not UTF-8: b'\\xff'"),
-        (
-            "infinite.jsonl",
-            b'{"a": 1.5}\n{"a": -Infinity}',
-            "row 1 (line 2): -Infinity is not JSON; write null",
-        ),
+        ("infinite.jsonl", b'{"a": 1.5}\n{"a": -Infinity}', "row 1 (line 2): -Infinity is not JSON; write null"),
         ("huge.json", b'[{"a": ' + 60 * b"9" + b"}]", "row 0: an integer of 60 digits is beyond what a column holds"),
         ("huge.jsonl", b'{"a": 1e999}', "row 0 (line 1): 1e999 is beyond any number that a column holds"),
         ("half.json", b'[{"a": "\\ud800"}]', "row 0: column 'a' has half a character: \\ud800 without its pair"),

@@ -155,15 +155,7 @@ def _run(
         [shared] = folder.glob(f"{PREFIX}*")
         assert stat.S_IMODE(shared.stat().st_mode) == 0o700
         commands = {
-            it.name: [
-                "-c",
-                FOLLOW.format(patch=""),
-                *it.command[2:],
-                "-m",
-                "work",
-                str(number),
-                *words,
-            ]
+            it.name: ["-c", FOLLOW.format(patch=""), *it.command[2:], "-m", "work", str(number), *words]
             for number, it in enumerate(machines)
         }
         try:

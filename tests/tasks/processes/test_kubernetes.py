@@ -25,13 +25,7 @@ from grpo_core.errors import ConfigError
 from tasks.processes.launchers import kubernetes
 from tasks.processes.launchers.batch import Job, SchedulerError
 from tasks.processes.launchers.kubernetes import cancel, describe, look, object_to_look_up, submit
-from tasks.processes.launchers.kubernetes_job import (
-    STOP_SECONDS,
-    MissingClientError,
-    job_name,
-    make_job,
-    read_template,
-)
+from tasks.processes.launchers.kubernetes_job import STOP_SECONDS, MissingClientError, job_name, make_job, read_template
 from tests.conftest import config_values
 from tests.web import Quiet
 
@@ -163,11 +157,7 @@ PREEMPTED = {
     "message": "default-scheduler: preempting to accommodate a higher priority pod",
 }
 FAILED = {"type": "Failed", "reason": "FailedIndexes", "message": "Job has failed indexes"}
-BY_POLICY = {
-    "type": "Failed",
-    "reason": "PodFailurePolicy",
-    "message": "Pod a/b has condition DisruptionTarget",
-}
+BY_POLICY = {"type": "Failed", "reason": "PodFailurePolicy", "message": "Pod a/b has condition DisruptionTarget"}
 OUT_OF_MEMORY = _container(terminated={"exitCode": 137, "reason": "OOMKilled"})
 CRASHED = _container(terminated={"exitCode": 1, "reason": "Error", "message": "No module named 'tasks'\n"})
 TOLD_TO_END = _container(terminated={"exitCode": 143, "reason": "Error"})

@@ -302,9 +302,7 @@ def test_what_is_endless_ends_with_the_others_and_its_loss_is_theirs() -> None:
     assert failed.value.restartable
     with pytest.raises(ProcessError, match="machine a ended with status 3"):
         run_together(
-            {"a": ["-c", "raise SystemExit(3)"], "server": ["-c", FOREVER]},
-            lambda *_: None,
-            endless=["server"],
+            {"a": ["-c", "raise SystemExit(3)"], "server": ["-c", FOREVER]}, lambda *_: None, endless=["server"]
         )
 
 

@@ -24,12 +24,7 @@ from tests.hostile import HOSTILE, is_seen, read, render
 @pytest.mark.parametrize(
     ("metric", "before", "after", "sentence"),
     [
-        (
-            "accuracy",
-            [0.0] * 20,
-            [1.0] * 10 + [0.0] * 10,
-            r"better than the base by 50\.0 points \(p = 0\.00098\)",
-        ),
+        ("accuracy", [0.0] * 20, [1.0] * 10 + [0.0] * 10, r"better than the base by 50\.0 points \(p = 0\.00098\)"),
         ("accuracy", [1.0] * 20, [0.0] * 10 + [1.0] * 10, r"worse than the base by 50\.0 points"),
         (
             "accuracy",

@@ -104,12 +104,7 @@ def test_status_shows_each_stage_and_its_exit_status_says_whether_anything_is_to
     runner = CliRunner(env={"COLUMNS": "200"})
     done = runner.invoke(app, ["status", "test"])
     assert done.exit_code == 0, done.output
-    for figure in (
-        "24 + 16 prompts",
-        "4 updates planned",
-        "accuracy +25.0 points [12.5, 37.5]",
-        "sums version 7 ",
-    ):
+    for figure in ("24 + 16 prompts", "4 updates planned", "accuracy +25.0 points [12.5, 37.5]", "sums version 7 "):
         assert figure in done.output
     configure(run, {**values, "promotion": {"metric": "reward"}})
     assert "reward +0.250 [0.125, 0.375]" in runner.invoke(app, ["status", "test"]).output

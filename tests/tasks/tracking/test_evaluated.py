@@ -185,15 +185,9 @@ def test_a_models_figures_have_their_data_set_and_those_of_others_are_the_runs_a
 def test_each_evaluated_update_has_one_logged_model_also_if_its_process_was_killed(
     mlflow_client: mlflow.MlflowClient, tracked: dict[str, Any]
 ) -> None:
-    rows = [
-        {
-            "step": step,
-            "reward": 0.5,
-            "timestamp": 1000.0 + step,
-            **({"eval_accuracy": step / 8} if step % 2 == 0 else {}),
-        }
-        for step in range(1, 7)
-    ]
+    rows: list[dict[str, Any]] = [{"step": n, "reward": 0.5, "timestamp": 1000.0 + n} for n in range(1, 7)]
+    for row in rows[1::2]:
+        row["eval_accuracy"] = row["step"] / 8
     arguments = (tracked["experiment_id"], tracked["run_id"], rows, DATA["held-out"])
     for request in ("finalize_logged_model", "log_outputs", "log_batch"):
         with mock.patch.object(mlflow_client, request, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):

@@ -17,15 +17,7 @@ from grpo_core.planning.rules import PlanInputs
 from tasks import validate
 from tasks.rendering.drawing import draw_curves
 from tasks.tracking import artifacts, live
-from tasks.tracking.live import (
-    LAST_LINES,
-    LINES_AT_ONCE,
-    LINES_PER_SECOND,
-    Figures,
-    Output,
-    live_table,
-    machines_line,
-)
+from tasks.tracking.live import LAST_LINES, LINES_AT_ONCE, LINES_PER_SECOND, Figures, Output, live_table, machines_line
 
 LOG = logging.getLogger("training output")
 
