@@ -17,7 +17,19 @@ from tests.conftest import config_values, make_run
 pytestmark = pytest.mark.served
 
 ROOT = Path(__file__).parents[2]
-HEAVY = {*"torch transformers vllm prefect mlflow pandera pandas scipy polars numpy jinja2".split()}
+HEAVY = {
+    "torch",
+    "transformers",
+    "vllm",
+    "prefect",
+    "mlflow",
+    "pandera",
+    "pandas",
+    "scipy",
+    "polars",
+    "numpy",
+    "jinja2",
+}
 
 
 def test_commands_that_only_answer_import_no_heavy_library(tmp_path: Path) -> None:
