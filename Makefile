@@ -108,10 +108,10 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --
 tests: setup $(PEER)
 	$(PYTEST)
 
-unit: setup $(PEER) ## of these, the tests that need no server, no vLLM and no second process of a training
+unit: setup $(PEER) ## of these, the tests that start neither vLLM nor a server
 	$(PYTEST) -m 'not served and not e2e'
 
-served: setup $(PEER) ## of these, the others: vLLM, Prefect, MLflow, sandboxes, launchers, several processes
+served: setup $(PEER) ## of these, the others: vLLM, Prefect, MLflow, sandboxes, launchers, trainings of several processes
 	$(PYTEST) -m 'served and not e2e'
 
 e2e: setup $(PEER) $(FLOWS)/.installed ## the long tests: servers, browser, faults

