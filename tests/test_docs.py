@@ -297,10 +297,3 @@ def _comparison() -> dict[str, str]:
     table = (EXPLANATION / "trl.md").read_text().partition("\n| option |")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in table.splitlines()[2:]]
     return {row[0]: row[1] for row in rows if not row[0].startswith("**")}
-
-
-def test_no_folder_of_the_code_has_more_modules_than_contributing_says() -> None:
-    most = int(re.findall(r"folders of at most (\d+) modules", (ROOT / "CONTRIBUTING.md").read_text())[0])
-    files = (file for package in ("flows", "tasks", "grpo_core") for file in (ROOT / package).rglob("*.py"))
-    modules = Counter(_name(file.parent) for file in files if file.name != "__init__.py")
-    assert {folder: count for folder, count in modules.items() if count > most} == {}
