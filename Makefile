@@ -161,7 +161,7 @@ gpu-check: ## does this machine's GPU run everything, rightly, and how fast (10 
 gpu-emulated: $(EMULATED)/.installed ## what a GPU machine with little beside PyTorch 2.11 runs, on this CPU; 5 GB, once
 	$(ON_EMULATED) -m benchmarks.gpu_check --offline --tiny --budget 1200
 	$(ON_EMULATED) -m pytest -n 2 --dist loadfile --disable-warnings --durations 15 \
-		tests/grpo_core/{algorithm,model,rollout,training}
+		tests/grpo_core/{algorithm,model,rollout,training,test_pace.py}
 
 ON_EMULATED := PYTHONPATH="$(CURDIR)" $(EMULATED)/bin/python
 

@@ -12,7 +12,7 @@ import pytest
 from grpo_core.config.files import parse_config
 from grpo_core.planning.nvidia import list_devices
 from tasks import validate
-from tasks.processes import gpu_locks
+from tasks.processes.gpus import locks as gpu_locks
 from tasks.stages.run import Context
 from tasks.validate import deciding_metric_of, too_few_to_promote
 from tests.conftest import config_values, write_sums

@@ -12,8 +12,8 @@ from flows.parameters.early_refusals import refuse_early
 from grpo_core.config.files import parse_config
 from grpo_core.planning import nvidia
 from grpo_core.planning.nvidia import DriverError
-from tasks.processes import gpu
-from tasks.processes.gpu import MachineError, check_gpu_machine
+from tasks.processes.gpus import check as gpu
+from tasks.processes.gpus.check import MachineError, check_gpu_machine
 from tasks.stages.table import GPU_DEPLOYMENT
 from tests.conftest import config_values
 from tests.nvidia_smi import put_nvidia_smi

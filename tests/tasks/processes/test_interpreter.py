@@ -13,7 +13,7 @@ import pytest
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from tasks.processes import machine
-from tasks.processes.gpu import MachineError
+from tasks.processes.gpus.check import MachineError
 from tasks.processes.launchers.batch import command
 from tasks.processes.launchers.ssh import remote_command
 from tasks.processes.run import PYTHON, run_process, training_python

@@ -21,7 +21,9 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.rollout.vllm.serve import own_gpus
 from tasks import evaluate, probe, train
-from tasks.processes import gpu_locks, slots, vllm_servers
+from tasks.processes import vllm_servers
+from tasks.processes.gpus import locks as gpu_locks
+from tasks.processes.gpus import slots
 from tasks.processes.vllm_servers import Place
 from tasks.stages.run import Context
 from tests.conftest import config_values, with_keys

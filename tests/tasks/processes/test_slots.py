@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from grpo_core.config.files import parse_config
-from tasks.processes import slots
-from tasks.processes.line import Place
+from tasks.processes.gpus import slots
+from tasks.processes.gpus.line import Place
 from tasks.stages.errors import StageError
 from tests.conftest import config_values, with_keys
 
