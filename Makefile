@@ -108,10 +108,10 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --
 tests: setup $(PEER)
 	$(PYTEST)
 
-unit: setup $(PEER) ## of these, the tests that need no server, no vLLM and no second process of a training
+unit: setup $(PEER) ## of these, the tests that start neither vLLM nor a server
 	$(PYTEST) -m 'not served and not e2e'
 
-served: setup $(PEER) ## of these, the others: vLLM, Prefect, MLflow, sandboxes, launchers, several processes
+served: setup $(PEER) ## of these, the others: vLLM, Prefect, MLflow, sandboxes, launchers, trainings of several processes
 	$(PYTEST) -m 'served and not e2e'
 
 e2e: setup $(PEER) $(FLOWS)/.installed ## the long tests: servers, browser, faults
@@ -161,7 +161,7 @@ gpu-check: ## does this machine's GPU run everything, rightly, and how fast (10 
 gpu-emulated: $(EMULATED)/.installed ## what a GPU machine with little beside PyTorch 2.11 runs, on this CPU; 5 GB, once
 	$(ON_EMULATED) -m benchmarks.gpu_check --offline --tiny --budget 1200
 	$(ON_EMULATED) -m pytest -n 2 --dist loadfile --disable-warnings --durations 15 \
-		tests/grpo_core/{algorithm,model,rollout,training}
+		tests/grpo_core/{algorithm,model,rollout,training,test_pace.py}
 
 ON_EMULATED := PYTHONPATH="$(CURDIR)" $(EMULATED)/bin/python
 

@@ -16,7 +16,7 @@ from prefect.client.schemas.objects import State
 from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import Plan, load_plan
-from grpo_core.training.limit_file import read_limit
+from grpo_core.planning.tokens_per_pass import read_limit
 from tasks.processes.launch import launch_with_restarts
 from tasks.processes.run import ProcessError, TakenError
 from tasks.processes.training_machine import check_training_machine

@@ -40,7 +40,7 @@ from tasks.data.repeats import NONE, keys_of
 from tasks.data.rows import Rows, write_rows
 from tasks.data.sources import load_sources, pooled, sources_of, with_needed_columns, without_unstorable
 from tasks.data.template_notes import template_notes
-from tasks.processes.gpu_locks import one_free_gpu
+from tasks.processes.gpus.locks import one_free_gpu
 from tasks.processes.run import TimeLimitError, run_process
 from tasks.registry.feasible import impossible_rules, rules_beyond_size
 from tasks.registry.gate import LEAST_UNITS

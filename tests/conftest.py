@@ -88,7 +88,12 @@ def pytest_configure() -> None:
         raise pytest.UsageError(f"{folder} is mounted noexec, and tests write programs there: set TMPDIR=/var/tmp, say")
 
 
+may_serve = True  # also outside of pytest, where benchmarks use what is here
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    global may_serve
+    may_serve = bool({"served", "e2e"} & {mark.name for mark in item.iter_markers()})
     for mark in item.iter_markers("needs"):
         needs(*mark.args)
 
@@ -303,8 +308,14 @@ def config_values(model: Path, data: Path, **keys: Any) -> dict[str, Any]:
     return with_keys(values, **keys)
 
 
+def check_may_serve() -> None:
+    """To be called before vLLM or a server starts: tests in which one does are marked, and `make unit` has none."""
+    assert may_serve, "a test that starts vLLM or a server needs the mark `served`"
+
+
 def need_vllm() -> None:
     """Raise what tests.bare_machine makes a skip of if vLLM, which is not imported here, cannot be started."""
+    check_may_serve()
     if find_spec("vllm") is None:
         raise ModuleNotFoundError(name="vllm")
 

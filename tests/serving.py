@@ -21,7 +21,7 @@ import psutil
 
 from flows.serving.environment import FILE_LEASES
 from tasks.stages.table import ALL_STAGES
-from tests.conftest import need_vllm
+from tests.conftest import check_may_serve, need_vllm
 from tests.needs import VLLM, needs
 
 START_SECONDS = 300
@@ -186,7 +186,8 @@ def prefect_server(
 
 @contextmanager
 def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """An MLflow server over a SQLite file and artifacts in `folder`, until the body ends or somebody kills it."""
+    """An MLflow server over a SQLite file and artifacts in `folder`, until the body ends or it is killed."""
+    check_may_serve()
     stores = ["--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}", "--artifacts-destination", str(folder)]
     command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1", *stores]
     log = folder / "mlflow.log"
@@ -296,6 +297,7 @@ def _has_deployments(served: Served) -> bool:
 
 @contextmanager
 def _running(command: list[str], ports: list[int], storage: Path, further: dict[str, str]) -> Iterator[Served]:
+    check_may_serve()
     prefect_url, mlflow_url = [*(f"http://127.0.0.1:{port}" for port in ports), ""][:2]
     home = storage / "prefect"
     home.mkdir(parents=True, exist_ok=True)

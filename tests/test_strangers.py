@@ -26,8 +26,8 @@ from grpo_core.data.prompts import load_tokenizer
 from grpo_core.environments.adapters.open_env import OpenEnv
 from grpo_core.errors import ConfigError
 from grpo_core.planning.frameworks.launches import read_yaml
-from grpo_core.rewards.builtin.maths import math_answer
-from grpo_core.rewards.builtin.maths_worker import compare
+from grpo_core.rewards.builtin.maths.reward import math_answer
+from grpo_core.rewards.builtin.maths.worker import compare
 from grpo_core.rewards.builtin.structured import schema_problem
 from tasks.data.own_schema import read_schema
 from tasks.data.sources import Source, SourceError, load_source

@@ -1,4 +1,5 @@
-"""`grpo init`: a project folder to start from, with a recipe's configuration, data scripts and page."""
+"""`grpo init`: a project folder to start from, with a recipe's configuration, data scripts and page. `grpo keys`: what
+a configuration may hold."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.padding import Padding
 
-from flows.cli.terminal import say
-from grpo_core.config.files import parse_config, read_values
+from flows.cli.terminal import Terminal, say
+from grpo_core.config.files import describe_keys, parse_config, read_values
 from grpo_core.errors import ConfigError
 
 # Links to configs/, examples/ and docs/tutorials/recipes/; an installed package holds copies.
@@ -65,3 +67,11 @@ def write_project(name: str, recipe: str, parent: Path) -> Path:
         (new / "README.md").write_text(re.sub(rf"^(grpo \w+ ){recipe}\b", rf"\g<1>{name}", page, flags=re.MULTILINE))
         new.rename(folder)
     return folder
+
+
+def keys() -> None:
+    """List every configuration key: default, bounds or choices, meaning."""
+    terminal = Terminal()
+    for key, default, accepts, meaning in describe_keys():
+        terminal.print(f"{key} = {default or '(none)'}   [{accepts}]", style="bold")
+        terminal.print(Padding(meaning, (0, 0, 0, 4)))

@@ -13,15 +13,13 @@ import typer
 from flows.cli import data, env, rewards
 from flows.cli.clean import clean
 from flows.cli.compare import compare
-from flows.cli.init import init
-from flows.cli.keys import keys
+from flows.cli.init import init, keys
 from flows.cli.plan import plan
 from flows.cli.promotion import promote, rollback
 from flows.cli.rollouts import rollouts
-from flows.cli.run import run
+from flows.cli.run import run, stage
 from flows.cli.schedule import schedule
 from flows.cli.serve import serve, worker
-from flows.cli.stage import stage
 from flows.cli.status import status
 from flows.cli.sweep import sweep
 from flows.cli.terminal import Commands

@@ -26,7 +26,7 @@ from grpo_core.rewards.contract import Reward, resolve_here, rewards_of
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.rewards.scoring import score
 from grpo_core.system.libraries import quiet_libraries
-from tasks.processes.gpu_locks import one_free_gpu
+from tasks.processes.gpus.locks import one_free_gpu
 from tasks.rendering.visible import shortened
 
 if TYPE_CHECKING:

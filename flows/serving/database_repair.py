@@ -19,7 +19,7 @@ from prefect.server.models.concurrency_limits_v2 import bulk_decrement_active_sl
 from prefect.server.schemas.states import StateType
 
 from flows.serving.server_setup import CRASH_WATCH, LONGEST_SILENCE
-from tasks.processes.slots import GPU_LIMIT
+from tasks.processes.gpus.slots import GPU_LIMIT
 
 OF_A_PROCESS = {StateType.PENDING, StateType.RUNNING, StateType.CANCELLING}
 MOST_LEASES = 10_000

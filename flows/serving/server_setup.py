@@ -21,7 +21,7 @@ from prefect.exceptions import ObjectNotFound
 from flows.serving.environment import HEARTBEAT_SECONDS, TAG
 from flows.serving.up_file import ServerError
 from grpo_core.planning.nvidia import visible_devices
-from tasks.processes.slots import GPU_LIMIT
+from tasks.processes.gpus.slots import GPU_LIMIT
 from tasks.stages.attempts import restore_lost_retry
 from tasks.stages.prefect_address import HTTP_ERROR, describe_server_failure
 

@@ -117,7 +117,7 @@ def training_order(plan: Plan, seed: int, rollout: int) -> np.ndarray:
 
     Shuffled, so that an update that takes only a part of the batch sees parts of many groups. An update has the same
     rows however it is cut into processes and micro-steps. The weights of bnpo follow from this cut; which process
-    computes a row does not (`training.balance`).
+    computes a row does not (`training.batch`).
     """
     order = np.random.default_rng([seed, rollout, 1]).permutation(plan.generation_batch_size)
     return order.reshape(plan.steps_per_generation, plan.num_processes, plan.per_device_train_batch_size)

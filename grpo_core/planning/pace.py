@@ -1,6 +1,6 @@
 """Pace at which a machine trains a model: known from earlier runs, measured, or assumed for a GPU. Imports no torch.
 
-`grpo_core.training.pace` answers a `PaceRequest` with a `Pace`.
+`grpo_core.pace` answers a `PaceRequest` with a `Pace`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from grpo_core.planning.sharding import FLOAT, HALF, width
 
 # Projections with a common input.
 SAME_INPUT = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 1, "up_proj": 1, "down_proj": 2}
-UNEVEN = 0.05  # by which a process's tokens may exceed the mean, see `training.balance`
+UNEVEN = 0.05  # by which a process's tokens may exceed the mean, see `training.batch`
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,14 @@
-"""How many tokens a forward pass may have on a GPU: chosen from its memory, or as configured. Imports no torch."""
+"""How many tokens a forward pass may have on a GPU: chosen from its memory, or as configured; and in a file of a
+training's output, how many it may have after memory ran out. Imports no torch."""
 
 from __future__ import annotations
 
+import os
+import socket
 from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
@@ -13,8 +17,10 @@ from grpo_core.planning.memory import PlannedRun, beside_training, training_part
 from grpo_core.planning.passes import longest_sequence, most_tokens, planned_pass
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ForecastError, PromptLengths, load_shape
+from grpo_core.system.files import publish
 from grpo_core.system.memory import GIB
 
+FILE = "tokens_per_pass"  # of a training's output
 STEP = 256  # tokens, of which the number chosen is a multiple where memory sets it
 
 
@@ -57,3 +63,16 @@ def choose_tokens(run: PlannedRun) -> int | None:
     steps = range(-(-longest // STEP) * STEP, most, STEP)
     fitting = bisect_right(steps, room, key=needed)
     return steps[fitting - 1] if fitting else longest
+
+
+def write_limit(output: Path, tokens: int) -> None:
+    """Let the next start of the training use at most that many tokens per pass. Several processes may call it."""
+    temporary = output / f"{FILE}.{socket.gethostname()}-{os.getpid()}.tmp"
+    temporary.write_text(str(min(tokens, read_limit(output) or tokens)))
+    publish(temporary, output / FILE)
+
+
+def read_limit(output: Path) -> int | None:
+    """Return what `write_limit` wrote; None if memory has not run out."""
+    file = output / FILE
+    return int(file.read_text()) if file.exists() else None

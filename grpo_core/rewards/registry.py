@@ -14,12 +14,12 @@ from grpo_core.rewards.builtin import (
     judge,
     language,
     length,
-    maths,
     readability,
     rouge,
     structured,
     variety,
 )
+from grpo_core.rewards.builtin.maths import reward as maths
 from grpo_core.rewards.builtin.record import BuiltinReward
 
 FAMILIES = (

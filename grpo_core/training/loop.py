@@ -19,22 +19,21 @@ from grpo_core.distributed import wait_for_all
 from grpo_core.errors import NotFiniteError, RewardError, RolloutError, TrainingError
 from grpo_core.model.saving import save_model
 from grpo_core.model.sharded import sharding
+from grpo_core.planning.tokens_per_pass import write_limit
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import sync_to_disk
 from grpo_core.system.progress import LOOP, phase
 from grpo_core.training import health
 from grpo_core.training.batch import update_batch
 from grpo_core.training.checkpoint import Checkpoints, fingerprint
-from grpo_core.training.curriculum import arrange_epochs
 from grpo_core.training.end_rehearsal import rehearse_end
 from grpo_core.training.health import Finding
 from grpo_core.training.held_out import evaluate_policy, keep_best, load_best
 from grpo_core.training.interrupt import Stopped, interruptible, stop_if_asked, stop_signals
-from grpo_core.training.limit_file import write_limit
 from grpo_core.training.log import TrainingLog
 from grpo_core.training.out_of_memory import SharedModelError
 from grpo_core.training.recovery import lower_staleness, must_roll_back, resume, roll_back
-from grpo_core.training.roll_out import roll_out
+from grpo_core.training.roll_out import arrange_epochs, roll_out
 from grpo_core.training.session import Session, load_session
 from grpo_core.training.state import TrainingState
 from grpo_core.training.update import adapt_entropy, move_reference, update

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from grpo_core.errors import TrainingError
+from grpo_core.planning.tokens_per_pass import read_limit
 from grpo_core.training import health
 from grpo_core.training.checkpoint import Checkpoints, require_same_folder
-from grpo_core.training.curriculum import arrange_epochs
 from grpo_core.training.health import Finding
-from grpo_core.training.limit_file import read_limit
 from grpo_core.training.log import TrainingLog
+from grpo_core.training.roll_out import arrange_epochs
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
 from grpo_core.training.weight_sync import begin_probing

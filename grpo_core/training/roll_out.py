@@ -1,19 +1,23 @@
-"""One generation batch as updates read it: sampled by the current policy, scored, with log-probabilities."""
+"""One generation batch as updates read it: sampled by the current policy, scored, with log-probabilities; and the
+epochs that a curriculum arranges as pass rates become known."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from grpo_core.algorithm.losses import top_entropy_mask
-from grpo_core.data.order import Group, Schedule
+from grpo_core.data.curriculum import arrange, describe, distance, known_batches
+from grpo_core.data.order import Group, Schedule, epoch_rows
 from grpo_core.distributed import max_over_processes, sum_over_processes
 from grpo_core.model.loading import as_reference
 from grpo_core.model.policy import PassInputs, Policy
 from grpo_core.model.to_device import move
+from grpo_core.planning.sampling_ahead import batches_ahead
 from grpo_core.planning.sampling_notes import truncating_keys
 from grpo_core.rewards.trl_arguments import TrainerState
 from grpo_core.rollout.ahead import Ahead
@@ -24,7 +28,6 @@ from grpo_core.rollout.sampling import kept_probability
 from grpo_core.rollout.types import GenerationBatch, Rollout
 from grpo_core.system.progress import moved, phase
 from grpo_core.training.batch import balance_rows, has_gradient, join
-from grpo_core.training.curriculum import curriculum_metrics
 from grpo_core.training.session import Sampler, Session
 from grpo_core.training.state import TrainingState
 from grpo_core.training.weight_sync import sync_weights
@@ -61,7 +64,7 @@ def _sample(
     batch, samples, left = collect(
         BatchRequest(index, schedule, s.config, s.prompts, scoring, sampler.engine, state.roll_backs), groups
     )
-    metrics = {**batch.metrics, "sampling/sync_drift": drift, **curriculum_metrics(session, state, index)}
+    metrics = {**batch.metrics, "sampling/sync_drift": drift, **_curriculum_metrics(session, state, index)}
     if sampler.lookahead is not None:
         metrics["sampling/max_staleness"] = float(state.max_staleness)
     batch = replace(batch, metrics=metrics)
@@ -163,3 +166,38 @@ def _computed(
     else:
         work([])
     return sum_over_processes(found).cpu()  # each row is 0 on all processes except one
+
+
+def arrange_epochs(session: Session, state: TrainingState) -> TrainingState:
+    """Arrange the epochs whose rates are now known, see `known_batches`, and drop those that are over.
+
+    Epochs in the state are not arranged again: a training that was rolled back or resumed takes the same prompts.
+    """
+    if state.arranged is None:
+        return state
+    keys, seed, plan, rates = session.config.data.curriculum, session.config.seed, session.plan, state.rates
+    assert rates is not None
+    newest = max(state.rollouts - 1, 0) // plan.rollouts_per_epoch  # its last batch may be sampled again
+    arranged = {epoch: rows for epoch, rows in state.arranged.items() if epoch >= newest}
+    epoch, last = max(state.arranged, default=-1) + 1, (plan.rollouts - 1) // plan.rollouts_per_epoch
+    ahead = batches_ahead(session.config.rollout.max_staleness)
+    while epoch <= last and known_batches(plan, epoch, ahead) <= state.rollouts:
+        arranged[epoch] = arrange(epoch_rows(plan, seed, epoch), rates, keys, plan, seed, epoch)
+        if session.accelerator.is_main_process:
+            print(f"training: epoch {epoch + 1} takes {describe(rates, arranged[epoch], keys, plan)}", flush=True)
+        epoch += 1
+    return replace(state, arranged=arranged)
+
+
+def _curriculum_metrics(session: Session, state: TrainingState, index: int) -> dict[str, float]:
+    """Metrics of a curriculum when generation batch `index` is sampled; empty without one."""
+    if state.arranged is None or state.rates is None:
+        return {}
+    keys, rates = session.config.data.curriculum, state.rates
+    taken = np.unique(state.arranged[index // session.plan.rollouts_per_epoch])
+    found = {"curriculum/taken": len(taken) / len(rates.passed), "curriculum/known": rates.known.mean().item()}
+    if rates.known.any():
+        found["curriculum/pass_rate"] = np.nanmean(rates.rate).item()
+        if keys.kind == "band":
+            found["curriculum/in_band"] = (distance(rates, keys)[rates.known] == 0).mean().item()
+    return found

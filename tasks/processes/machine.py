@@ -28,8 +28,8 @@ import grpo_core
 import tasks
 from grpo_core.errors import GrpoError
 from grpo_core.planning.nvidia import visible_devices
-from tasks.processes.gpu import check_gpu_machine
-from tasks.processes.gpu_locks import POLL_SECONDS, take_gpus, variables
+from tasks.processes.gpus.check import check_gpu_machine
+from tasks.processes.gpus.locks import POLL_SECONDS, take_gpus, variables
 from tasks.processes.ranks import own_address
 from tasks.processes.run import GRACE_SECONDS, TOLD
 

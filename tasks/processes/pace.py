@@ -19,7 +19,7 @@ from grpo_core.planning.hardware import Gpu, name_hardware
 from grpo_core.planning.pace import Pace, pace_request
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ForecastError, PromptLengths, config_file
-from tasks.processes.gpu_locks import one_free_gpu
+from tasks.processes.gpus.locks import one_free_gpu
 from tasks.processes.run import TimeLimitError, run_process
 from tasks.processes.training_machine import training_packages
 from tasks.stages.errors import StageError
@@ -74,7 +74,7 @@ def measured_pace(
             f"{LIMIT_SECONDS:.0f} s at most"
         )
         try:
-            command = ["-m", "grpo_core.training.pace", content, str(time.time())]
+            command = ["-m", "grpo_core.pace", content, str(time.time())]
             run_process(command, printed.append, environment, limit=LIMIT_SECONDS)
             pace = Pace(**json.loads(printed[-1]))
         except TimeLimitError:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 from grpo_core.config.run import RunConfig
-from tasks.processes.gpu import MachineError
+from tasks.processes.gpus.check import MachineError
 from tasks.processes.machine import code_digest, describe
 from tasks.processes.run import PYTHON, training_python
 

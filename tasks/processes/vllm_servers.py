@@ -24,10 +24,10 @@ import httpx2
 from grpo_core.config.launch import host_name
 from grpo_core.rollout.vllm.secret import SECRET, with_secret
 from grpo_core.rollout.vllm.serve import ADDRESSES
+from tasks.processes.gpus.slots import hold_gpus
 from tasks.processes.launch import serve, url
 from tasks.processes.launchers.ssh import RELAY_SECONDS, address_of, answering_hosts, relay_command
 from tasks.processes.run import GRACE_SECONDS, TAIL_LINES, ProcessError, describe_status, training_python
-from tasks.processes.slots import hold_gpus
 from tasks.stages.errors import StageError
 from tasks.stages.locks import held_locks
 from tasks.stages.run import Context

@@ -26,7 +26,7 @@ from grpo_core.evaluation.outcomes import (
     unit_name,
     unit_numbers,
 )
-from grpo_core.evaluation.statistics import POWER, Bounds, Difference, paired_difference
+from grpo_core.evaluation.statistics import Bounds, Difference, paired_difference
 from tasks.rendering import figures
 
 LEAST_COMPARED = 0.9  # share of a set's prompts; with fewer, the unscored ones could decide
@@ -199,9 +199,8 @@ def _held_to_gain(rules: PromotionConfig, gain: Comparison, level: float) -> Com
         broken = undecided
     elif found.p_value > level:
         broken = (
-            f"not shown to be better (p = {found.p_value:.2g}, and at most {level:.2g} is allowed; with "
-            f"{found.num_units:,} {gain.unit}, a true gain of {figures.detectable(metric, vars(found))} or more is "
-            f"detected {POWER:.0%} of the time)"
+            f"not shown to be better (p = {found.p_value:.2g}, and at most {level:.2g} is allowed; "
+            f"{figures.power(metric, vars(found), gain.unit)})"
         )
     elif found.mean < rules.min_gain:
         broken = f"better, but min_gain asks for {least}"

@@ -57,8 +57,24 @@ def gain(metric: str, found: Mapping[str, Any]) -> str:
 
 
 def detectable(metric: str, found: Mapping[str, Any]) -> str:
-    """Format the smallest detectable gain: 6.1 points, or 0.061."""
-    return size(metric, found["minimum_detectable"])
+    """Format the smallest detectable gain: 6.1 points, or 0.061; – if not even the largest possible one is."""
+    return NONE if _too_few(metric, found) else size(metric, found["minimum_detectable"])
+
+
+def power(metric: str, found: Mapping[str, Any], unit: str) -> str:
+    """Say which gains the units of a paired difference would show: with 500 prompts, a true gain of 6.1 points or more
+    is detected 80% of the time."""
+    from grpo_core.evaluation.statistics import POWER  # imports scipy, too slow for `grpo status`
+
+    n, least = found["num_units"], detectable(metric, found)
+    units = f"{n:,} {unit}" if n != 1 else f"one {unit[:-1]}"
+    if _too_few(metric, found):
+        return f"{units} cannot show any gain"
+    return f"with {units}, a true gain of {least} or more is detected {POWER:.0%} of the time"
+
+
+def _too_few(metric: str, found: Mapping[str, Any]) -> bool:
+    return is_share(metric) and found["minimum_detectable"] > 1
 
 
 def size(metric: str, difference: float) -> str:
@@ -82,24 +98,21 @@ def counts(found: Mapping[str, Any]) -> str:
 def verdict(metric: str, found: Mapping[str, Any], other: str, unit: str) -> str:
     """Describe the result of a paired difference (a `Difference` as in report.json) in a sentence. `unit`: what was
     paired, prompts or groups."""
-    from grpo_core.evaluation.statistics import POWER  # imports scipy, too slow for `grpo status`
-
-    n, by = found["num_units"], size(metric, abs(found["mean"]))
+    by = size(metric, abs(found["mean"]))
     measure = "" if is_share(metric) else f" in {evaluated_metric(metric).heading}"
-    if not n:
+    if not found["num_units"]:
         return f"no comparison with the {other}: no prompt was scored for both"
     if tone(found) == "better":
         return f"better than the {other} by {by}{measure} (p = {p_value(found['p_value'])})"
     if tone(found) == "worse":
         return f"worse than the {other} by {by}{measure}"
-    least = f"a gain of {detectable(metric, found)} or more would show on these {n:,} {unit}, {POWER:.0%} of the time"
     if min(chance := found["probability_better"], 1 - chance) < LIKELY:
         which = "better" if chance > 0.5 else "worse"
         return (
             f"likely {which} than the {other} by {by}{measure}, which is not shown yet: the interval is "
-            f"{interval(metric, found)}; {least}"
+            f"{interval(metric, found)}; {power(metric, found, unit)}"
         )
-    return f"no difference from the {other}{measure} could be shown: {least}"
+    return f"no difference from the {other}{measure} could be shown: {power(metric, found, unit)}"
 
 
 def tone(found: Mapping[str, Any]) -> str:

@@ -14,7 +14,6 @@ from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.outcomes import outcomes, right
-from grpo_core.evaluation.statistics import POWER
 from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import BLUE, GREY, ORANGE
 from tasks.rendering.page import Chart, Section, Table, Tile, Verdict, render
@@ -83,14 +82,14 @@ def headline(evaluation: Mapping[str, Any], metric: str) -> Verdict:
     means = {policy: found["policies"][policy][metric]["mean"] for policy in evaluation["policies"]}
     steps = (f"{figures.amount(metric, mean)} ({policy})" for policy, mean in means.items())
     measure = "right" if metric == "accuracy" else f"mean {metric}"
+    power = figures.power(metric, gain, unit)
     return Verdict(
         figures.tone(gain),
         sentence,
         f"{' → '.join(steps)} {measure} on {gain['num_units']:,} held-out {unit}. {figures.gain(metric, gain)} over "
         f"the {rival}, {gain['confidence']:.0%} interval {figures.interval(metric, gain)}, "
-        f"probability of being better {figures.probability(gain['probability_better'])}. With "
-        f"{gain['num_units']:,} {unit}, a true gain of {figures.detectable(metric, gain)} or more would be "
-        f"detected {POWER:.0%} of the time.",
+        f"probability of being better {figures.probability(gain['probability_better'])}. "
+        f"{power[0].upper()}{power[1:]}.",
     )
 
 

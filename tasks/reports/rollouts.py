@@ -21,7 +21,7 @@ from tasks.data.completions import (
     recorded_batches,
     with_text,
 )
-from tasks.processes.gpu_locks import one_free_gpu
+from tasks.processes.gpus.locks import one_free_gpu
 from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import BLUE, GREY, ORANGE
 from tasks.rendering.page import Chart, Section, Table, render

@@ -109,7 +109,7 @@ def test_people_are_told_figures_and_verdict_in_one_table_a_set() -> None:
     assert verdicts(report, "accuracy")[:2] == [
         "held-out: better than the base by 25.0 points (p = 0.001)",
         "held-out: likely better than the champion by 25.0 points, which is not shown yet: the interval is "
-        "[12.5, 37.5]; a gain of 9.0 points or more would show on these 40 prompts, 80% of the time",
+        "[12.5, 37.5]; with 40 prompts, a true gain of 9.0 points or more is detected 80% of the time",
     ]
     head, accuracy, *_, kl = rows_of(report["sets"]["hard"])
     assert head == ["", "base", "champion", "trained", "trained − base [95%]", "trained − champion [95%]"]

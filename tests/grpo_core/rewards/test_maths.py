@@ -18,9 +18,9 @@ from math_verify import parse, verify
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.errors import RewardError
 from grpo_core.rewards.batch import Batch
-from grpo_core.rewards.builtin import maths
-from grpo_core.rewards.builtin.maths import math_answer
-from grpo_core.rewards.builtin.maths_worker import compare
+from grpo_core.rewards.builtin.maths import reward as maths
+from grpo_core.rewards.builtin.maths.reward import math_answer
+from grpo_core.rewards.builtin.maths.worker import compare
 from grpo_core.rewards.contract import resolve
 from grpo_core.rewards.scoring import score
 
@@ -201,7 +201,7 @@ def test_the_time_limit_of_a_reward_holds_for_math_answer_and_the_next_call_gets
 
 @pytest.mark.slow
 def test_the_process_that_compares_ends_with_the_one_that_asks() -> None:
-    asks = "from grpo_core.rewards.builtin import maths; import os\n"
+    asks = "from grpo_core.rewards.builtin.maths import reward as maths; import os\n"
     asks += (
         "assert maths.math_answer(['1'], ['1']) == [1]; print(maths._worker().pid, flush=True); os.kill(os.getpid(), 9)"
     )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_core.training.balance import BOUND, divide
+from grpo_core.training.batch import BOUND, divide
 
 G = 8
 # Each group: its prompt's tokens, its completions'.

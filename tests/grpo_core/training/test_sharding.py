@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.command import python_path
-from grpo_core.training.limit_file import read_limit
+from grpo_core.planning.tokens_per_pass import read_limit
 from grpo_core.training.loop import train
 from tests.conftest import config_values, make_model, make_run, with_keys, write_sums
 from tests.grpo_core.algorithm.plain_losses import PLAIN_LOSSES

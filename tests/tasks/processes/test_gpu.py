@@ -18,9 +18,9 @@ from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.planning import nvidia
 from grpo_core.planning.nvidia import DriverError
-from tasks.processes import gpu
 from tasks.processes import machine as module
-from tasks.processes.gpu import MachineError, check_gpu_machine
+from tasks.processes.gpus import check as gpu
+from tasks.processes.gpus.check import MachineError, check_gpu_machine
 from tasks.processes.launchers.batch import command
 from tasks.processes.launchers.ssh import remote_command
 from tasks.processes.run import PYTHON, run_process, training_python

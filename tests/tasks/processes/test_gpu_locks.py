@@ -16,8 +16,8 @@ import pytest
 from grpo_core.config.files import dump_config, parse_config
 from grpo_core.planning import nvidia
 from grpo_core.planning.nvidia import DriverError
-from tasks.processes import gpu_locks
-from tasks.processes.gpu_locks import one_free_gpu, own_gpus, take_gpus
+from tasks.processes.gpus import locks as gpu_locks
+from tasks.processes.gpus.locks import one_free_gpu, own_gpus, take_gpus
 from tasks.processes.machine import gpus_needed
 from tasks.processes.run import run_process
 from tasks.stages.errors import StageError
@@ -233,7 +233,7 @@ def test_a_killed_stage_keeps_its_gpus_until_the_last_of_its_processes_has_ended
 import os, signal
 from pathlib import Path
 from grpo_core.config.files import dump_config, parse_config
-from tasks.processes import gpu_locks
+from tasks.processes.gpus import locks as gpu_locks
 from tasks.processes.machine import gpus_needed
 from tasks.processes.run import run_process
 gpu_locks.LOCKS = Path({str(machine)!r})
@@ -255,7 +255,8 @@ def test_a_machine_gives_a_launcher_free_gpus_or_waits_until_the_launcher_is_gon
     code = f"""
 import os, sys
 from pathlib import Path
-from tasks.processes import gpu_locks, machine
+from tasks.processes import machine
+from tasks.processes.gpus import locks as gpu_locks
 gpu_locks.LOCKS = Path({str(machine)!r})
 machine.POLL_SECONDS, machine.SILENCE_SECONDS = 0.05, {0.1 if meanwhile == "cut off" else 600}
 sys.argv[1:] = ["run"]

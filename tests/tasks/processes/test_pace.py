@@ -14,8 +14,9 @@ from grpo_core.config.files import parse_config
 from grpo_core.planning.pace import Pace
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths
-from tasks.processes import gpu_locks, pace
-from tasks.processes.gpu_locks import own_gpus
+from tasks.processes import pace
+from tasks.processes.gpus import locks as gpu_locks
+from tasks.processes.gpus.locks import own_gpus
 from tasks.processes.run import TimeLimitError
 from tasks.stages.errors import StageError
 from tests.conftest import config_values, write_sums

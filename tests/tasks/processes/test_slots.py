@@ -23,8 +23,10 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.rollout.vllm.serve import own_gpus
 from tasks import evaluate, probe, train
-from tasks.processes import gpu_locks, slots, vllm_servers
-from tasks.processes.line import Place
+from tasks.processes import vllm_servers
+from tasks.processes.gpus import locks as gpu_locks
+from tasks.processes.gpus import slots
+from tasks.processes.gpus.line import Place
 from tasks.stages.errors import StageError
 from tasks.stages.run import Context
 from tests.conftest import config_values, with_keys

@@ -30,15 +30,15 @@ from tests.hostile import HOSTILE, is_seen, read, render
             "accuracy",
             [0.0, 1.0] * 10,
             [1.0, 0.0] * 10,
-            r"no difference from the base could be shown: a gain of \d+\.\d points or more would show on these 20 "
-            r"prompts, 80% of the time",
+            r"no difference from the base could be shown: with 20 prompts, a true gain of \d+\.\d points or "
+            r"more is detected 80% of the time",
         ),
         (
             "accuracy",
             [0.0] + [1.0] * 19,
             [1.0] + [0.0] * 5 + [1.0] * 14,
             r"likely worse than the base by 20\.0 points, which is not shown yet: the interval is "
-            r"\[-\d+\.\d, \d\.\d\]; a gain of \d+\.\d points or more would show on these 20 prompts, 80% of the time",
+            r"\[-\d+\.\d, \d\.\d\]; with 20 prompts, a true gain of \d+\.\d points or more is detected 80% of the time",
         ),
         (
             "accuracy",
@@ -53,9 +53,17 @@ from tests.hostile import HOSTILE, is_seen, read, render
             "reward",
             [1.5, 4.0] * 10,
             [4.0, 1.5] * 10,
-            r"no difference from the base in reward could be shown: a gain of \d+\.\d{3} or more would show on "
-            r"these 20 prompts, 80% of the time",
+            r"no difference from the base in reward could be shown: with 20 prompts, a true gain of \d+\.\d{3} "
+            r"or more is detected 80% of the time",
         ),
+        (
+            "accuracy",
+            [0.0] * 2,
+            [0.0] * 2,
+            "no difference from the base could be shown: 2 prompts cannot show any gain",
+        ),
+        ("accuracy", [0.0], [1.0], "no difference from the base could be shown: one prompt cannot show any gain"),
+        ("reward", [1.0], [1.0], r".* with one prompt, .*"),
     ],
 )
 def test_the_verdict_says_what_the_figures_mean_in_the_metric_s_unit(

@@ -20,8 +20,8 @@ from prefect.runtime import flow_run
 
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.nvidia import problem_of_driver, visible_devices
-from tasks.processes.gpu_locks import own_gpus
-from tasks.processes.line import Line, Place
+from tasks.processes.gpus.line import Line, Place
+from tasks.processes.gpus.locks import own_gpus
 from tasks.stages.errors import StageError
 from tasks.stages.prefect_address import HTTP_ERROR
 

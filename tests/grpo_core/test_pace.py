@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from grpo_core import pace
 from grpo_core.config.files import parse_config
 from grpo_core.planning.pace import Pace, PaceRequest, pace_request
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths
 from grpo_core.rollout.types import Completion
-from grpo_core.training import pace
 from tests.conftest import config_values, write_sums
 from tests.grpo_core.training.killing import in_child
 

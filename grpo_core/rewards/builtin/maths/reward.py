@@ -2,7 +2,7 @@
 
 An answer may keep sympy busy forever or take all memory (9^9^9^9), in C code that no signal interrupts, and
 math-verify's own time limits use the alarm that limits the reward. So answers are compared in a separate process
-(`maths_worker`): if one goes wrong, that process ends, not the training.
+(`worker`): if one goes wrong, that process ends, not the training.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _compare(
 @functools.cache
 def _worker() -> subprocess.Popen[str]:
     """Start the process that compares. It ends with this one, whose end closes its input."""
-    command = [sys.executable, "-P", "-m", "grpo_core.rewards.builtin.maths_worker"]
+    command = [sys.executable, "-P", "-m", "grpo_core.rewards.builtin.maths.worker"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

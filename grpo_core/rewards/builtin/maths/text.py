@@ -13,7 +13,7 @@ from grpo_core.rewards.builtin.chinese_japanese import (
     has_unclear_number,
     stated_answer,
 )
-from grpo_core.rewards.builtin.maths_spelling import (
+from grpo_core.rewards.builtin.maths.spelling import (
     FUNCTIONS,
     JUXTAPOSED,
     LONGEST,

@@ -1,6 +1,6 @@
 """The pace of this machine at one model, measured in seconds: sampling, passes, optimizer, start, writing.
 
-Entry point: `python -m grpo_core.training.pace REQUEST STARTED`, with a `PaceRequest` as JSON and the time at which it
+Entry point: `python -m grpo_core.pace REQUEST STARTED`, with a `PaceRequest` as JSON and the time at which it
 was started, in seconds since 1970. The last line that it prints is the `Pace` as JSON. It samples and trains with the
 training's own engine, policy and optimizer: a small model as it is; of a large one, one layer and two, from which the
 time of all is extrapolated. On a GPU, where vLLM samples, the transformers engine stands in for it.

@@ -22,8 +22,8 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_core.rewards.builtin.answers import NEGATION
-from grpo_core.rewards.builtin.maths_spelling import dated_or_based, normalize_answer, plain, words
-from grpo_core.rewards.builtin.maths_text import LATEX, final_statement, is_expression
+from grpo_core.rewards.builtin.maths.spelling import dated_or_based, normalize_answer, plain, words
+from grpo_core.rewards.builtin.maths.text import LATEX, final_statement, is_expression
 
 MEMORY = 2 << 30  # bytes
 DIGITS = 5e-5  # relative difference allowed between a decimal and a number without a last digit, as 3.1416 and pi

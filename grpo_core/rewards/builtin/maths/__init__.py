@@ -1,0 +1,1 @@
+"""The reward for mathematical answers, and the process in which it compares them."""
