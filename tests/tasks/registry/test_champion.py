@@ -24,7 +24,7 @@ from tests.tasks.registry.champions import NUM_PROMPTS, champion_of, history_of,
 pytestmark = pytest.mark.usefixtures("mlflow")
 
 
-def refused(model: str, version: str | None = None) -> str:
+def refused(model: str, version: str = "candidate") -> str:
     """Why."""
     outcome = promote(model, version)
     assert outcome.decision == "refused"
