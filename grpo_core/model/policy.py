@@ -23,6 +23,7 @@ from grpo_core.model.capabilities import check_recomputing, decoder, make_packab
 from grpo_core.model.loading import adapter_dropouts
 from grpo_core.model.logprobs import chosen_logprobs, gives_float32_logits, over_logits
 from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
+from grpo_core.model.packed_rows import carries_state
 from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.sequences import Sequences
 from grpo_core.model.sharded import call_as_forward, forward, is_sharded
@@ -139,7 +140,9 @@ class Policy(nn.Module):
         rows, offsets = (torch.arange(width) < lengths[:, None]).nonzero(as_tuple=True)
         columns = sequences.prompt_lengths[rows] + offsets
         if self.packs:
-            tokens: PackedBatch | PaddedRows = pack_batch(sequences, self.attention)
+            tokens: PackedBatch | PaddedRows = pack_batch(
+                sequences, self.attention, with_rows=carries_state(self.decoder)
+            )
         else:
             tokens = PaddedRows(sequences.input_ids, rows * sequences.input_ids.shape[1] + columns - 1)
         inputs = PassInputs(

@@ -23,13 +23,18 @@ MOST = dict.fromkeys(DEPTHS, LAYERS) | {
     "num_kv_shared_layers": 0,  # the last ones, with the keys of an earlier layer of their kind
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     "pad_token_id": VOCABULARY - 1,  # an embedding has its row
+    "attn_layer_period": LAYERS,  # Jamba: one of so many layers attends, of which the offset is the number
+    "attn_layer_offset": LAYERS - 1,
 }
 NARROWEST = 2  # width of a head: a rotary embedding turns pairs
 HEADLESS = 32  # parts that the width of a model without attention heads is taken to have
 OF_MODEL = ("hidden_size", "n_embd", "d_model", "embed_dim", "emb_dim")
 OF_HEAD = ("head_dim", "qk_rope_head_dim", "dim_head", "kv_channels")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-WIDTH = re.compile(r"(.*_)?(hidden_size|intermediate_size|head_dim|d_head|lora_rank|ffn_dim|n_inner|dim_ff)(_.*)?")
+WIDTH = re.compile(
+    r"(.*_)?(hidden_size|intermediate_size|head_dim|d_head|lora_rank|ffn_dim|n_inner|dim_ff)(_.*)?"
+    r"|mamba_(n_heads|d_ssm|headdim)"  # of which a product is as wide as the model, or some times as wide
+)
 
 
 def write_small_copy(path: Path | str, revision: str | None, folder: Path, limit: int) -> None:
