@@ -58,9 +58,7 @@ def _mixers(layer: nn.Module) -> list[nn.Module]:
     return [part for part in layer.modules() if any(isinstance(each, nn.Conv1d) for each in part.children())]
 
 
-def _forward(
-    mixers: list[Any], own: Callable[..., Any], *arguments: Any, rows: Rows | None = None, **keys: Any
-) -> Any:
+def _forward(mixers: list[Any], own: Callable[..., Any], *arguments: Any, rows: Rows | None = None, **keys: Any) -> Any:
     """A layer's forward pass, in which its mixers see rows."""
     if rows is None:
         return own(*arguments, **keys)
