@@ -106,9 +106,10 @@ def test_the_transformers_engine_samples_with_the_probabilities_of_bare_rows(fol
 def test_a_state_that_would_run_on_into_the_next_sequence_is_seen(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        packed_rows, "_by_rows", lambda rows, own, states, *further, **keys: own(states, *further, **keys)
-    )
+    def as_one(_rows: Any, own: Any, hidden_states: Any, *further: Any, **keys: Any) -> Any:
+        return own(hidden_states, *further, **keys)
+
+    monkeypatch.setattr(packed_rows, "_by_rows", as_one)
     policy = Policy(load_model(folder), TEMPERATURE, max_length=_max_length())
     assert not policy.packs
     assert "hidden states differ from a plain pass's" in policy.why_not
