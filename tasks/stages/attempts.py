@@ -24,7 +24,7 @@ def crash_task_runs_left_open() -> None:
     """Mark task runs that an earlier attempt of this flow run left running as crashed. Call this when a flow begins."""
     if (flow_run.run_count or 0) < 2:
         return
-    states = {"type": {"any_": [StateType.RUNNING, StateType.PENDING]}}
+    states = {"type": {"any_": [StateType.RUNNING, StateType.PENDING]}, "name": None}
     running = TaskRunFilter.model_validate({"flow_run_id": {"any_": [flow_run.id]}, "state": states})
     with get_client(sync_client=True) as client:
         for left_open in client.read_task_runs(task_run_filter=running):

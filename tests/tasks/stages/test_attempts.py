@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.objects import FlowRun, State, TaskRun
 from prefect.states import AwaitingRetry, Cancelling, Crashed, Failed, Pending, Running, Scheduled, Suspended
 
 from tasks.stages import attempts
@@ -110,3 +110,20 @@ def test_a_retry_that_was_waiting_when_its_run_was_called_crashed_is_scheduled_a
     monkeypatch.setattr(attempts, "get_client", lambda sync_client: server)
     attempts.restore_lost_retry(None, FlowRun(flow_id=uuid.uuid4()), None)
     assert [(state.name, state.message) for state in server.proposed] == [("AwaitingRetry", it) for it in restored]
+
+
+@pytest.mark.parametrize(("attempt", "closed"), [(1, 0), (2, 1)])
+def test_a_second_attempt_closes_what_the_first_left_open(
+    attempt: int, closed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, asked, left_open = Server([]), list[Any](), TaskRun(flow_run_id=uuid.uuid4(), task_key="", dynamic_key="0")
+    found: dict[Any, Any] = {}
+    server.read_task_runs = lambda task_run_filter: asked.append(task_run_filter) or [left_open]
+    server.set_task_run_state = lambda run_id, state, force: found.update({run_id: (state.name, force)})
+    monkeypatch.setattr(attempts, "get_client", lambda sync_client: server)
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(left_open.flow_run_id))
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__RUN_COUNT", str(attempt))
+    attempts.crash_task_runs_left_open()
+    assert found == dict([(left_open.id, ("Crashed", True))] * closed)
+    wanted = {"flow_run_id": {"any_": [left_open.flow_run_id]}, "state": {"type": {"any_": ["RUNNING", "PENDING"]}}}
+    assert [each.model_dump(exclude_none=True, exclude_defaults=True) for each in asked] == [wanted] * closed
