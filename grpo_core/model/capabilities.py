@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from grpo_core.errors import ConfigError
 from grpo_core.model.logprobs import Float32Logits
 from grpo_core.model.packed_attention import Kind, pack_batch, packed_states, use_attention
+from grpo_core.model.packed_rows import carries_state
 from grpo_core.model.sequences import Sequences
 from grpo_core.model.sharded import call_as_forward, forward
 from grpo_core.model.to_device import to_device
@@ -35,6 +36,8 @@ SAME_KERNELS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 ROUNDING = 3.0
 SHORTEST = 16  # tokens of a probe of gradients that are tried at least when memory runs out
 COMPARED = 2**17  # elements of the smallest trained parameters, whose gradients are compared
+# Kinds of layers in configurations: those that carry a state, and those that see one token at a time.
+STATES, BY_TOKEN = {"linear_attention", "conv", "hybrid"}, {"moe", "mlp"}
 NOT_TO_ALL = "a layer attends to a window of tokens only, or carries a state"
 
 
@@ -70,13 +73,13 @@ def plain_output_layer(model: Any) -> nn.Linear | None:
     return layer if torch.allclose(found, forward(model, input_ids=ids).logits) else None
 
 
-def attends_to_all(config: Any, max_length: float = math.inf) -> bool:
+def attends_to_all(config: Any, max_length: float = math.inf, *, or_carries: bool = False) -> bool:
     """True if, by the configuration, each layer attends to all earlier tokens in sequences of up to `max_length`
-    tokens: a window that no sequence fills hides nothing."""
+    tokens: a window that no sequence fills hides nothing. `or_carries`: or carries a state."""
     window = getattr(config, "sliding_window", None)
     if kinds := getattr(config, "layer_types", None):
-        reaches_all = {"full_attention"} | ({"sliding_attention"} if window and window >= max_length else set())
-        return set(kinds) <= reaches_all
+        reaches_all = {"full_attention"} | BY_TOKEN | (STATES if or_carries else set())
+        return {*kinds} <= reaches_all | ({"sliding_attention"} if window and window >= max_length else set())
     bounds = [window, getattr(config, "attention_chunk_size", None)]
     return all(bound is None or bound >= max_length for bound in bounds)
 
@@ -156,11 +159,11 @@ def make_packable(model: Any, kinds: Sequence[Kind], *, max_length: float = math
     """Let the model take packed batches, by the first of these kinds of attention whose hidden states match those of a
     plain forward pass. Returns that kind, or None, and why those before it failed.
 
-    Models with layers that attend to a window only, or that carry a state, are left as they are. Raises
+    Models with layers that attend to a window only are left as they are. Raises
     torch.OutOfMemoryError if memory runs out, which says nothing about the model.
     """
     config = decoder(model).config
-    if not attends_to_all(config, max_length):
+    if not attends_to_all(config, max_length, or_carries=True):
         return None, NOT_TO_ALL
     length = probe_width(config, max_length, PROBED)
     prompt, completion = length // 2, length - length // 2
@@ -184,8 +187,8 @@ def _first_match(model: Any, kinds: Sequence[Kind], sequences: Sequences) -> tup
     reasons: list[str] = []
     for kind in kinds:
         try:
-            use_attention(config)
-            batch = to_device(pack_batch(sequences, kind), model.device)
+            use_attention(inner)
+            batch = to_device(pack_batch(sequences, kind, with_rows=carries_state(inner)), model.device)
             with torch.set_grad_enabled(kind != "padded"):  # so that a kernel that cannot be compiled fails here
                 packed = call_as_forward(model, packed_states, inner, batch)
                 if packed.requires_grad:
@@ -202,7 +205,7 @@ def _first_match(model: Any, kinds: Sequence[Kind], sequences: Sequences) -> tup
         finally:
             config._attn_implementation = usual
         if difference < allowed:
-            use_attention(config)
+            use_attention(inner)
             return kind, "; ".join(reasons)
         found = f"hidden states differ from a plain pass's by {difference:.2g}, and {allowed:.2g} is allowed"
         reasons.append(f"{kind}: {found}")

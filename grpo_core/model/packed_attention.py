@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from grpo_core.model.packed_rows import Rows, lay_in_rows, use_rows
 from grpo_core.model.sequences import Sequences, prompts_of
 from grpo_core.system.torch_releases import SHARED_KEYS
 
@@ -37,6 +38,7 @@ class PackedBatch:
     positions: Tensor  # (1, N) in their own sequence
     predicts: Tensor  # (completion tokens,) position among the N whose hidden state predicts each, row by row
     attention: _Padded | _Varlen | _Members
+    rows: Rows | None  # for layers that carry a state
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,9 @@ class _Members:
     completion: Tensor  # (N,) number of its completion, -1 in a prompt
 
 
-def pack_batch(sequences: Sequences, kind: Kind) -> PackedBatch:
+def pack_batch(sequences: Sequences, kind: Kind, *, with_rows: bool = False) -> PackedBatch:
     """Pack the sequences for one kind of attention, on the CPU. A completion's last token is no input: nothing comes
-    after it."""
+    after it. `with_rows`: also for layers that carry a state."""
     firsts, owners = prompts_of(sequences)
     of_row = torch.tensor(owners)
     prompts, completions = sequences.prompt_lengths[firsts], (sequences.completion_lengths - 1).clamp(min=0)
@@ -106,7 +108,8 @@ def pack_batch(sequences: Sequences, kind: Kind) -> PackedBatch:
         attention = _varlen(prompts, completions, of_row)
     else:
         attention = _padded(prompts, completions, of_row, (prompt, prompt_position), (row, offset))
-    return PackedBatch(ids[None], positions[None], predicts, attention)
+    rows = lay_in_rows(prompts, completions, of_row, len(ids)) if with_rows else None
+    return PackedBatch(ids[None], positions[None], predicts, attention, rows)
 
 
 def packed_states(decoder: Any, batch: PackedBatch) -> Tensor:
@@ -117,14 +120,18 @@ def packed_states(decoder: Any, batch: PackedBatch) -> Tensor:
         attention = _block_mask(attention.prompt, attention.completion)
     # transformers uses a mask of four dimensions as it is; without one, it makes one of N · N.
     mask = attention if isinstance(attention, BlockMask) else batch.input_ids[None, None]
+    keys: dict[str, Any] = {"packed": attention} | ({"rows": batch.rows} if batch.rows else {})
     output = decoder(
-        input_ids=batch.input_ids, position_ids=batch.positions, attention_mask=mask, use_cache=False, packed=attention
+        input_ids=batch.input_ids, position_ids=batch.positions, attention_mask=mask, use_cache=False, **keys
     )
     return output.last_hidden_state[0].index_select(0, batch.predicts)
 
 
-def use_attention(config: Any) -> None:
-    """Let a model with torch's fused attention take packed batches too. Not undone: recomputed layers need it again."""
+def use_attention(decoder: Any) -> None:
+    """Let a decoder with torch's fused attention take packed batches too. Not undone: recomputed layers need it
+    again."""
+    config = decoder.config
+    use_rows(decoder)
     if config._attn_implementation != "sdpa":
         raise ValueError(f"attention is {config._attn_implementation!r}: packed batches need 'sdpa'")
     config._attn_implementation = NAME

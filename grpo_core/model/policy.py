@@ -23,6 +23,7 @@ from grpo_core.model.capabilities import check_recomputing, decoder, make_packab
 from grpo_core.model.loading import adapter_dropouts
 from grpo_core.model.logprobs import chosen_logprobs, gives_float32_logits, over_logits
 from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
+from grpo_core.model.packed_rows import carries_state
 from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.sequences import Sequences
 from grpo_core.model.sharded import call_as_forward, forward, is_sharded
@@ -95,6 +96,7 @@ class Policy(nn.Module):
             with nullcontext() if on_gpu or self.is_sharded else in_float32(model):
                 found, self.why_not = make_packable(model, kinds, max_length=max_length)
         self.packs, self.attention = found is not None, found or kinds[0]
+        self.with_rows = self.packs and carries_state(self.decoder)
         self.recomputable, self.recomputed = _outermost_layers(model), 0
         if self.packs and (why_not := why_not_packed(self)):
             self.packs, self.why_not = False, why_not
@@ -121,7 +123,9 @@ class Policy(nn.Module):
         if not self.packs:
             why = self.why_not or "another process cannot pack them"
             found.append(f"prompts are computed again for each completion, and rows are padded: {why}")
-        elif self.why_not:
+        elif self.with_rows:
+            found.append("layers that carry a state compute a prompt's again for each completion")
+        if self.packs and self.why_not:
             found.append(f"prompts are computed once, by {self.attention} attention: {self.why_not}")
         if self.output_layer is None:
             found.append(f"a pass holds the logits of all its tokens together: {OWN_LOGITS}")
@@ -139,7 +143,7 @@ class Policy(nn.Module):
         rows, offsets = (torch.arange(width) < lengths[:, None]).nonzero(as_tuple=True)
         columns = sequences.prompt_lengths[rows] + offsets
         if self.packs:
-            tokens: PackedBatch | PaddedRows = pack_batch(sequences, self.attention)
+            tokens: PackedBatch | PaddedRows = pack_batch(sequences, self.attention, with_rows=self.with_rows)
         else:
             tokens = PaddedRows(sequences.input_ids, rows * sequences.input_ids.shape[1] + columns - 1)
         inputs = PassInputs(

@@ -23,13 +23,19 @@ MOST = dict.fromkeys(DEPTHS, LAYERS) | {
     "num_kv_shared_layers": 0,  # the last ones, with the keys of an earlier layer of their kind
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     "pad_token_id": VOCABULARY - 1,  # an embedding has its row
+    "attn_layer_period": LAYERS,  # Jamba: one of so many layers attends, of which the offset is the number
+    "attn_layer_offset": LAYERS - 1,
 }
 NARROWEST = 2  # width of a head: a rotary embedding turns pairs
+ALIGNED = 8  # of an expert's width: products of many experts at once want multiples of 16 bytes
 HEADLESS = 32  # parts that the width of a model without attention heads is taken to have
 OF_MODEL = ("hidden_size", "n_embd", "d_model", "embed_dim", "emb_dim")
-OF_HEAD = ("head_dim", "qk_rope_head_dim", "dim_head", "kv_channels")
+OF_HEAD = ("head_dim", "rotary_dim", "qk_rope_head_dim", "dim_head", "kv_channels")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-WIDTH = re.compile(r"(.*_)?(hidden_size|intermediate_size|head_dim|d_head|lora_rank|ffn_dim|n_inner|dim_ff)(_.*)?")
+WIDTH = re.compile(
+    r"(?!mamba_d_head)(.*_)?(hidden_size|head_dim|d_head|lora_rank|ffn_dim|n_inner|dim_ff)(_.*)?"
+    r"|mamba_(n_heads|d_ssm|headdim)"  # the state's width is heads times their size, of which one is made smaller
+)
 
 
 def write_small_copy(path: Path | str, revision: str | None, folder: Path, limit: int) -> None:
@@ -96,7 +102,11 @@ def _make_small(part: Any, factor: int) -> None:
             setattr(part, name, min(value, MOST[name]))
         elif name in OF_MODEL:
             setattr(part, name, heads * max(1, -(-value // (factor * heads))))
-        elif name in OF_HEAD or WIDTH.fullmatch(name):
+        elif "intermediate" in name:
+            setattr(part, name, ALIGNED * -(-value // (ALIGNED * factor)))
+        elif name in OF_HEAD:
+            setattr(part, name, max(NARROWEST, value // factor))
+        elif WIDTH.fullmatch(name):
             setattr(part, name, max(1, value // factor))
     if own:
         part.per_layer_config = own

@@ -11,11 +11,13 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
 from grpo_core.config.memory_bounds import MAX_ROWS
 from grpo_core.errors import EngineError
@@ -29,7 +31,9 @@ from grpo_core.rollout.types import Completion, Finished, Request, Sampling, Str
 
 JOIN_STEPS = 8  # at least, between two joins, which prefill prompts and copy the cache: about as long as a few steps
 STILL_GOING = 0.75  # share of the batch; below it, finished completions leave, which costs a copy of the cache
-STATES = {"conv", "linear_attention"}  # kinds of layers that carry a state, whose padding transformers masks
+WHOLE = {"sliding_attention": "full_attention", "chunked_attention": "full_attention", "hybrid_sliding": "hybrid"}
+# What layers of a cache hold: by token, and by row.
+TOKENS, STATES = ("keys", "values", "indexer_keys"), ("conv_states", "recurrent_states")
 
 
 class TransformersEngine:
@@ -178,31 +182,36 @@ def _next_requests(requests: Sequence[tuple[int, Request]], rows: int) -> dict[i
 
 class PlainCache:
     """transformers' own cache with the methods of `GroupCache`, for models whose attention is not the plain one: a row
-    per completion, padded on the left."""
+    per completion, padded on the left. If layers carry a state, prompts are read without padding, in a pass for each
+    length: few architectures keep padding out of all their states."""
 
     def __init__(self, model: Any, prompts: list[list[int]], copies: list[int], max_tokens: int, pad_id: int):
-        self.model, device = model, model.device
-        width = max(map(len, prompts))
-        padding = [width - len(ids) for ids in prompts]
-        self.mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding], device=device)
-        self.input_ids = torch.tensor([[pad_id] * n + ids for n, ids in zip(padding, prompts, strict=True)])
-        self.input_ids = self.input_ids.to(device)
-        self.group = torch.arange(len(prompts), device=device).repeat_interleave(torch.tensor(copies, device=device))
-        # Only where layers carry a state: by its configuration, it would keep no more than a window's keys.
-        carries = STATES & {*(getattr(model.config.get_text_config(), "layer_types", None) or ())}
-        self.cache: Any = DynamicCache(config=model.config) if carries else DynamicCache()
+        self.model, self.prompts, self.pad_id = model, prompts, pad_id
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.argument = "cache_params" if "cache_params" in signature(base.forward).parameters else "past_key_values"
+        self.group = torch.arange(len(prompts)).repeat_interleave(torch.tensor(copies))
 
     def prefill(self) -> Tensor:
-        positions = (self.mask.cumsum(1) - 1).clamp(min=0)
-        logits = self._step(self.input_ids, positions)
-        self.cache.reorder_cache(self.group)
-        self.mask, self.positions = self.mask[self.group], positions[self.group, -1]
-        return logits[self.group]
+        lengths = torch.tensor([len(ids) for ids in self.prompts])
+        carries = carries_state(self.model.config)
+        parts = [(lengths == each).nonzero().flatten() for each in lengths.unique()] if carries else [lengths.argsort()]
+        logits: list[Tensor] = []
+        for place, part in enumerate(parts):
+            found = self._read([self.prompts[each] for each in part])
+            logits.append(found[0])
+            if not place:
+                _, self.cache, self.mask, self.positions = found
+            else:
+                self._append(*found[1:])
+        rows = torch.cat(parts).argsort()[self.group].to(self.model.device)
+        self.cache.reorder_cache(rows)
+        self.mask, self.positions = self.mask[rows], self.positions[rows]
+        return torch.cat(logits)[rows]
 
     def decode(self, token: Tensor) -> Tensor:
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
         self.positions = self.positions + 1
-        return self._step(token[:, None], self.positions[:, None])
+        return self._step(self.cache, self.mask, token[:, None], self.positions[:, None])
 
     def keep(self, rows: Tensor) -> None:
         self.cache.reorder_cache(rows.nonzero().flatten())
@@ -210,29 +219,59 @@ class PlainCache:
 
     def join(self, other: PlainCache) -> None:
         """Append the completions of another cache, padded on the left to the same width."""
+        self._append(other.cache, other.mask, other.positions)
+
+    def _append(self, cache: Any, mask: Tensor, positions: Tensor) -> None:
         unused = int(self.mask.any(0).int().argmax())  # columns that are padding everywhere
-        width = max(self.mask.shape[1] - unused, other.mask.shape[1])
+        width = max(self.mask.shape[1] - unused, mask.shape[1])
 
         def both(mine: Tensor, theirs: Tensor) -> Tensor:
-            return torch.cat([nn.functional.pad(x, (0, 0, width - x.shape[2], 0)) for x in (mine, theirs)])
+            return torch.cat([nn.functional.pad(x, (0, 0, width - x.shape[-2], 0)) for x in (mine, theirs)])
 
-        for layer, new in zip(self.cache.layers, other.cache.layers, strict=True):
-            if getattr(layer, "keys", None) is not None:
-                layer.keys, layer.values = both(layer.keys, new.keys), both(layer.values, new.values)
-            for name in ("conv_states", "recurrent_states"):
+        for layer, new in zip(self.cache.layers, cache.layers, strict=True):
+            for name in TOKENS:
+                if getattr(layer, name, None) is not None:
+                    setattr(layer, name, both(getattr(layer, name), getattr(new, name)))
+            for name in STATES:
                 own, theirs = getattr(layer, name, {}), getattr(new, name, {})
                 own |= {place: torch.cat([state, theirs[place]]) for place, state in own.items() if state is not None}
-        masks = (self.mask, other.mask)
-        self.mask = torch.cat([nn.functional.pad(mask, (width - mask.shape[1], 0)) for mask in masks])
-        self.positions = torch.cat([self.positions, other.positions])
+        self.mask = torch.cat([nn.functional.pad(each, (width - each.shape[1], 0)) for each in (self.mask, mask)])
+        self.positions = torch.cat([self.positions, positions])
 
-    def _step(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def _read(self, prompts: list[list[int]]) -> tuple[Tensor, Any, Tensor, Tensor]:
+        """Logits of each prompt's first completion token; the cache, its mask, and the position of the last token."""
+        width = max(map(len, prompts))
+        padding = [width - len(ids) for ids in prompts]
+        mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding], device=self.model.device)
+        ids = torch.tensor([[self.pad_id] * n + each for n, each in zip(padding, prompts, strict=True)])
+        positions, cache = (mask.cumsum(1) - 1).clamp(min=0), whole_cache(self.model.config)
+        return self._step(cache, mask, ids.to(mask.device), positions), cache, mask, positions[:, -1]
+
+    def _step(self, cache: Any, mask: Tensor, input_ids: Tensor, positions: Tensor) -> Tensor:
         output = self.model(
             input_ids=input_ids,
-            attention_mask=self.mask,
+            # Without attention nothing is masked, and Mamba would multiply a state by all of it.
+            attention_mask=mask if any(hasattr(layer, "keys") for layer in cache.layers) else None,
             position_ids=positions,
-            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self.argument: cache},
         )
         return output.logits[:, -1].float()
+
+
+def whole_cache(config: Any) -> Any:
+    """transformers' cache for a model, which forgets no key: by its configuration, it would keep no more than a
+    window's, and rows that are padded, or join later, begin at other places."""
+    kinds, keys = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    cache = DynamicCache(config=config)
+    cache.layers = [
+        DYNAMIC_LAYER_TYPE_MAPPING[WHOLE.get(kind, kind)](**of_layer)
+        for kind, of_layer in zip(kinds, keys, strict=True)
+    ]
+    return cache
+
+
+def carries_state(config: Any) -> bool:
+    """True if a layer carries a state from token to token."""
+    return any(hasattr(layer, name) for layer in whole_cache(config).layers for name in STATES)

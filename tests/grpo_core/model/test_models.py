@@ -69,7 +69,7 @@ ZAMBA2 |= {
 }
 # Those that the transformers engine refuses, and those that transformers would recompute wrongly or not at all.
 TRAINED: dict[str, tuple[str, dict[str, Any], bool, bool]] = {
-    "layers in layers": ("Zamba2", ZAMBA2 | {"num_attention_heads": 4, "num_key_value_heads": 4}, False, False),
+    "layers in layers": ("Zamba2", ZAMBA2 | {"num_attention_heads": 4, "num_key_value_heads": 4}, False, True),
     "no recomputing by itself": (
         "JetMoe",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16, "num_key_value_heads": 2},

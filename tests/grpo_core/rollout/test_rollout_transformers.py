@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, RwkvConfig, RwkvForCausalLM
 
 from examples import tiny
 from grpo_core.config.inputs import ModelConfig
@@ -284,10 +284,10 @@ def test_each_completion_is_truncated_if_there_is_no_end_token(model: Any, model
     assert engine.compute_logprobs([[3, 4, 5], [6, 7]])[1] == pytest.approx(_plain_scores(model, [6, 7]), abs=1e-5)
 
 
-def test_a_model_that_carries_a_state_is_refused(tokenizer: Any) -> None:
-    shape = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": len(tokenizer)}
-    with pytest.raises(EngineError, match="MambaForCausalLM does not give a padded prompt, with a cache, the log"):
-        TransformersEngine(MambaForCausalLM(MambaConfig(**shape)).eval(), tokenizer)
+def test_a_model_whose_state_is_in_no_cache_is_refused(tokenizer: Any) -> None:
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "attention_hidden_size": 16, "vocab_size": len(tokenizer)}
+    with pytest.raises(EngineError, match="RwkvForCausalLM does not give a padded prompt, with a cache, the log"):
+        TransformersEngine(RwkvForCausalLM(RwkvConfig(**shape)).eval(), tokenizer)
 
 
 def test_a_request_is_handed_out_with_the_step_that_finishes_it(model: Any, tokenizer: Any) -> None:
