@@ -25,6 +25,7 @@ from tests.conftest import config_values, make_model, make_run, with_keys
 from tests.grpo_core.algorithm.plain_losses import PLAIN_LOSSES, plain
 from tests.grpo_core.training.plain_training import assert_plain
 from tests.grpo_core.training.several import in_processes
+from tests.grpo_core.training.training import metrics_of
 from tests.plain_kernels import plain_varlen
 from tests.sources import sources_run, two_sources
 
@@ -32,9 +33,13 @@ LORA = {"use_peft": True, "lora_r": 3, "lora_alpha": 12, "lora_target_modules": 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("Qwen2", {}),
     "tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "windowed": ("Gemma3Text", {"head_dim": 32, "sliding_window": 4}),
+    "scaled": ("Granite", {"logits_scaling": 3.0}),
     "experts": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}),
 }
 OPTIONS: dict[str, list[Any]] = {
+    "num_generations": [4, 4, 2],
+    "max_completion_length": [6, 20],
     "num_iterations": [1, 2],
     "gradient_accumulation_steps": [1, 2, 3],
     "beta": [0.0, 0.1],
@@ -56,19 +61,21 @@ OPTIONS: dict[str, list[Any]] = {
     "max_steps": [3, 5],
 }
 WAYS: dict[str, list[Any]] = {
-    "attention": ["rows", "padded", "varlen", "flex"],
     "tokens": [1, 30, 90, 1000],  # per pass
     "chunk": [60, 200, 2**20],
     "kept": [0, 2**25],
     "short": [0, 1000],
 }
+ATTENTION = ["rows", "padded", "varlen", "flex"]
+FEW = len(PLAIN_LOSSES)
+KINDS = [*MODELS, "adapter"]
 CALM = {"adam_epsilon": 1e-3, "weight_decay": 0.1, "warmup_steps": 2, "adam_beta2": 0.9}
 
 
 def silent(prompts: list[str], completion_ids: list[list[int]]) -> list[float]:
-    """Tells completions apart where the first digit is odd, and nowhere else."""
+    """Tells completions apart for every third prompt, and for no other."""
     pairs = zip(prompts, completion_ids, strict=True)
-    return [float(sum(ids) % 7) if int(prompt[0]) % 2 else 0.0 for prompt, ids in pairs]
+    return [float(sum(ids) % 7) if int(prompt[:2]) % 3 == 0 else 0.0 for prompt, ids in pairs]
 
 
 @pytest.fixture(scope="module")
@@ -86,18 +93,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @contextlib.contextmanager
-def passes(draw: random.Random) -> Iterator[dict[str, Any]]:
-    """How the training's passes go through the model, as drawn."""
+def passes(number: int, draw: random.Random) -> Iterator[None]:
+    """How the training's passes go through the model."""
     way = {name: draw.choice(values) for name, values in WAYS.items()}
-    if way["attention"] == "flex":
+    attention = ATTENTION[number % len(ATTENTION)] if number < FEW else draw.choice(ATTENTION)
+    if attention == "flex":
         way["tokens"] = 1000  # each pass is slow without its compiler
     load_session = loop.load_session
 
     def loaded(run: Path) -> Any:
         session = load_session(run)
         if session.policy.packs:
-            session.policy.packs = way["attention"] != "rows"
-            session.policy.attention = way["attention"] if way["attention"] in ("varlen", "flex") else "padded"
+            session.policy.packs = attention != "rows"
+            session.policy.attention = attention if attention in ("varlen", "flex") else "padded"
         session.memory.planned = session.memory.tokens = way["tokens"]
         return session
 
@@ -109,19 +117,20 @@ def passes(draw: random.Random) -> Iterator[dict[str, Any]]:
         patch.setattr(packing, "SHORT", {torch.float32: way["short"]})
         patch.setattr(memory_bounds, "CHUNK_LOGITS", way["chunk"])
         patch.setattr(head, "KEPT_LOGITS", way["kept"])
-        yield way
+        yield
 
 
-def drawn_run(folder: Path, models: dict[str, Path], draw: random.Random, loss_type: str, **keys: Any) -> Path:
+def drawn_run(folder: Path, models: dict[str, Path], number: int, draw: random.Random, **keys: Any) -> Path:
     """A run with options as drawn; `keys` are not."""
+    loss_type = [*PLAIN_LOSSES][number % len(PLAIN_LOSSES)]
+    kind = KINDS[number % len(KINDS)] if number < FEW else draw.choice(KINDS)
     needs = {key: [value] for key, value in plain(loss_type).needs.items()}
     choices = OPTIONS | needs | {key: [*values] for key, values in plain(loss_type).drawn.items()}
     options = {key: draw.choice(values) for key, values in choices.items()} | keys
-    w, steps = options.get("num_processes", 1), draw.choice([1, 2, 3, 4])
-    b = draw.choice([n for n in range(1, 9) if n * w * steps % 4 == 0 and n * w * steps <= 32])
-    model = draw.choice([*MODELS, "adapter"])
-    base = models["plain" if model == "adapter" else model]
-    if model == "adapter":  # which a sharded training cannot start from
+    w, g, steps = options.get("num_processes", 1), options["num_generations"], draw.choice([1, 2, 3, 4])
+    b = draw.choice([n for n in range(1, 9) if n * w * steps % g == 0 and n * w * steps <= 32])
+    base = models["plain" if kind == "adapter" else kind]
+    if kind == "adapter":  # which a sharded training cannot start from
         given = {} if options.get("sharding", "none") != "none" else {"adapter": str(models["adapter"])}
         options |= LORA | given
     if options["repetition_penalty"] != 1:
@@ -132,21 +141,21 @@ def drawn_run(folder: Path, models: dict[str, Path], draw: random.Random, loss_t
         values = two_sources(base, folder / "data")
     else:
         values = config_values(base, folder)
-        values["rewards"].append({"function": f"{__name__}:silent"})
+        values["rewards"] = [*draw.choice([[], values["rewards"]]), {"function": f"{__name__}:silent"}]
     values = with_keys(values, **cut, **options, **CALM)
     return (sources_run if from_sources else make_run)(folder / "run", values)
 
 
-# Each loss once; many more in `make e2e`.
-NUMBERS = [*range(8), *(pytest.param(number, marks=pytest.mark.e2e) for number in range(8, 120))]
+# Each loss, kind of model and way of attention once; many more in `make e2e`.
+NUMBERS = [*range(FEW), *(pytest.param(number, marks=pytest.mark.e2e) for number in range(FEW, 10 * FEW))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_training_is_that_of_plain_loops(number: int, models: dict[str, Path], tmp_path: Path) -> None:
     draw = random.Random(number)
-    run = drawn_run(tmp_path, models, draw, [*PLAIN_LOSSES][number % len(PLAIN_LOSSES)])
-    with passes(draw):
+    run = drawn_run(tmp_path, models, number, draw)
+    with passes(number, draw):
         loop.train(run, run / "training")
     AcceleratorState._reset_state(reset_partial_state=True)
     assert_plain(run)
@@ -157,16 +166,29 @@ def test_a_training_is_that_of_plain_loops(number: int, models: dict[str, Path],
 def test_processes_with_whole_models_or_shares_train_as_plain_loops(
     number: int, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    draw, several = random.Random(1000 + number), number >= len(PLAIN_LOSSES)
-    keys = {"num_processes": draw.choice([2, 3, 4, 8]) if several else 2, "sharding": ["none", "full"][number // 2 % 2]}
-    if keys["num_processes"] == 4 and keys["sharding"] == "full":
-        keys["sharding"] = draw.choice(["full", "hybrid"])
-    run = drawn_run(tmp_path, models, draw, [*PLAIN_LOSSES][number % len(PLAIN_LOSSES)], **keys)
+    draw = random.Random(1000 + number)
+    w, sharding = 2, "full" if number % 3 else "none"
+    if number >= FEW:
+        w, sharding = draw.choice([(2, "full"), (3, "none"), (3, "full"), (4, "hybrid"), (8, "none")])
+    run = drawn_run(tmp_path, models, number, draw, num_processes=w, sharding=sharding)
 
     def start(rank: int) -> None:
-        os.environ["LOCAL_WORLD_SIZE"] = "2" if keys["sharding"] == "hybrid" else str(keys["num_processes"])
+        os.environ["LOCAL_WORLD_SIZE"] = "2" if sharding == "hybrid" else str(w)
         loop.train(run, run / "training")
 
-    with passes(draw):
-        in_processes(keys["num_processes"], tmp_path / "group", start)
+    with passes(number, draw):
+        in_processes(w, tmp_path / "group", start)
+    assert_plain(run)
+
+
+@pytest.mark.served
+def test_processes_without_a_row_keep_in_step_with_those_that_share_the_model(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    keys = {"num_processes": 3, "sharding": "full", "num_generations": 2, "per_device_train_batch_size": 2}
+    values = config_values(models["tied"], tmp_path, **keys, gradient_accumulation_steps=1, **CALM)
+    values["rewards"] = [{"function": f"{__name__}:silent"}]
+    run = make_run(tmp_path / "run", values)
+    in_processes(3, tmp_path / "group", lambda _: loop.train(run, run / "training"))
+    assert any(0.6 < step["frac_reward_zero_std"] < 1 for step in metrics_of(run)), "one group of two is trained"
     assert_plain(run)
