@@ -141,25 +141,6 @@ def test_a_batch_split_in_any_way_has_the_loss_and_gradient_of_the_whole(loss_ty
     assert torch.allclose(sum(gradients), gradient, atol=1e-9)
 
 
-@pytest.mark.parametrize("loss_type", [name for name, loss in LOSSES.items() if loss.normaliser != "micro-step"])
-@given(data=st.data(), processes=st.integers(1, 3), micro_steps=st.integers(1, 3), per_device=st.integers(1, 2))
-def test_processes_and_micro_steps_weigh_their_rows_so_that_the_update_stays_the_same(
-    loss_type: Any, data: st.DataObject, processes: int, micro_steps: int, per_device: int
-) -> None:
-    b = processes * micro_steps * per_device
-    batch = data.draw(batches(loss_type, rows=b))
-    common = {"rollout_tokens": max(int(batch.mask.sum()), 1), "max_completion_length": 9}
-    normaliser = LOSSES[loss_type].normaliser
-    one = token_weights(normaliser, batch.mask, micro_steps=1, steps_per_generation=1, num_processes=1, **common)
-    loss, gradient = batch.loss(list(range(b)), one)
-    cut = {"micro_steps": micro_steps, "steps_per_generation": micro_steps, "num_processes": processes}
-    order = data.draw(st.permutations(range(b)))
-    parts = [order[start : start + per_device] for start in range(0, b, per_device)]
-    results = [batch.loss(part, token_weights(normaliser, batch.mask[part], **cut, **common)) for part in parts]
-    assert sum(value for value, _ in results) / processes == pytest.approx(loss, rel=1e-5, abs=1e-6)
-    assert torch.allclose(sum(grad for _, grad in results) / processes, gradient, rtol=1e-5, atol=1e-6)
-
-
 def test_clipped_tokens_are_counted_on_the_side_on_which_the_clip_binds() -> None:
     config = AlgorithmConfig(epsilon=0.2, epsilon_high=0.3)
     ratios = torch.tensor([[0.5, 0.9, 1.25, 1.5]]).log()

@@ -124,10 +124,16 @@ class _Batch:
             & (not (algorithm.mask_truncated_completions and row["truncated"]))
             for row in self.rows
         ]
+        self.engine = [
+            torch.tensor(row["sampling_logprobs"]).double()[mask]
+            for row, mask in zip(self.rows, self.masks, strict=True)
+        ]
         self.lengths = [int(mask.sum()) for mask in self.masks]
         with torch.no_grad():
             old = [self.tokens(model, row) for row in range(len(self.rows))]
             self.old = [logprobs.tolist() for logprobs, _ in old]
+            if self.config.rollout.repetition_penalty == 1 and self.config.rollout.engine != "recorded":
+                assert torch.allclose(torch.cat(self.engine), torch.cat([each for each, _ in old]), atol=1e-4)
             self.reference = [self.tokens(base, row)[0].tolist() for row in range(len(self.rows))]
         entropies = [entropy for _, entropy in old]
         least = torch.cat(entropies).quantile(1 - algorithm.top_entropy_quantile) if sum(self.lengths) else 0
@@ -152,17 +158,15 @@ class _Batch:
             for row in of_process:
                 cut = Cut(self.lengths[row], tokens, b, micro_steps, max(all_tokens, 1), s, w, limit)
                 logprobs, entropy = self.tokens(model, row)
-                engine = torch.tensor(self.rows[row]["sampling_logprobs"]).double()[self.masks[row]].tolist()
                 now = logprobs.tolist()
-                old = now if plan.on_policy else self.old[row]
-                of_row = PlainRow(
-                    algorithm, self.advantages[row], now, old, self.reference[row], self.keep[row].tolist(), engine
-                )
+                keep, engine = self.keep[row], self.engine[row].tolist()
+                reads = (now, self.old[row], self.reference[row], keep.tolist(), engine)
+                of_row = PlainRow(algorithm, self.advantages[row], *reads)
                 slopes = torch.tensor(of_row.slopes(), dtype=torch.float64)
                 value = of_row.loss(now) + (slopes * (logprobs - logprobs.detach())).sum()
                 found = found + value / (plain(algorithm.loss_type).divisor(cut) * w)
-                kept = max(float(sum(keep.sum() for keep in self.keep)), 1.0) * micro_steps / s
-                found = found - algorithm.entropy_coef * (self.keep[row] * entropy).sum() / kept
+                kept = max(float(torch.cat(self.keep).sum()), 1.0) * micro_steps / s
+                found = found - algorithm.entropy_coef * (keep * entropy).sum() / kept
         return found
 
 

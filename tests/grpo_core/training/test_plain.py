@@ -55,14 +55,19 @@ OPTIONS: dict[str, list[Any]] = {
     "mask_truncated_completions": [False, True],
     "dynamic_sample": [False, False, True],
     "repetition_penalty": [1.0, 1.3],
-    "temperature": [1.0, 0.8],
+    "temperature": [0.05, 0.7, 1.0, 1.6],
     "max_grad_norm": [1e9, 0.05],
     "gradient_checkpointing": [False, False, True],
     "max_steps": [3, 5],
 }
+TRUNCATIONS: list[dict[str, Any]] = [
+    *({}, {}, {"top_p": 0.5}, {"top_k": 3}, {"top_p": 0.7, "top_k": 6}, {"top_k": 1}),
+    *({"min_p": 0.3}, {"min_p": 0.05, "top_p": 0.8}),
+]
 WAYS: dict[str, list[Any]] = {
     "tokens": [1, 30, 90, 1000],  # per pass
     "chunk": [60, 200, 2**20],
+    "shares_cache": [True, False],
     "kept": [0, 2**25],
     "short": [0, 1000],
 }
@@ -106,6 +111,7 @@ def passes(number: int, draw: random.Random) -> Iterator[None]:
         if session.policy.packs:
             session.policy.packs = attention != "rows"
             session.policy.attention = attention if attention in ("varlen", "flex") else "padded"
+        session.sampler.engine.shares_cache &= way["shares_cache"]
         session.memory.planned = session.memory.tokens = way["tokens"]
         return session
 
@@ -135,6 +141,7 @@ def drawn_run(folder: Path, models: dict[str, Path], number: int, draw: random.R
         options |= LORA | given
     if options["repetition_penalty"] != 1:
         options["vllm_importance_sampling_correction"] = True  # else refused
+    options |= draw.choice(TRUNCATIONS)
     cut = {"loss_type": loss_type, "per_device_train_batch_size": b, "steps_per_generation": steps}
     (folder / "data").mkdir(parents=True)
     if from_sources := draw.random() < 0.3:
