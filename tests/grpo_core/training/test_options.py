@@ -42,7 +42,7 @@ def two_layers(values: dict[str, Any], smooth_model_folder: Path) -> dict[str, A
     return with_keys(values, name_or_path=str(smooth_model_folder))
 
 
-# The update does not depend on how it is cut.
+# Passes as memory allows.
 
 OFF_POLICY = {"steps_per_generation": 4, "num_iterations": 2}
 

@@ -18,8 +18,6 @@ from tests.conftest import with_keys
 from tests.grpo_core.training.training import assert_same, metrics_of, result_of
 from tests.sources import sources_run, two_sources
 
-OF_BOTH = {"reward", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio"}
-
 
 @pytest.fixture(scope="module")
 def trained(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
