@@ -154,7 +154,7 @@ def test_a_coroutine_that_ignores_cancellation_is_ended_by_force_and_named(
     start = "import asyncio\nslept = []\nasync def g(completions): return [1.0] * len(completions)\n"
     body = f"{start}async def f(completions):\n{body}"
     own = declare(body)
-    rewards = [resolve(own(timeout=0.2))] if alone else [resolve(own("g")), resolve(own(timeout=0.2))]
+    rewards = [resolve(own(function, timeout=0.2)) for function in ("f" if alone else "gf")]
     with pytest.raises(RewardError, match=r"reward 'f' did not come back within 0\.2 s"):
         score(rewards, Batch(ROWS, ["a", "b"], [[1], [2]]))
     assert not importlib.import_module("own_rewards").slept

@@ -34,11 +34,12 @@ def assert_plain(run: Path) -> None:
     config = load_config(run / "config.toml")
     before, trained = load_policy(config), load(run / "training" / "model")
     steps, after = plain_training(run)
+    bound = 1e-5 / min(2 * config.rollout.temperature, 1.0)  # float32 rounds logits before they are divided by it
     for found, (loss, norm) in zip(metrics_of(run), steps, strict=True):
-        assert found["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
-        assert found["grad_norm"] == pytest.approx(norm, rel=1e-5, abs=1e-6)
+        assert found["loss"] == pytest.approx(loss, rel=bound, abs=1e-6)
+        assert found["grad_norm"] == pytest.approx(norm, rel=bound, abs=1e-6)
     first, found, expected = (_weights(model) for model in (before, trained, after))
-    assert (found - expected).norm() < 1e-5 * (expected - first).norm() + 1e-6
+    assert (found - expected).norm() < bound * (expected - first).norm() + 1e-6
 
 
 def load(folder: Path | str) -> Any:
