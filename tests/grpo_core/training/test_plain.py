@@ -43,7 +43,8 @@ OPTIONS: dict[str, list[Any]] = {
     "num_iterations": [1, 2],
     "gradient_accumulation_steps": [1, 2, 3],
     "beta": [0.0, 0.1],
-    "epsilon_high": [None, 0.28],
+    "epsilon": [0.2, 0.01],
+    "epsilon_high": [None, 0.28, 0.02],
     "importance_sampling_level": ["token", "sequence"],
     "off_policy_mask_threshold": [None, 0.02],
     "vllm_importance_sampling_correction": [True, True, False],
@@ -58,7 +59,8 @@ OPTIONS: dict[str, list[Any]] = {
     "temperature": [0.05, 0.7, 1.0, 1.6],
     "max_grad_norm": [1e9, 0.05],
     "gradient_checkpointing": [False, False, True],
-    "max_steps": [3, 5],
+    "max_steps": [4, 6],
+    "warmup_steps": [0, 1],
 }
 TRUNCATIONS: list[dict[str, Any]] = [
     *({}, {}, {"top_p": 0.5}, {"top_k": 3}, {"top_p": 0.7, "top_k": 6}, {"top_k": 1}),
@@ -74,7 +76,7 @@ WAYS: dict[str, list[Any]] = {
 ATTENTION = ["rows", "padded", "varlen", "flex"]
 FEW = len(PLAIN_LOSSES)
 KINDS = [*MODELS, "adapter"]
-CALM = {"adam_epsilon": 1e-3, "weight_decay": 0.1, "warmup_steps": 2, "adam_beta2": 0.9}
+CALM = {"adam_epsilon": 1e-3, "weight_decay": 0.1, "adam_beta2": 0.9}
 
 
 def silent(prompts: list[str], completion_ids: list[list[int]]) -> list[float]:
