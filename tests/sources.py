@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
+from grpo_core.config.files import dump_config, parse_config
+from grpo_core.planning.plan import make_plan, plan_inputs
+from tasks.data.sources import data_set
 from tests.conftest import config_values, write_sums
+from tests.rows import screen
 
 
 def two_sources(model: Path, folder: Path, **keys: Any) -> dict[str, Any]:
@@ -37,3 +43,17 @@ def two_sources(model: Path, folder: Path, **keys: Any) -> dict[str, Any]:
         ]
     }
     return values
+
+
+def sources_run(folder: Path, values: dict[str, Any]) -> Path:
+    """A run directory as the stages validate and plan leave it."""
+    config = parse_config(values)
+    screened = screen(config)
+    assert not screened.refused, screened.shape
+    (folder / "dataset").mkdir(parents=True)
+    for name, frame in screened.kept.items():
+        frame.write_parquet(folder / "dataset" / f"{name}.parquet")
+    counts = [part["num_prompts"] for name, part in screened.report["parts"].items() if data_set(name) == "train"]
+    (folder / "config.toml").write_text(dump_config(config))
+    (folder / "plan.json").write_text(json.dumps({"plan": dataclasses.asdict(make_plan(plan_inputs(config, *counts)))}))
+    return folder

@@ -124,3 +124,66 @@ PLAIN_LOSSES: dict[str, PlainLoss] = {
 def plain(loss_type: str) -> PlainLoss:
     assert loss_type in PLAIN_LOSSES, f"enter {loss_type} in PLAIN_LOSSES, {__name__}"
     return PLAIN_LOSSES[loss_type]
+
+
+@dataclass(frozen=True)
+class PlainRow:
+    """A completion's trained tokens, and what its loss reads."""
+
+    config: AlgorithmConfig
+    advantage: float
+    fixed: list[float]  # log-probabilities as they are, where no gradient flows
+    old: list[float]
+    reference: list[float]
+    keep: list[float]
+    engine: list[float] | None
+
+    def loss(self, lp: list[float]) -> float:
+        """Sum of the tokens' losses with these log-probabilities."""
+        c, advantage, n, fixed, old, ref = (
+            self.config,
+            self.advantage,
+            len(self.old),
+            self.fixed,
+            self.old,
+            self.reference,
+        )
+        engine = self.engine if c.vllm_importance_sampling_correction else None
+        weight = math.exp(sum(fixed[u] - old[u] for u in range(n)))
+        for u in range(n):
+            weight *= max(_correction(c, old[u] - engine[u]), 1e-8) if engine else 1
+        loss, total = plain(c.loss_type), 0.0
+        for t in range(n):
+            span = range(n) if c.importance_sampling_level == "sequence" else [t]
+            ratio = math.exp(sum(lp[u] - old[u] for u in span) / len(span))
+            fixed_ratio = math.exp(sum(fixed[u] - old[u] for u in span) / len(span))
+            policy = loss.term(c, Token(advantage, lp[t], ratio, fixed_ratio, weight))
+            if c.off_policy_mask_threshold is not None and advantage < 0:
+                behaviour = old if self.engine is None else self.engine
+                if sum(behaviour[u] - fixed[u] for u in range(n)) / n > c.off_policy_mask_threshold:
+                    policy = 0.0
+            if engine and not loss.holds_correction:
+                span = range(n) if c.vllm_importance_sampling_mode.startswith("sequence") else [t]
+                policy *= _correction(c, sum(old[u] - engine[u] for u in span))
+            kl = math.exp(ref[t] - lp[t]) - (ref[t] - lp[t]) - 1
+            total += self.keep[t] * policy + c.beta * kl * (ratio if c.use_bias_correction_kl else 1)
+        return total
+
+    def slopes(self) -> list[float]:
+        """The loss's gradient, by central differences."""
+        lp, step = self.fixed, 1e-6
+
+        def moved(t: int, by: float) -> float:
+            return self.loss([*lp[:t], lp[t] + by, *lp[t + 1 :]])
+
+        return [(moved(t, step) - moved(t, -step)) / (2 * step) for t in range(len(lp))]
+
+
+def _correction(c: AlgorithmConfig, log_ratio: float) -> float:
+    low, high = c.vllm_importance_sampling_clip_min or 0.0, c.vllm_importance_sampling_clip_max
+    ratio = math.exp(log_ratio)
+    if low <= ratio <= high:
+        return ratio
+    if "mask" in c.vllm_importance_sampling_mode:
+        return 0.0
+    return low if ratio < low else high

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from grpo_core.algorithm.losses import token_losses, token_weights, top_entropy_mask
 from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.losses import LOSSES
-from tests.grpo_core.algorithm.plain_losses import Cut, Token, plain
+from tests.grpo_core.algorithm.plain_losses import Cut, PlainRow, plain
 from tests.grpo_core.algorithm.test_losses_golden import ENTROPY, LOSS_TYPES, MASK, weights_of
 
 
@@ -88,58 +88,19 @@ def batches(draw: st.DrawFn, loss_type: str, rows: int | None = None) -> Batch:
     return Batch(logprobs, old, sampled, reference, keep, mask, advantages, draw(configs(loss_type)))
 
 
-def _plain_row(batch: Batch, i: int, lp: list[float], fixed: list[float]) -> float:
-    """Sum of the losses of completion i; `fixed` are its log-probabilities where no gradient flows."""
-    c, advantage, n = batch.config, float(batch.advantages[i]), int(batch.mask[i].sum())
-    old, ref, keep = batch.old[i].tolist(), batch.reference[i].tolist(), batch.keep[i].tolist()
-    engine = None if batch.sampling is None else batch.sampling[i].tolist()
-    high, low = c.vllm_importance_sampling_clip_max, c.vllm_importance_sampling_clip_min or 0.0
-    corrected = engine is not None and c.vllm_importance_sampling_correction
-    weight = math.exp(sum(fixed[u] - old[u] for u in range(n)))
-    for u in range(n):
-        weight *= max(_plain_correction(c, old[u] - engine[u], low, high), 1e-8) if corrected else 1
-    loss, total = plain(c.loss_type), 0.0
-    for t in range(n):
-        span = range(n) if c.importance_sampling_level == "sequence" else [t]
-        ratio = math.exp(sum(lp[u] - old[u] for u in span) / len(span))
-        fixed_ratio = math.exp(sum(fixed[u] - old[u] for u in span) / len(span))
-        policy = loss.term(c, Token(advantage, lp[t], ratio, fixed_ratio, weight))
-        if c.off_policy_mask_threshold is not None and advantage < 0:
-            behaviour = old if engine is None else engine
-            if sum(behaviour[u] - fixed[u] for u in range(n)) / n > c.off_policy_mask_threshold:
-                policy = 0.0
-        if corrected and not loss.holds_correction:
-            span = range(n) if c.vllm_importance_sampling_mode.startswith("sequence") else [t]
-            policy *= _plain_correction(c, sum(old[u] - engine[u] for u in span), low, high)
-        kl = math.exp(ref[t] - lp[t]) - (ref[t] - lp[t]) - 1
-        total += keep[t] * policy + c.beta * kl * (ratio if c.use_bias_correction_kl else 1)
-    return total
-
-
-def _plain_correction(c: AlgorithmConfig, log_ratio: float, low: float, high: float) -> float:
-    ratio = math.exp(log_ratio)
-    if low <= ratio <= high:
-        return ratio
-    if "mask" in c.vllm_importance_sampling_mode:
-        return 0.0
-    return low if ratio < low else high
-
-
 def _plain_loss(
     batch: Batch, a: int, s: int, w: int, rollout_tokens: int, limit: int
 ) -> tuple[float, list[list[float]]]:
     """The loss by loops, and its gradient by central differences."""
-    b, valid, step = len(batch.mask), int(batch.mask.sum()), 1e-6
-    loss, gradient = 0.0, []
+    b, valid, loss, gradient = len(batch.mask), int(batch.mask.sum()), 0.0, []
     for i, lp in enumerate(batch.logprobs.tolist()):
-        cut = Cut(int(batch.mask[i].sum()), valid, b, a, rollout_tokens, s, w, limit)
-        weight = 1 / plain(batch.config.loss_type).divisor(cut)
-        loss += weight * _plain_row(batch, i, lp, lp)
-        gradient.append([])
-        for t in range(len(lp)):
-            up, down = [*lp[:t], lp[t] + step, *lp[t + 1 :]], [*lp[:t], lp[t] - step, *lp[t + 1 :]]
-            slope = (_plain_row(batch, i, up, lp) - _plain_row(batch, i, down, lp)) / (2 * step)
-            gradient[-1].append(weight * slope)
+        n = int(batch.mask[i].sum())
+        weight = 1 / plain(batch.config.loss_type).divisor(Cut(n, valid, b, a, rollout_tokens, s, w, limit))
+        of_row = (tensor[i, :n].tolist() for tensor in (batch.old, batch.reference, batch.keep))
+        engine = None if batch.sampling is None else batch.sampling[i, :n].tolist()
+        row = PlainRow(batch.config, float(batch.advantages[i]), lp[:n], *of_row, engine)
+        loss += weight * row.loss(lp)
+        gradient.append([weight * slope for slope in row.slopes()] + [0.0] * (len(lp) - n))
     return loss, gradient
 
 
@@ -178,25 +139,6 @@ def test_a_batch_split_in_any_way_has_the_loss_and_gradient_of_the_whole(loss_ty
     losses, gradients = zip(*(batch.loss(part, weights[part]) for part in parts), strict=True)
     assert sum(losses) == pytest.approx(loss, abs=1e-9)
     assert torch.allclose(sum(gradients), gradient, atol=1e-9)
-
-
-@pytest.mark.parametrize("loss_type", [name for name, loss in LOSSES.items() if loss.normaliser != "micro-step"])
-@given(data=st.data(), processes=st.integers(1, 3), micro_steps=st.integers(1, 3), per_device=st.integers(1, 2))
-def test_processes_and_micro_steps_weigh_their_rows_so_that_the_update_stays_the_same(
-    loss_type: Any, data: st.DataObject, processes: int, micro_steps: int, per_device: int
-) -> None:
-    b = processes * micro_steps * per_device
-    batch = data.draw(batches(loss_type, rows=b))
-    common = {"rollout_tokens": max(int(batch.mask.sum()), 1), "max_completion_length": 9}
-    normaliser = LOSSES[loss_type].normaliser
-    one = token_weights(normaliser, batch.mask, micro_steps=1, steps_per_generation=1, num_processes=1, **common)
-    loss, gradient = batch.loss(list(range(b)), one)
-    cut = {"micro_steps": micro_steps, "steps_per_generation": micro_steps, "num_processes": processes}
-    order = data.draw(st.permutations(range(b)))
-    parts = [order[start : start + per_device] for start in range(0, b, per_device)]
-    results = [batch.loss(part, token_weights(normaliser, batch.mask[part], **cut, **common)) for part in parts]
-    assert sum(value for value, _ in results) / processes == pytest.approx(loss, rel=1e-5, abs=1e-6)
-    assert torch.allclose(sum(grad for _, grad in results) / processes, gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_clipped_tokens_are_counted_on_the_side_on_which_the_clip_binds() -> None:

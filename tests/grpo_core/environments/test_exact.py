@@ -22,6 +22,7 @@ from grpo_core.environments.processes import Environments
 from grpo_core.environments.turns import TurnFormat
 from grpo_core.errors import NotFiniteError
 from grpo_core.evaluation.run import evaluate
+from grpo_core.model import policy
 from grpo_core.training import loop as trainer
 from grpo_core.training.loop import train
 from tests.conftest import with_keys
@@ -35,6 +36,7 @@ from tests.grpo_core.environments.talking import (
     talking_values,
 )
 from tests.grpo_core.training import killing
+from tests.grpo_core.training.plain_training import assert_plain
 from tests.grpo_core.training.several import in_two_processes
 from tests.grpo_core.training.test_loop import CALM_ADAM
 from tests.grpo_core.training.test_replay import assert_replayed
@@ -96,6 +98,26 @@ def test_a_training_on_conversations_killed_at_any_micro_step_ends_with_the_same
         assert said_in(run) == said
         assert are_close(run, whole)
         assert result_of(run)["counted"] == result_of(whole)["counted"]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"loss_type": "grpo"},
+        {"importance_sampling_level": "sequence", "num_iterations": 2, "beta": 0.1},
+        pytest.param({"top_entropy_quantile": 0.3, "max_steps": 3}, marks=pytest.mark.e2e),
+        pytest.param({"use_peft": True, "lora_r": 4, "gradient_accumulation_steps": 2}, marks=pytest.mark.e2e),
+    ],
+)
+@pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
+def test_a_training_on_conversations_is_that_of_plain_loops(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], packs: bool
+) -> None:
+    if not packs:
+        monkeypatch.setattr(policy, "why_not_packed", lambda _: "asked")
+    run = make_talking_run(tmp_path / "run", talking_values(model, **CALM_ADAM, **keys))
+    train(run, run / "training")
+    assert_plain(run)
 
 
 @pytest.mark.parametrize("sharding", ["none", pytest.param("full", marks=pytest.mark.e2e)])

@@ -30,7 +30,6 @@ from tests.grpo_core.model.exactness import (
     distance,
     first_update,
     gradient_and_metrics,
-    move,
     plain_gradient,
     rollout_with,
     updating_gradient,
@@ -88,35 +87,6 @@ def session(
     share_environments(monkeypatch, counting)
     yield load_session(run)
     AcceleratorState._reset_state(reset_partial_state=True)
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "kl": {"beta": 0.1},
-    "per completion": {"loss_type": "grpo"},
-    "sequence ratios": {"importance_sampling_level": "sequence", "num_iterations": 2},
-    "highest entropy": {"top_entropy_quantile": 0.3},
-    "lora": {"use_peft": True, "lora_r": 4},
-}
-QUICK = [("plain", True), ("plain", False), ("per completion", True), ("sequence ratios", True)]
-CASES = [
-    pytest.param(
-        OPTIONS[name],
-        packs,
-        id=f"{name}-{'packed' if packs else 'padded'}",
-        marks=[] if (name, packs) in QUICK else [pytest.mark.e2e],
-    )
-    for name in OPTIONS
-    for packs in (True, False)
-]
-
-
-@pytest.mark.parametrize(("session", "packs"), CASES, indirect=["session"])
-def test_gradient_is_that_of_plain_passes_over_what_was_sampled(session: Session, packs: bool) -> None:
-    session.policy.packs = packs
-    batch = first_update(session, rollout_with(session, ADVANTAGES))
-    move(session)
-    assert distance(updating_gradient(session, batch), plain_gradient(session, batch)) < BOUND
 
 
 def test_each_token_that_was_sampled_is_trained_and_no_other(session: Session) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from torch.nn.attention import flex_attention
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen2Config
 
-from grpo_core.config import memory_bounds
-from grpo_core.model import logprobs as head
-from grpo_core.model import packed_attention as packing
 from grpo_core.model import policy
 from grpo_core.model.policy import Policy
 from grpo_core.model.sequences import Sequences
@@ -37,7 +32,6 @@ from tests.grpo_core.model.exactness import (
     rollout_with,
     updating_gradient,
 )
-from tests.plain_kernels import plain_varlen
 
 BOUND = 3e-6  # relative; float32 rounds to 6e-8, and processors add in different orders
 
@@ -57,85 +51,6 @@ def _batch(session: Session, silent: str) -> MicroBatch:
     groups = torch.arange(len(advantages)) // session.plan.num_generations
     silenced = {"none": groups < 0, "half": groups % 2 == 0, "all": groups >= 0}[silent]
     return first_update(session, rollout_with(session, advantages.masked_fill(silenced, 0.0)))
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "temperature": {"temperature": 0.7},
-    "lora": {"use_peft": True, "lora_r": 4},
-    "kl": {"beta": 0.1},
-    "sequence ratios": {"importance_sampling_level": "sequence", "num_iterations": 2},
-    "per completion": {"loss_type": "grpo"},
-    "per micro-step": {"loss_type": "bnpo", "mask_truncated_completions": True},
-    "several updates": {"steps_per_generation": 4, "loss_type": "cispo", "epsilon_high": 5.0},
-}
-
-
-WAYS: dict[str, tuple[bool, Any]] = {
-    "padded rows": (False, "padded"),
-    "packed": (True, "padded"),
-    "packed for varlen attention": (True, "varlen"),
-    "packed for flex attention": (True, "flex"),
-}
-
-
-@pytest.fixture
-def way(request: pytest.FixtureRequest, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How the test's passes go through the model."""
-    session.policy.packs, session.policy.attention = WAYS[request.param]
-    # On a CPU flex attention is plain torch, with gradients too, except that a check refuses them.
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(packing, "varlen_attn", plain_varlen)  # flash attention's kernel is for GPUs only
-
-
-def usual(place: int, way: str) -> list[pytest.MarkDecorator]:
-    """Every other case is in `make test`; of flex attention, which is slow without its compiler, every fourth."""
-    is_in = place % 4 == 3 if "flex" in way else place % 2 == 1
-    return [] if is_in else [pytest.mark.e2e]
-
-
-def half_of(values: dict[str, Any], ways: Iterable[str]) -> list[Any]:
-    """Each value in some of the ways (see `usual`); in the others in `make e2e`."""
-    return [
-        pytest.param(values[name], way, id=f"{name}-{way}", marks=usual(i + j, way))
-        for (i, name), (j, way) in itertools.product(enumerate(values), enumerate(ways))
-    ]
-
-
-# Each option in each way, with silent groups and without; those that `usual` leaves out in `make e2e`.
-CASES = [
-    pytest.param(
-        OPTIONS[options],
-        way,
-        silent,
-        id=f"{options}-{way}-{silent}",
-        marks=usual(i + j + k, way),
-    )
-    for (i, options), (j, way), (k, silent) in itertools.product(
-        enumerate(OPTIONS), enumerate(WAYS), enumerate(["none", "half"])
-    )
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("session", "way", "silent"), CASES, indirect=["session", "way"])
-def test_an_update_s_gradient_is_the_plain_one(session: Session, silent: str, way: None) -> None:
-    batch = _batch(session, silent)
-    assert distance(updating_gradient(session, batch), plain_gradient(session, batch)) < BOUND
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("silent", ["none", "half", "all"])
-@pytest.mark.parametrize(
-    "session",
-    [{"entropy_coef": 0.3}, {"entropy_coef": 0.3, "top_entropy_quantile": 0.5, "temperature": 0.7}],
-    ids=["all tokens", "of high entropy"],
-    indirect=True,
-)
-def test_an_entropy_bonus_adds_its_weight_times_the_gradient_of_the_mean_entropy(session: Session, silent: str) -> None:
-    batch = _batch(session, silent)
-    session.memory.tokens = 3 * int(batch.sequences.lengths.max())
-    assert distance(updating_gradient(session, batch), plain_gradient(session, batch, entropy_coef=0.3)) < BOUND
 
 
 @pytest.mark.slow
@@ -208,48 +123,6 @@ def test_an_adaptive_bonus_measures_the_entropy_of_all_completions_at_work_and_a
             assert distance(gradient, plain_gradient(session, batch, entropy_coef=coef)) < BOUND
 
 
-OFF_POLICY: dict[str, dict[str, Any]] = {
-    "half of a rollout": {"steps_per_generation": 4},
-    "two iterations": {"num_iterations": 2, "loss_type": "grpo"},
-    "sequence ratios": {"num_iterations": 2, "importance_sampling_level": "sequence"},
-    "truncated left out": {"num_iterations": 2, "mask_truncated_completions": True},
-    "off-policy mask": {"num_iterations": 2, "off_policy_mask_threshold": 0.01},
-    "kl": {"num_iterations": 2, "beta": 0.1},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("session", "way"), half_of(OFF_POLICY, WAYS), indirect=True)
-def test_old_log_probabilities_of_the_rows_that_need_them_leave_the_gradient_as_it_is(
-    session: Session, way: None
-) -> None:
-    batch = _batch(session, "half")
-    session.memory.tokens = 3 * int(batch.sequences.lengths.max())
-    every_row = replace(batch, old_logprobs=plain_logprobs(session, batch).detach())
-    move(session)
-    assert distance(updating_gradient(session, batch), plain_gradient(session, every_row)) < BOUND
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("tokens", "way"), half_of({"90": 90, "30": 30, "1": 1, "1000": 1000}, WAYS), indirect=["way"])
-def test_the_token_budget_leaves_the_gradient_as_it_is(session: Session, tokens: int, way: None) -> None:
-    batch = _batch(session, "half")
-    expected = plain_gradient(session, batch)
-    session.memory.tokens = tokens
-    assert distance(updating_gradient(session, batch), expected) < BOUND
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("chunk", "kept"), [(200, 2**25), (200, 0), (60, 0)])
-def test_logits_in_chunks_and_computed_again_leave_the_gradient_as_it_is(
-    session: Session, monkeypatch: pytest.MonkeyPatch, chunk: int, kept: int
-) -> None:
-    monkeypatch.setattr(memory_bounds, "CHUNK_LOGITS", chunk)
-    monkeypatch.setattr(head, "KEPT_LOGITS", kept)
-    batch = _batch(session, "none")
-    assert distance(updating_gradient(session, batch), plain_gradient(session, batch)) < BOUND
-
-
 @pytest.mark.parametrize("session", [{}, {"gradient_checkpointing": True}], ids=["kept", "recomputed"], indirect=True)
 def test_a_line_has_each_token_once(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, tokens, states = _batch(session, "none"), [], policy.packed_states
@@ -262,17 +135,6 @@ def test_a_line_has_each_token_once(session: Session, monkeypatch: pytest.Monkey
     prompts = {tuple(ids[:length]) for ids, length in rows}
     assert len(prompts) < len(batch.mask)
     assert tokens == [sum(map(len, prompts)) + int((batch.sequences.completion_lengths - 1).sum())]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("session", [{"max_completion_length": 40}], indirect=True)
-@pytest.mark.parametrize("short", [0, 1000])
-def test_attention_s_two_products_leave_the_gradient_as_it_is(
-    session: Session, monkeypatch: pytest.MonkeyPatch, short: int
-) -> None:
-    monkeypatch.setattr(packing, "SHORT", {torch.float32: short})
-    batch = _batch(session, "none")
-    assert distance(updating_gradient(session, batch), plain_gradient(session, batch)) < BOUND
 
 
 def test_an_update_without_any_advantage_steps_with_a_gradient_of_zeros(session: Session) -> None:

@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from hypothesis import given
-from hypothesis import strategies as st
 
 from grpo_core.config.files import load_config
-from grpo_core.model.sequences import Sequences, pack, prompts_of
 from grpo_core.training.batch import MicroBatch
 from grpo_core.training.checkpoint import fingerprint
 from grpo_core.training.loop import train
@@ -99,28 +96,3 @@ def test_a_training_in_bfloat16_learns_and_hands_on_float32(smooth_model_folder:
     assert max(step["sampling/sync_drift"] for step in steps) < 0.02
     weights = load_file(run / "training" / "model" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
-
-
-@st.composite
-def _sequences(draw: st.DrawFn) -> Sequences:
-    prompts = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=4))
-    rows = draw(st.lists(st.tuples(st.sampled_from(prompts), st.integers(1, 30)), min_size=1, max_size=20))
-    ids = torch.zeros(len(rows), max(len(prompt) + length for prompt, length in rows), dtype=torch.int64)
-    for row, (prompt, _) in enumerate(rows):
-        ids[row, : len(prompt)] = torch.tensor(prompt)
-    lengths = [(len(prompt), completion, prompts.index(prompt)) for prompt, completion in rows]
-    return Sequences(ids, *(torch.tensor(column) for column in zip(*lengths, strict=True)))
-
-
-@pytest.mark.slow
-@given(_sequences(), st.integers(1, 120), st.booleans())
-def test_packing_has_each_row_once_within_its_bounds(sequences: Sequences, tokens: int, share_prompts: bool) -> None:
-    parts = [*pack(sequences, tokens, share_prompts=share_prompts)]
-    assert sorted(torch.cat(parts).tolist()) == [*range(len(sequences.lengths))]
-    for part in parts:
-        taken = sequences.take(part)
-        firsts, _ = prompts_of(taken)
-        size = int(taken.prompt_lengths[firsts].sum() + taken.completion_lengths.sum())
-        padded = len(part) * int(taken.completion_lengths.max())
-        held = size if share_prompts else len(part) * int(taken.lengths.max())
-        assert len(part) == 1 or (held <= tokens and padded <= 2 * tokens)

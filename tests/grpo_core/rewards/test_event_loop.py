@@ -23,6 +23,7 @@ from grpo_core.rewards.batch import Batch
 from grpo_core.rewards.contract import resolve
 from grpo_core.rewards.scoring import score
 from grpo_core.training.interrupt import Stopped
+from tests.grpo_core.rewards.conftest import Declare
 
 pytestmark = pytest.mark.slow
 
@@ -147,11 +148,8 @@ def measuring(keeps_seconds: float | None = None) -> Iterator[Server]:
 
 
 @pytest.fixture
-def declared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RewardConfig]:
-    (tmp_path / "keeping.py").write_text(KEEPING)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "keeping", raising=False)
-    return lambda function, **keys: RewardConfig(**{"function": f"keeping:{function}", **keys})
+def declared(declare: Declare) -> Callable[..., RewardConfig]:
+    return declare(KEEPING)
 
 
 def _batch(*texts: str) -> Batch:

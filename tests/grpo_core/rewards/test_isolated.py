@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from grpo_core.rewards.isolated import draws_state, set_draws_state
 from grpo_core.rewards.scoring import score, score_arriving
 from grpo_core.training.loop import train
 from tests.conftest import make_run
+from tests.grpo_core.rewards.conftest import Declare
 from tests.grpo_core.rewards.harmful import HARMFUL
 from tests.grpo_core.training.training import assert_same, metrics_of, trained_run
 from tests.processes import existing
@@ -44,11 +46,8 @@ HARMLESS = Batch(ROWS[:1], ["a"], [[1]])
 
 
 @pytest.fixture
-def declared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RewardConfig]:
-    (tmp_path / "harmful.py").write_text(HARMFUL)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "harmful", raising=False)
-    return lambda function, **keys: RewardConfig(**{"function": f"harmful:{function}", "isolated": True, **keys})
+def declared(declare: Declare) -> Callable[..., RewardConfig]:
+    return partial(declare(HARMFUL, "harmful"), isolated=True)
 
 
 def _pids(output: str) -> list[int]:
@@ -278,13 +277,11 @@ def test_an_isolated_function_gives_the_same_values_and_errors(declared: Callabl
     ],
 )
 def test_a_module_that_cannot_be_imported_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
+    declare: Declare, monkeypatch: pytest.MonkeyPatch, body: str, message: str
 ) -> None:
-    (tmp_path / "harmful.py").write_text(body)
-    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(isolation, "START_SECONDS", 2.0 if "Event" in body else isolation.START_SECONDS)
     with pytest.raises(RewardError, match=message):
-        resolve(RewardConfig(function="harmful:f", isolated=True, args={"bonus": 1.0}))
+        resolve(declare(body)(isolated=True, args={"bonus": 1.0}))
 
 
 def test_random_numbers_are_those_that_the_training_would_draw(declared: Callable[..., RewardConfig]) -> None:

@@ -6,7 +6,6 @@ import importlib
 import math
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,30 +16,16 @@ from grpo_core.rewards import scoring
 from grpo_core.rewards.batch import Batch
 from grpo_core.rewards.contract import resolve
 from grpo_core.rewards.scoring import score, score_arriving
+from tests.grpo_core.rewards.conftest import Declare
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
 
 
-def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> RewardConfig:
-    name = f"rewards_{abs(hash(body))}"
-    (tmp_path / f"{name}.py").write_text(body)
-    monkeypatch.syspath_prepend(tmp_path)
-    return RewardConfig(function=f"{name}:f")
-
-
-def _beside(config: RewardConfig, function: str, **changes: Any) -> RewardConfig:
-    """Another function of the same module."""
-    values = config.model_dump(exclude={"name"}) | {"function": config.function.replace(":f", f":{function}")}
-    return RewardConfig(**{**values, **changes})
-
-
-def test_a_function_gets_the_rollout_the_columns_and_its_arguments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_gets_the_rollout_the_columns_and_its_arguments(declare: Declare) -> None:
     body = "def f(prompts, completions, completion_ids, answer, bonus, **columns):\n"
     body += "    assert (prompts, completion_ids) == (['1+1=', '2+2='], [[1], [2]])\n"
     body += "    return [bonus * (c == a) for c, a in zip(completions, answer)]\n"
-    config = _module(tmp_path, monkeypatch, body).model_copy(update={"args": {"bonus": 3}})
+    config = declare(body)(args={"bonus": 3})
     reward = resolve(config)
     assert reward.columns == {"answer": Any}
     assert score([reward], Batch(ROWS, ["2", "5"], [[1], [2]])) == [[3, 0]]
@@ -88,10 +73,8 @@ def test_none_means_not_scored() -> None:
         ("def f(completions, bonus): return [0, 0]", "raised TypeError: .*missing .* 'bonus'"),
     ],
 )
-def test_a_broken_contract_is_reported_with_the_functions_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
-) -> None:
-    reward = resolve(_module(tmp_path, monkeypatch, body))
+def test_a_broken_contract_is_reported_with_the_functions_name(declare: Declare, body: str, message: str) -> None:
+    reward = resolve(declare(body)())
     with pytest.raises(RewardError, match=f"reward 'f' {message}"):
         score([reward], Batch(ROWS, ["a", "b"], [[1], [2]]))
 
@@ -128,11 +111,11 @@ ENDLESS = {
     [pytest.param(body, id=name, marks=[pytest.mark.e2e] * (name == "a loop")) for name, body in ENDLESS.items()],
 )
 def test_a_function_that_hangs_is_ended_and_named_with_the_completion_it_hangs_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endless: str, keyword: str
+    declare: Declare, monkeypatch: pytest.MonkeyPatch, endless: str, keyword: str
 ) -> None:
     monkeypatch.setattr(scoring, "GRACE", 0.1)
     body = f"{endless}\n{keyword} f(completions):\n    return [wait() if c == 'b' else 1.0 for c in completions]\n"
-    config = _module(tmp_path, monkeypatch, body).model_copy(update={"timeout": 0.3})
+    config = declare(body)(timeout=0.3)
     message = r"reward 'f' did not come back within 0\.3 s for prompt '2\+2=', completion 'b', which alone takes more"
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(RewardError, match=message):
@@ -142,18 +125,14 @@ def test_a_function_that_hangs_is_ended_and_named_with_the_completion_it_hangs_o
 
 
 @pytest.mark.slow
-def test_a_coroutine_that_awaits_for_ever_is_ended_and_cancels_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_coroutine_that_awaits_for_ever_is_ended_and_cancels_the_others(declare: Declare) -> None:
     body = "import asyncio\nended = []\n"
     body += "async def f(completions):\n    await asyncio.Event().wait()\n"
     body += "async def g(completions):\n    try: await asyncio.Event().wait()\n    finally: ended.append(1)\n"
-    config = _module(tmp_path, monkeypatch, body)
-    short = config.model_copy(update={"timeout": 0.2})
-    other = _beside(config, "g")
+    own = declare(body)
     with pytest.raises(RewardError, match="reward 'f' did not come back"):
-        score([resolve(other), resolve(short)], Batch(ROWS, ["a", "b"], [[1], [2]]))
-    assert importlib.import_module(config.function.partition(":")[0]).ended == [1]
+        score([resolve(own("g")), resolve(own(timeout=0.2))], Batch(ROWS, ["a", "b"], [[1], [2]]))
+    assert importlib.import_module("own_rewards").ended == [1]
 
 
 # Coroutines that ignore cancellation. One that is not ended by force sleeps out its minute, which `slept` records.
@@ -169,40 +148,37 @@ UNCANCELLABLE = {
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of what is ended by force
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_coroutine_that_ignores_cancellation_is_ended_by_force_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, alone: bool
+    declare: Declare, monkeypatch: pytest.MonkeyPatch, body: str, alone: bool
 ) -> None:
     monkeypatch.setattr(scoring, "GRACE", 0.1)
     start = "import asyncio\nslept = []\nasync def g(completions): return [1.0] * len(completions)\n"
     body = f"{start}async def f(completions):\n{body}"
-    config = _module(tmp_path, monkeypatch, body).model_copy(update={"timeout": 0.2})
-    other = _beside(config, "g")
-    rewards = [resolve(config)] if alone else [resolve(other), resolve(config)]
+    own = declare(body)
+    rewards = [resolve(own(function, timeout=0.2)) for function in ("f" if alone else "gf")]
     with pytest.raises(RewardError, match=r"reward 'f' did not come back within 0\.2 s"):
         score(rewards, Batch(ROWS, ["a", "b"], [[1], [2]]))
-    assert not importlib.import_module(config.function.partition(":")[0]).slept
+    assert not importlib.import_module("own_rewards").slept
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("keyword", ["def", "async def"])
-def test_a_function_that_says_it_was_cancelled_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keyword: str
-) -> None:
+def test_a_function_that_says_it_was_cancelled_is_named(declare: Declare, keyword: str) -> None:
     body = f"import asyncio\n{keyword} f(completions): raise asyncio.CancelledError('the client gave up')\n"
     body += "async def g(completions): return [1.0] * len(completions)\n"
-    config = _module(tmp_path, monkeypatch, body)
-    other = _beside(config, "g")
+    own = declare(body)
     with pytest.raises(RewardError, match="reward 'f' raised CancelledError: the client gave up for prompt '1"):
-        score([resolve(other), resolve(config)], Batch(ROWS, ["a", "b"], [[1], [2]]))
+        score([resolve(own("g")), resolve(own())], Batch(ROWS, ["a", "b"], [[1], [2]]))
 
 
-def test_asynchronous_functions_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asynchronous_functions_run_at_once(declare: Declare) -> None:
     """Each waits for the other: one after the other, neither would come back."""
     body = "import asyncio\nmet = asyncio.Barrier(2)\n"
     body += "async def f(completions):\n    await met.wait()\n    return [1.0, None]\n"
     body += "async def g(completions, bonus):\n    await met.wait()\n    return [bonus, 2.0]\n"
     body += "def h(completions):\n    return [3.0, 4.0]\n"
-    config = _module(tmp_path, monkeypatch, body).model_copy(update={"timeout": 20.0})
-    rewards = [resolve(_beside(config, "g", args={"bonus": 5.0})), resolve(_beside(config, "h")), resolve(config)]
+    own = declare(body)
+    keys = [("g", {"args": {"bonus": 5.0}}), ("h", {}), ("f", {})]
+    rewards = [resolve(own(function, timeout=20.0, **more)) for function, more in keys]
     values = score(rewards, Batch(ROWS, ["a", "b"], [[1], [2]]))
     assert values[:2] == [[5.0, 2.0], [3.0, 4.0]]
     assert values[2][0] == 1.0
@@ -242,19 +218,15 @@ of_an_object = functools.partial(an_object)
     "function",
     ["runs_it_to_its_end", "in_a_thread", "hands_its_coroutine_on", "given", "an_object", "of_an_object"],
 )
-def test_a_wrapped_function_is_called_as_what_it_is_not_as_what_it_wraps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
-) -> None:
-    reward = resolve(_beside(_module(tmp_path, monkeypatch, WRAPPED), function))
+def test_a_wrapped_function_is_called_as_what_it_is_not_as_what_it_wraps(declare: Declare, function: str) -> None:
+    reward = resolve(declare(WRAPPED)(function))
     assert score([reward], Batch(ROWS, ["a", "b"], [[1], [2]])) == [[97, 98]]
 
 
 @pytest.mark.slow
-def test_a_coroutine_that_a_plain_function_returns_has_its_time_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_coroutine_that_a_plain_function_returns_has_its_time_limit(declare: Declare) -> None:
     body = "import asyncio\nasync def hang(): await asyncio.Event().wait()\ndef f(completions): return hang()\n"
-    config = _module(tmp_path, monkeypatch, body).model_copy(update={"timeout": 0.2})
+    config = declare(body)(timeout=0.2)
     with pytest.raises(RewardError, match=r"reward 'f' did not come back within 0\.2 s"):
         score([resolve(config)], Batch(ROWS, ["a", "b"], [[1], [2]]))
 
@@ -263,9 +235,7 @@ def _batch_of(texts: list[str]) -> Batch:
     return Batch([{"prompt": "1+1="}] * len(texts), texts, [[1]] * len(texts))
 
 
-def test_coroutines_get_through_with_what_is_there_while_more_is_sampled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_coroutines_get_through_with_what_is_there_while_more_is_sampled(declare: Declare) -> None:
     """The second completion comes only once the first is scored, which takes an answer from a server."""
     body = """
 import asyncio
@@ -287,9 +257,8 @@ def g(completions):
     counted.append(completions)
     return [1.0] * len(completions)
 """
-    config = _module(tmp_path, monkeypatch, body)
-    other = _beside(config, "g")
-    module = importlib.import_module(config.function.partition(":")[0])
+    rewards = [resolve(each) for each in map(declare(body), "fg")]
+    module = importlib.import_module("own_rewards")
 
     def arriving() -> Iterator[list[str]]:
         yield []
@@ -301,14 +270,14 @@ def g(completions):
         assert module.scored == [["a"]]
         yield ["b"]
 
-    items, batch, columns, _ = score_arriving([resolve(config), resolve(other)], arriving(), _batch_of)
+    items, batch, columns, _ = score_arriving(rewards, arriving(), _batch_of)
     assert (items, batch.completions, columns) == (["a", "b"], ["a", "b"], [[97.0, 98.0], [1.0, 1.0]])
     assert module.called == [["a"], ["b"]]
     assert module.counted == [["a", "b"]]
 
 
-def test_a_broken_reward_ends_the_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reward = resolve(_module(tmp_path, monkeypatch, "async def f(completions): raise ValueError('no')"))
+def test_a_broken_reward_ends_the_sampling(declare: Declare) -> None:
+    reward = resolve(declare("async def f(completions): raise ValueError('no')")())
     ended = []
 
     def endless() -> Iterator[list[str]]:
@@ -324,8 +293,8 @@ def test_a_broken_reward_ends_the_sampling(tmp_path: Path, monkeypatch: pytest.M
     assert ended == [1]
 
 
-def test_sampling_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reward = resolve(_module(tmp_path, monkeypatch, "def f(completions): return [1.0]"))
+def test_sampling_that_fails_says_so(declare: Declare) -> None:
+    reward = resolve(declare("def f(completions): return [1.0]")())
 
     def failing() -> Iterator[list[str]]:
         yield ["a"]
@@ -336,17 +305,15 @@ def test_sampling_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_time_in_which_a_function_runs_is_not_a_coroutines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_in_which_a_function_runs_is_not_a_coroutines(declare: Declare) -> None:
     """The function takes longer than the coroutine may, and has an event loop of its own."""
     body = "import asyncio\nasync def f(completions):\n    await asyncio.sleep(0.1)\n    return [1.0]\n"
     body += "def g(completions):\n    asyncio.run(asyncio.sleep(1))\n    return [2.0]\n"
-    config = _module(tmp_path, monkeypatch, body)
-    short = config.model_copy(update={"timeout": 0.5})
-    other = _beside(config, "g")
-    assert score([resolve(short), resolve(other)], _batch_of(["a"])) == [[1.0], [2.0]]
+    own = declare(body)
+    assert score([resolve(own(timeout=0.5)), resolve(own("g"))], _batch_of(["a"])) == [[1.0], [2.0]]
 
 
-def test_a_function_with_an_alarm_of_its_own_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_with_an_alarm_of_its_own_keeps_it(declare: Declare) -> None:
     body = """
 import signal, threading
 def up(*_): raise InterruptedError
@@ -357,20 +324,19 @@ def f(completions):
     except InterruptedError: return [1.0, 2.0]
     finally: signal.signal(signal.SIGALRM, before)
 """
-    reward = resolve(_module(tmp_path, monkeypatch, body).model_copy(update={"timeout": 60.0}))
+    reward = resolve(declare(body)(timeout=60.0))
     assert score([reward], Batch(ROWS, ["a", "b"], [[1], [2]])) == [[1.0, 2.0]]
 
 
-def test_tensors_and_arrays_are_values_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_and_arrays_are_values_too(declare: Declare) -> None:
     body = "import numpy, torch\ndef f(completions): return torch.tensor([1.0, 2.0])\n"
     body += "def g(completions): return numpy.array([3, 4])\n"
-    config = _module(tmp_path, monkeypatch, body)
-    rewards = [resolve(config), resolve(_beside(config, "g"))]
+    rewards = [resolve(each) for each in map(declare(body), "fg")]
     assert score(rewards, Batch(ROWS, ["a", "b"], [[1], [2]])) == [[1, 2], [3, 4]]
 
 
-def test_a_long_prompt_is_shortened_in_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reward = resolve(_module(tmp_path, monkeypatch, "def f(completions): raise ValueError('no')"))
+def test_a_long_prompt_is_shortened_in_a_message(declare: Declare) -> None:
+    reward = resolve(declare("def f(completions): raise ValueError('no')")())
     with pytest.raises(RewardError) as error:
         score([reward], Batch([{"prompt": "x" * 10_000}], ["y" * 10_000], [[1]]))
     assert 300 < len(str(error.value)) < 600

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from grpo_core.rewards.batch import Batch
 from grpo_core.rewards.contract import Reward, resolve
 from grpo_core.rewards.scoring import score, score_arriving
 from grpo_core.rewards.trl_arguments import Logged, TrainerState
+from tests.grpo_core.rewards.conftest import Declare
 
 BODY = """
 import numpy
@@ -74,10 +74,9 @@ def _batch() -> Batch:
 
 
 @pytest.fixture
-def reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Reward]:
-    (tmp_path / "trl_rewards.py").write_text(BODY)
-    monkeypatch.syspath_prepend(tmp_path)
-    return lambda function, **keys: resolve(RewardConfig(function=f"trl_rewards:{function}", **keys))
+def reward(declare: Declare) -> Callable[..., Reward]:
+    own = declare(BODY, "trl_rewards")
+    return lambda function, **keys: resolve(own(function, **keys))
 
 
 ISOLATED = [False, pytest.param(True, marks=pytest.mark.slow)]

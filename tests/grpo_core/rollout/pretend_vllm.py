@@ -8,7 +8,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -220,3 +220,6 @@ def connected(
         engine = VLLMServerEngine(parse_config(values), model, 512)
     yield engine
     engine.close()
+
+
+Serving = Callable[..., AbstractContextManager[tuple[list[Pretended], VLLMServerEngine]]]

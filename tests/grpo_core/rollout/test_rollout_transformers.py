@@ -31,7 +31,7 @@ from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Request, Sampling
 from tests.conftest import make_model
 from tests.grpo_core.rollout.sampling import sampled
-from tests.grpo_core.rollout.vllm_engine import can_be_drawn, cut, plain_distributions
+from tests.grpo_core.rollout.vllm_engine import can_be_drawn, cut, plain_distributions, plain_logprobs
 
 PROMPTS = ["1+1=", "12+34=", "7", "99+99+1="]
 BYTES = tiny.make_tokenizer([])
@@ -121,13 +121,8 @@ def test_every_kind_of_attention_has_the_log_probabilities_of_a_plain_pass(
     prompts = [request.prompt_ids for request in requests for _ in range(request.num_completions)]
     assert len({len(completion.ids) for completion in completions}) > 4
     for prompt, completion in zip(prompts, completions, strict=True):
-        expected = _plain_scores(model, prompt + completion.ids)[len(prompt) - 1 :]
+        expected = plain_logprobs(model, prompt + completion.ids)[len(prompt) - 1 :]
         assert completion.logprobs == pytest.approx(expected, abs=1e-4)
-
-
-def _plain_scores(model: Any, ids: list[int]) -> list[float]:
-    with torch.no_grad():
-        return model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)[range(len(ids) - 1), ids[1:]].tolist()
 
 
 SEQUENCES = [list(range(3, 13)) * 4, [5, 6], [7], list(range(12, 2, -1))]
@@ -137,22 +132,22 @@ SEQUENCES = [list(range(3, 13)) * 4, [5, 6], [7], list(range(12, 2, -1))]
 def test_scores_are_those_of_a_plain_forward_pass(name: str, request: pytest.FixtureRequest, tokenizer: Any) -> None:
     model = request.getfixturevalue(name)
     for ids, scores in zip(SEQUENCES, TransformersEngine(model, tokenizer).compute_logprobs(SEQUENCES), strict=True):
-        assert scores == pytest.approx(_plain_scores(model, ids), abs=1e-5)
+        assert scores == pytest.approx(plain_logprobs(model, ids), abs=1e-5)
 
 
 def test_scores_follow_the_weights_that_were_synced(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     other = AutoModelForCausalLM.from_pretrained(make_model(tmp_path, initializer_range=0.3)).eval()
     engine = TransformersEngine(model, tokenizer)
-    assert engine.compute_logprobs(SEQUENCES[:1])[0] == pytest.approx(_plain_scores(model, SEQUENCES[0]), abs=1e-5)
+    assert engine.compute_logprobs(SEQUENCES[:1])[0] == pytest.approx(plain_logprobs(model, SEQUENCES[0]), abs=1e-5)
     engine.sync_weights(other)
-    assert engine.compute_logprobs(SEQUENCES[:1])[0] == pytest.approx(_plain_scores(other, SEQUENCES[0]), abs=1e-5)
+    assert engine.compute_logprobs(SEQUENCES[:1])[0] == pytest.approx(plain_logprobs(other, SEQUENCES[0]), abs=1e-5)
 
 
 def test_scores_have_the_precision_of_the_samples(model: Any, tokenizer: Any) -> None:
     ids = SEQUENCES[0]
     half = make_bfloat16(copy.deepcopy(model))
-    expected = _plain_scores(half, ids)
-    assert expected != pytest.approx(_plain_scores(model, ids), abs=1e-3)
+    expected = plain_logprobs(half, ids)
+    assert expected != pytest.approx(plain_logprobs(model, ids), abs=1e-3)
     assert TransformersEngine(half, tokenizer).compute_logprobs([ids])[0] == pytest.approx(expected, abs=1e-5)
 
 
@@ -179,7 +174,7 @@ def test_a_model_under_an_adapter_samples_from_what_it_is_with_the_adapter(model
     assert [c.ids for c in completions] != [c.ids for c in before]
     assert any(not completion.truncated for completion in completions)
     for request, completion in zip(requests, completions[::3], strict=True):
-        expected = _plain_scores(adapted, request.prompt_ids + completion.ids)[len(request.prompt_ids) - 1 :]
+        expected = plain_logprobs(adapted, request.prompt_ids + completion.ids)[len(request.prompt_ids) - 1 :]
         assert completion.logprobs == pytest.approx(expected, abs=1e-5)
 
 
@@ -281,7 +276,7 @@ def test_each_completion_is_truncated_if_there_is_no_end_token(model: Any, model
     engine = TransformersEngine(model, tokenizer)
     completions = sampled(engine.generate(_requests(tokenizer), Sampling(4, 1.0)))
     assert {(len(completion.ids), completion.truncated) for completion in completions} == {(4, True)}
-    assert engine.compute_logprobs([[3, 4, 5], [6, 7]])[1] == pytest.approx(_plain_scores(model, [6, 7]), abs=1e-5)
+    assert engine.compute_logprobs([[3, 4, 5], [6, 7]])[1] == pytest.approx(plain_logprobs(model, [6, 7]), abs=1e-5)
 
 
 def test_a_model_whose_state_is_in_no_cache_is_refused(tokenizer: Any) -> None:

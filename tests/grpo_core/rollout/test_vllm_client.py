@@ -38,7 +38,7 @@ from grpo_core.rollout.vllm.colocated_engine import VLLMEngine
 from grpo_core.rollout.vllm.router import Router
 from tests.conftest import config_values
 from tests.grpo_core.rollout.pretend_vllm import STARTED as PRETENDED
-from tests.grpo_core.rollout.pretend_vllm import connected, pretended
+from tests.grpo_core.rollout.pretend_vllm import Serving, connected, pretended
 
 ROOT = Path(__file__).parents[3]
 
@@ -61,7 +61,7 @@ def test_another_vllm_is_refused_with_the_one_that_is_needed(monkeypatch: pytest
     assert "installed is none" in vllm_serve.wrong_vllm()
 
 
-def test_one_copy_of_the_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_copy_of_the_weights_at_a_time(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
     freed: list[threading.Event] = []
 
@@ -75,7 +75,7 @@ def test_one_copy_of_the_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.M
         return {"weight": tensor}
 
     monkeypatch.setattr(vllm_server, "copy_of_whole_weights", copy_of_whole_weights)
-    with pretended(128) as servers, connected(tmp_path, monkeypatch, servers, torch.nn.Linear(1, 1)) as engine:
+    with serving(128) as (_, engine):
         engine.sync_weights(torch.nn.Linear(1, 1))
         assert len(made) == 2
         assert engine.servers[0].wanted.snapshot == {"weight": made[1]()}
@@ -390,8 +390,8 @@ def test_a_lease_is_renewed_whatever_went_wrong_the_last_time(monkeypatch: pytes
     assert renewed.await_count == 3
 
 
-def test_what_was_begun_before_a_roll_back_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pretended(128) as servers, connected(tmp_path, monkeypatch, servers, torch.nn.Linear(1, 1)) as engine:
+def test_what_was_begun_before_a_roll_back_is_ended(serving: Serving) -> None:
+    with serving(128) as (servers, engine):
         servers[0].open.clear()
         engine.begin([Request([3], 1, 0)], Sampling(4, 1.0), 1)
         servers[0].wait_for(1)
@@ -403,10 +403,10 @@ def test_what_was_begun_before_a_roll_back_is_ended(tmp_path: Path, monkeypatch:
 
 
 def test_a_batch_takes_groups_as_they_finish_and_waits_for_those_that_are_due(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampling = Sampling(4, 1.0)
-    with pretended(128) as servers, connected(tmp_path, monkeypatch, servers, torch.nn.Linear(1, 1)) as engine:
+    with serving(128) as (_, engine):
         answers: list[Future[Any]] = [Future() for _ in range(4)]
         monkeypatch.setattr(engine, "_submit", lambda request, *_: answers[request.seed])
         requests = [Request([3], 1, number) for number in range(4)]

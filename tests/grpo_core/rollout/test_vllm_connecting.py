@@ -12,14 +12,14 @@ import pytest
 from grpo_core.errors import EngineError
 from grpo_core.rollout.vllm.client import Unavailable, Weights
 from tests.grpo_core.rollout.asking import SAMPLING, ask, model, requests, wait_until_back
-from tests.grpo_core.rollout.pretend_vllm import connected, pretended
+from tests.grpo_core.rollout.pretend_vllm import Serving, connected, pretended
 
 
 @pytest.mark.slow
 def test_a_server_that_another_training_has_taken_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    serving: Serving, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pretended(128, 128) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+    with serving(128, 128) as (servers, engine):
         servers[0].owner, servers[0].version = "another", "another-1"
         ask(engine, requests(6))
         engine.sync_weights(model(2.0))
@@ -31,13 +31,8 @@ def test_a_server_that_another_training_has_taken_is_left_out(
 
 
 @pytest.mark.slow
-def test_without_any_server_the_error_names_all_of_them_and_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with (
-        pretended(128, 128) as servers,
-        connected(tmp_path, monkeypatch, servers, model(), vllm_server_timeout=0.05) as engine,
-    ):
+def test_without_any_server_the_error_names_all_of_them_and_why(serving: Serving) -> None:
+    with serving(128, 128, vllm_server_timeout=0.05) as (servers, engine):
         for server in servers:
             server.kill()
         with pytest.raises(EngineError) as raised:
@@ -54,11 +49,9 @@ def test_without_any_server_the_error_names_all_of_them_and_why(
 
 
 @pytest.mark.slow
-def test_weights_on_their_way_to_the_only_server_are_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_on_their_way_to_the_only_server_are_waited_for(serving: Serving) -> None:
     sending, go_on = threading.Event(), threading.Event()
-    with pretended(128) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+    with serving(128) as (servers, engine):
         give = engine.servers[0].send
 
         def slow(*arguments: Any) -> None:
@@ -104,23 +97,20 @@ def test_a_server_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_servers_get_their_weights_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_get_their_weights_at_the_same_time(serving: Serving) -> None:
     both = threading.Barrier(2, timeout=60)
 
     def send(*_: Any) -> None:
         both.wait()
 
-    with (
-        pretended(128, 128) as servers,
-        connected(tmp_path, monkeypatch, servers, model(), send=send) as engine,
-    ):
+    with serving(128, 128, send=send) as (_, engine):
         engine.sync_weights(model())
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_while_it_gets_weights_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_dies_while_it_gets_weights_is_left_out(serving: Serving) -> None:
     policy = model(1.0)
-    with pretended(128, 128) as servers, connected(tmp_path, monkeypatch, servers, policy) as engine:
+    with serving(128, 128, model=policy) as (servers, engine):
         give = engine.servers[0].send
 
         def die_first(server: Any, weights: Weights) -> None:
@@ -138,9 +128,9 @@ def test_a_server_that_dies_while_it_gets_weights_is_left_out(tmp_path: Path, mo
 
 @pytest.mark.slow
 def test_other_processes_sample_where_the_main_process_brought_the_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pretended(128, 128) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+    with serving(128, 128) as (servers, engine):
         monkeypatch.setattr(engine.servers[0], "restore", mock.AsyncMock(side_effect=Unavailable("not there yet")))
         assert engine._run(engine.router.hand_over([1])) == [1]
         assert [server.url for server in engine.router.up] == [servers[1].url]

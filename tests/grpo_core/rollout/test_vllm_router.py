@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +12,13 @@ from grpo_core.rollout.types import Request
 from grpo_core.rollout.vllm import client as vllm_client
 from grpo_core.rollout.vllm.server_engine import VLLMServerEngine
 from tests.grpo_core.rollout.asking import SAMPLING, Asking, ask, model, plain, requests, wait_until_back
-from tests.grpo_core.rollout.pretend_vllm import connected, plain_ids, pretended
+from tests.grpo_core.rollout.pretend_vllm import Serving, plain_ids
 from tests.grpo_core.rollout.vllm_engine import hold
 
 
 @pytest.mark.slow
-def test_the_turns_of_a_conversation_are_asked_of_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pretended(128, 128) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+def test_the_turns_of_a_conversation_are_asked_of_one_server(serving: Serving) -> None:
+    with serving(128, 128) as (servers, engine):
         turns = [len(each) for each in hold(engine, 12)]
         starts = [{tuple(prompt[:100]) for prompt in server.asked} for server in servers]
         assert not starts[0] & starts[1]
@@ -27,8 +26,8 @@ def test_the_turns_of_a_conversation_are_asked_of_one_server(tmp_path: Path, mon
         assert sum(len(server.asked) for server in servers) == sum(turns) > 12
 
 
-def test_the_turns_after_a_servers_death_are_asked_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pretended(128, 128) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+def test_the_turns_after_a_servers_death_are_asked_of_another(serving: Serving) -> None:
+    with serving(128, 128) as (servers, engine):
         turns = [Request([3] * (1 + number), 1, number, conversation=7) for number in range(4)]
         ask(engine, turns[:2])
         [home] = [server for server in servers if server.asked]
@@ -40,10 +39,8 @@ def test_the_turns_after_a_servers_death_are_asked_of_another(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_the_least_loaded_server_for_its_size_gets_the_next_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pretended(4, 12) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+def test_the_least_loaded_server_for_its_size_gets_the_next_request(serving: Serving) -> None:
+    with serving(4, 12) as (servers, engine):
         small, large = servers
         for server in servers:
             server.open.clear()
@@ -62,10 +59,10 @@ def test_the_least_loaded_server_for_its_size_gets_the_next_request(
 
 @pytest.mark.slow
 def test_what_a_dead_server_was_asked_is_asked_of_another_and_it_comes_back_with_the_weights_of_now(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    serving: Serving, capfd: pytest.CaptureFixture[str]
 ) -> None:
     policy = model(1.0)
-    with pretended(128, 128) as servers, connected(tmp_path, monkeypatch, servers, policy) as engine:
+    with serving(128, 128, model=policy) as (servers, engine):
         dying, other = servers
         dying.open.clear()
         asking = Asking(engine, requests(8, 2))
@@ -103,11 +100,9 @@ def test_what_a_dead_server_was_asked_is_asked_of_another_and_it_comes_back_with
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.e2e) for seed in (1, 2))])
-def test_servers_that_die_and_return_at_any_time_leave_no_trace_in_the_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_servers_that_die_and_return_at_any_time_leave_no_trace_in_the_answers(serving: Serving, seed: int) -> None:
     draw = random.Random(seed)
-    with pretended(4, 5, 6) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+    with serving(4, 5, 6) as (servers, engine):
         asked = [Request([3 + i, 4], 1 + i % 3, 100 * i, 1 + i % 4, i % 7 or None) for i in range(60)]
         expected = [
             [plain_ids(each.prompt_ids, each.seed + n, each.max_tokens or 0) for n in range(each.num_completions)]
@@ -131,10 +126,10 @@ def test_servers_that_die_and_return_at_any_time_leave_no_trace_in_the_answers(
 
 @pytest.mark.slow
 def test_a_frozen_server_is_left_out_and_what_it_was_asked_is_asked_of_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_client, "CONTROL_SECONDS", 1.0)
-    with pretended(128, 128) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+    with serving(128, 128) as (servers, engine):
         frozen, other = servers
         frozen.open.clear()
         asking = Asking(engine, requests(2))
@@ -148,10 +143,8 @@ def test_a_frozen_server_is_left_out_and_what_it_was_asked_is_asked_of_another(
 
 
 @pytest.mark.slow
-def test_a_server_that_fails_quickly_and_is_brought_back_each_time_fails_no_request_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pretended(4, 4) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+def test_a_server_that_fails_quickly_and_is_brought_back_each_time_fails_no_request_twice(serving: Serving) -> None:
+    with serving(4, 4) as (servers, engine):
         broken, other = servers
         broken.broken = True
         other.open.clear()  # as long as the broken one has nothing left to fail
@@ -175,10 +168,8 @@ def _wait_for_queue(engine: VLLMServerEngine, count: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_works_on_no_more_completions_than_it_has_room_for_and_none_waits_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pretended(3, 5) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+def test_a_server_works_on_no_more_completions_than_it_has_room_for_and_none_waits_in_it(serving: Serving) -> None:
+    with serving(3, 5) as (servers, engine):
         for server in servers:
             server.open.clear()
         asking = Asking(engine, requests(20, 4))
@@ -190,10 +181,8 @@ def test_a_server_works_on_no_more_completions_than_it_has_room_for_and_none_wai
 
 
 @pytest.mark.slow
-def test_completions_of_a_prompt_are_asked_of_one_server_while_it_has_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pretended(12, 12) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+def test_completions_of_a_prompt_are_asked_of_one_server_while_it_has_room(serving: Serving) -> None:
+    with serving(12, 12) as (servers, engine):
         for server in servers:
             server.open.clear()
         asking = Asking(engine, requests(6, 4))
@@ -204,13 +193,8 @@ def test_completions_of_a_prompt_are_asked_of_one_server_while_it_has_room(
         assert asking.join() == plain(requests(6, 4))
 
 
-def test_what_the_training_waits_for_goes_before_what_waits_to_be_sampled_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with (
-        pretended(2) as servers,
-        connected(tmp_path, monkeypatch, servers, model(), max_staleness=2) as engine,
-    ):
+def test_what_the_training_waits_for_goes_before_what_waits_to_be_sampled_ahead(serving: Serving) -> None:
+    with serving(2, max_staleness=2) as (servers, engine):
         [server] = servers
         server.open.clear()
         ahead, urgent = requests(3, 2), [Request([1000 + number], 1, number) for number in range(3)]
@@ -228,12 +212,9 @@ def test_what_the_training_waits_for_goes_before_what_waits_to_be_sampled_ahead(
 
 
 def test_turns_that_are_sampled_ahead_tell_their_weights_and_are_not_urgent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with (
-        pretended(4) as servers,
-        connected(tmp_path, monkeypatch, servers, model(), max_staleness=2) as engine,
-    ):
+    with serving(4, max_staleness=2) as (servers, engine):
         [server] = servers
         asked = list[Any]()
         complete = server.complete
@@ -246,8 +227,8 @@ def test_turns_that_are_sampled_ahead_tell_their_weights_and_are_not_urgent(
         assert asked == [0, -1]
 
 
-def test_what_a_dead_server_was_asked_keeps_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pretended(1, 1) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+def test_what_a_dead_server_was_asked_keeps_its_place(serving: Serving) -> None:
+    with serving(1, 1) as (servers, engine):
         for server in servers:
             server.open.clear()
         asking = Asking(engine, requests(6))

@@ -71,7 +71,7 @@ def plain_distributions(model: Any, ids: list[int], temperature: float, penalty:
     import torch
 
     with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0, :-1]
+        logits = model(torch.tensor([ids])).logits[0, :-1].float()
     for place in range(len(logits)) if penalty != 1 else ():
         for token in {*ids[: place + 1]}:
             logits[place, token] *= 1 / penalty if logits[place, token] > 0 else penalty

@@ -24,7 +24,7 @@ from grpo_core.planning.adapter import DESCRIBED, HARMLESS, _not_plain, check_ad
 from grpo_core.training.loop import train
 from grpo_core.training.session import load_session
 from tests.conftest import config_values, make_model, make_run, make_tokenizer
-from tests.grpo_core.training.training import assert_same, metrics_of
+from tests.grpo_core.training.training import assert_same, metrics_of, trained_run
 
 LAYERS = ["q_proj", "down_proj"]
 KEYS: dict[str, Any] = {"use_peft": True, "lora_r": 3, "lora_alpha": 12, "lora_target_modules": LAYERS}
@@ -56,6 +56,12 @@ def _continue_from_the_checkpoint(run: Path) -> None:
     assert_same(run, whole)
 
 
+def _trained(folder: Path, tmp_path: Path, **keys: Any) -> Path:
+    run = trained_run(tmp_path / "run", config_values(folder, tmp_path, **keys))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return run
+
+
 def _model(folder: Path, adapter: Path, **keys: Any) -> ModelConfig:
     return ModelConfig(name_or_path=str(folder), adapter=str(adapter), **KEYS | keys)
 
@@ -77,10 +83,7 @@ def test_it_is_compared_with_its_start_leaves_one_adapter_over_the_base_and_is_c
 ) -> None:
     from grpo_core.evaluation.run import evaluate  # needs polars, which a training does not
 
-    values = config_values(model_folder, tmp_path, adapter=str(adapter), beta=0.1, save_steps=2, **KEYS)
-    run = make_run(tmp_path / "run", values)
-    train(run, run / "training")
-    AcceleratorState._reset_state(reset_partial_state=True)
+    run = _trained(model_folder, tmp_path, adapter=str(adapter), beta=0.1, save_steps=2, **KEYS)
     steps = metrics_of(run)
     assert steps[0]["kl"] == pytest.approx(0, abs=1e-7)
     assert steps[-1]["kl"] > 1e-5
@@ -114,9 +117,7 @@ def test_it_is_compared_with_its_start_leaves_one_adapter_over_the_base_and_is_c
 def test_embedding_and_head_are_trained_beside_an_adapter_and_continued_bit_for_bit(tmp_path: Path, tied: bool) -> None:
     folder = make_model(tmp_path / "model", tie_word_embeddings=tied)
     keys = {"lora_modules_to_save": ["embed_tokens", "lm_head"], "beta": 0.1, "save_steps": 2, **KEYS}
-    run = make_run(tmp_path / "run", config_values(folder, tmp_path, **keys))
-    train(run, run / "training")
-    AcceleratorState._reset_state(reset_partial_state=True)
+    run = _trained(folder, tmp_path, **keys)
     steps = metrics_of(run)
     assert steps[0]["kl"] == pytest.approx(0, abs=1e-7), "the reference is the base, with its own embedding and head"
     assert steps[-1]["kl"] > 1e-5
@@ -264,9 +265,7 @@ def test_a_training_over_4_bits_samples_what_it_trains_and_is_continued_bit_for_
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
     folder = make_model(tmp_path / "model")
     keys = {"load_in_4bit": True, "beta": 0.1, "save_steps": 2, "mixed_precision": precision, **KEYS}
-    run = make_run(tmp_path / "run", config_values(folder, tmp_path, **keys))
-    train(run, run / "training")
-    AcceleratorState._reset_state(reset_partial_state=True)
+    run = _trained(folder, tmp_path, **keys)
     steps = metrics_of(run)
     assert steps[0]["kl"] == pytest.approx(0, abs=1e-7 if precision == "no" else 1e-2)
     assert steps[-1]["kl"] > 1e-5
@@ -288,9 +287,7 @@ def test_an_adapter_of_a_mixture_of_experts_is_trained_saved_and_continued_bit_f
 ) -> None:
     folder = make_model(tmp_path / "model", "Qwen3Moe", num_experts=4, num_experts_per_tok=2, head_dim=32)
     keys = {**KEYS, "lora_target_modules": targets, "beta": 0.1, "save_steps": 2}
-    run = make_run(tmp_path / "run", config_values(folder, tmp_path, **keys))
-    train(run, run / "training")
-    AcceleratorState._reset_state(reset_partial_state=True)
+    run = _trained(folder, tmp_path, **keys)
     steps = metrics_of(run)
     assert steps[0]["kl"] == pytest.approx(0, abs=1e-7)
     assert steps[-1]["kl"] > 1e-5

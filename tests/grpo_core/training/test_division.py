@@ -1,38 +1,32 @@
-"""An update's gradient is that of one plain pass over all its rows, over however many processes they are divided."""
+"""An update's rows are divided among however many processes; some may have none."""
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from torch import Tensor
 
-from grpo_core.algorithm.losses import token_losses
 from grpo_core.config.files import parse_config
-from grpo_core.config.losses import LossType
 from grpo_core.config.run import RunConfig
 from grpo_core.data.order import training_order
 from grpo_core.model.loading import load_model
 from grpo_core.model.policy import Policy
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs
 from grpo_core.rollout.types import Rollout
-from grpo_core.training.batch import MicroBatch, join, own_rows, update_batch
+from grpo_core.training.batch import own_rows, update_batch
 from grpo_core.training.out_of_memory import OutOfMemoryRetry
 from grpo_core.training.state import TrainingState
 from grpo_core.training.update import update
 from tests.conftest import config_values
-from tests.grpo_core.algorithm.plain_losses import Cut, plain
-from tests.grpo_core.model.exactness import _plain_pass, distance, gradient_and_metrics
+from tests.grpo_core.model.exactness import gradient_and_metrics
 
-BOUND = 2e-6  # relative, of a sum over eight processes
 MICRO_STEP = 16  # completions of all processes
 G = 4
 LONGEST = 24
@@ -43,21 +37,6 @@ START = TrainingState(tokens_per_pass=100)
 def policy(smooth_model_folder: Path) -> Iterator[Policy]:
     yield Policy(load_model(smooth_model_folder), 0.9)
     AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def _options(loss_type: LossType, draw: random.Random) -> dict[str, Any]:
-    micro_steps = draw.choice([1, 2, 3])
-    return {
-        "loss_type": loss_type,
-        "gradient_accumulation_steps": micro_steps,
-        "steps_per_generation": draw.choice([1, 2]) * micro_steps,
-        "num_iterations": draw.choice([1, 2]),
-        "beta": draw.choice([0.0, 0.1]),
-        "entropy_coef": draw.choice([0.0, 0.3]),
-        "top_entropy_quantile": draw.choice([1.0, 0.5]),
-        "mask_truncated_completions": draw.choice([False, True]),
-        **plain(loss_type).needs,
-    }
 
 
 def _set_up(options: dict[str, Any], processes: int) -> tuple[RunConfig, Plan]:
@@ -83,23 +62,20 @@ def _session(policy: Policy, config: RunConfig, plan: Plan, process: int) -> Any
 
 
 def _rollout(session: Any, silent: float) -> Rollout:
-    """Long-tailed completions of random tokens; log-probabilities not far from the policy's."""
-    config, plan = session.config, session.plan
-    rows = plan.generation_batch_size
+    """Long-tailed completions of random tokens."""
+    rows = session.plan.generation_batch_size
     prompts = [torch.randint(3, 13, (length,)).tolist() for length in torch.randint(2, 10, (rows // G,)).tolist()]
     lengths = torch.exp(1.5 + torch.randn(rows)).long().clamp(1, LONGEST)
     inside = (torch.arange(int(lengths.max())) < lengths[:, None]).float()
-    truncated = lengths == LONGEST
-    mask = inside * ~truncated[:, None] if config.algorithm.mask_truncated_completions else inside
     advantages = torch.randn(rows).masked_fill((torch.rand(rows // G) < silent).repeat_interleave(G), 0.0)
-    rollout = Rollout(
+    return Rollout(
         index=0,
         scheduled_rows=list(range(rows // G)),
         prompt_ids=[prompts[row // G] for row in range(rows)],
         completion_ids=torch.randint(3, 13, inside.shape) * inside.long(),
-        completion_mask=mask,
+        completion_mask=inside,
         completion_lengths=lengths,
-        truncated=truncated,
+        truncated=lengths == LONGEST,
         sampling_logprobs=torch.zeros_like(inside),
         advantages=advantages,
         sampled_completions=rows,
@@ -111,81 +87,6 @@ def _rollout(session: Any, silent: float) -> Rollout:
         ref_logprobs=None,
         keep=None,
     )
-    sequences = join(rollout, list(range(rows)))
-    with torch.no_grad():
-        logprobs, _ = _plain_pass(session, SimpleNamespace(sequences=sequences, mask=inside))  # type: ignore[arg-type]
-
-    def near(by: float) -> Tensor:
-        return (logprobs + by * torch.randn_like(logprobs)) * inside
-
-    return replace(
-        rollout,
-        sampling_logprobs=near(0.05),
-        old_logprobs=None if plan.on_policy else near(0.2),
-        ref_logprobs=near(0.3) if config.algorithm.beta else None,
-        keep=(torch.rand_like(inside) < 0.5) * mask if config.algorithm.top_entropy_quantile < 1 else None,
-    )
-
-
-def _normalisers(rollout: Rollout, plan: Plan, config: RunConfig) -> Tensor:
-    """What a token's loss in each row of the first update is divided by, as docs/reference/algorithm.md says."""
-    lengths = rollout.completion_mask.sum(1).int()
-    order = torch.from_numpy(training_order(plan, config.seed, 0))[: plan.gradient_accumulation_steps]  # (A, W, b)
-    common = (order.shape[0], int(lengths.sum()), plan.steps_per_generation, plan.num_processes, LONGEST)
-    return torch.tensor(
-        [
-            plain(config.algorithm.loss_type).divisor(Cut(length, sum(of_micro_step), order.shape[2], *common))
-            * plan.num_processes
-            for of_micro_step in lengths[order].flatten(0, 1).tolist()
-            for length in of_micro_step
-        ]
-    )
-
-
-def _plain_gradient(session: Any, rollout: Rollout, batch: MicroBatch) -> list[Tensor]:
-    """Gradient of the mean loss over the processes, computed from all rows together."""
-    config, plan = session.config, session.plan
-    logprobs, entropy = _plain_pass(session, batch)
-    losses = token_losses(
-        logprobs,
-        logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
-        batch.mask,
-        batch.advantages,
-        config.algorithm,
-        sampling_logprobs=batch.sampling_logprobs,
-        ref_logprobs=batch.ref_logprobs,
-        keep=batch.keep,
-    )
-    loss = (batch.mask * losses.loss / _normalisers(rollout, plan, config)[:, None]).sum()
-    kept = batch.mask if batch.keep is None else batch.mask * batch.keep
-    of_rollout = rollout.completion_mask if rollout.keep is None else rollout.completion_mask * rollout.keep
-    share = plan.gradient_accumulation_steps / plan.steps_per_generation
-    loss = loss - config.algorithm.entropy_coef * (kept * entropy).sum() / (of_rollout.sum() * share)
-    parameters = [*session.model.parameters()]
-    return [*torch.autograd.grad(loss, parameters)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("loss_type", get_args(LossType))
-def test_the_gradient_over_processes_is_the_plain_one(policy: Policy, loss_type: LossType, packs: bool) -> None:
-    policy.packs = packs
-    draw = random.Random(f"{loss_type} {packs}")
-    options, silent = _options(loss_type, draw), draw.choice([0.0, 0.5, 0.9])
-    for processes in (1, 2, 8):
-        config, plan = _set_up(options, processes)
-        sessions = [_session(policy, config, plan, process) for process in range(processes)]
-        torch.manual_seed(0)
-        rollout = _rollout(sessions[0], silent)
-        parts = [(rollout, micro_step.slice) for micro_step in plan.micro_steps(0)]
-        batch = update_batch(parts, plan, config)
-        expected = _plain_gradient(sessions[0], rollout, batch)
-        found = [gradient_and_metrics(session, batch, START)[0] for session in sessions]
-        mean = [torch.stack(gradients).sum(0) / processes for gradients in zip(*found, strict=True)]
-        if math.isclose(sum(float(g.norm()) for g in expected), 0.0, abs_tol=1e-12):
-            assert all((gradient == 0).all() for gradient in mean)
-        else:
-            assert distance(mean, expected) < BOUND, (options, silent, processes)
 
 
 def test_an_update_without_a_gradient_reads_no_old_log_probabilities(policy: Policy) -> None:

@@ -9,12 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from grpo_core.errors import ConfigError, NotFiniteError
 from grpo_core.training import loop as trainer
@@ -22,6 +20,7 @@ from grpo_core.training import session as sessions
 from grpo_core.training.loop import train
 from tests.conftest import config_values, make_run, with_keys, write_sums
 from tests.grpo_core.training import killing
+from tests.grpo_core.training.plain_training import assert_plain
 from tests.grpo_core.training.several import in_two_processes
 from tests.grpo_core.training.training import assert_same, figures_of, metrics_of, result_of, trained_run
 
@@ -108,34 +107,17 @@ def test_processes_share_the_work_on_a_recording_as_they_did_when_it_was_made(
 
 
 @pytest.mark.slow
-def test_another_loss_on_the_same_samples_is_that_of_plain_formulas(
+def test_another_loss_on_the_same_samples_is_that_of_plain_loops(
     values: dict[str, Any], recorded: Path, tmp_path: Path
 ) -> None:
     """The second update, of a policy that never sampled: with other weights of the rewards, another loss, and the ratio
     to the recorded log-probabilities as the sampling correction."""
     values["rewards"][0]["weight"], values["rewards"][1]["weight"] = 0.25, 2.0
-    keys: dict[str, Any] = {"loss_type": "dr_grpo", "scale_rewards": "none", "max_grad_norm": 1e9}
-    keys |= {"learning_rate": 0.03, "lr_scheduler_type": "constant", "vllm_importance_sampling_mode": "token_truncate"}
-    first = replayed(tmp_path / "first", recorded, values, **keys, max_steps=1)
-    both = replayed(tmp_path / "both", recorded, values, **keys, max_steps=2)
-    assert metrics_of(both)[0]["loss"] == metrics_of(first)[0]["loss"]
-
-    rows, model = completions_of(recorded, 1), AutoModelForCausalLM.from_pretrained(first / "training" / "model")
-    rewards = np.array([0.25 * row["rewards/numeric_match"] + 2 * row["rewards/length"] for row in rows]).reshape(-1, 4)
-    advantages = (rewards - rewards.mean(1, keepdims=True)).flatten()
-    loss, ratios = torch.zeros(()), []
-    for row, advantage in zip(rows, advantages, strict=True):
-        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
-        logits = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1]
-        logprobs = logits.log_softmax(-1).gather(1, ids[0, len(row["prompt_ids"]) :, None]).squeeze(1)
-        ratio = (logprobs - torch.tensor(row["sampling_logprobs"])).detach().exp()
-        loss = loss - (advantage * ratio.clamp(max=3) * (logprobs - logprobs.detach()).exp()).sum() / (6 * len(rows))
-        ratios.append(ratio)
-    loss.backward()
-    assert torch.cat(ratios).log().abs().max() > 0.3, "the policy is another than the one that sampled"
-    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
-    assert metrics_of(both)[1]["loss"] == pytest.approx(loss.item(), rel=1e-4)
-    assert metrics_of(both)[1]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    keys: dict[str, Any] = {"loss_type": "dr_grpo", "scale_rewards": "none", "learning_rate": 0.06}
+    keys |= {"vllm_importance_sampling_mode": "token_truncate", "adam_epsilon": 1e-3, "max_steps": 2}
+    run = replayed(tmp_path / "run", recorded, values, **keys)
+    assert metrics_of(run)[1]["sampling/sampling_logp_difference/max"] > 0.3, "another policy than the one that sampled"
+    assert_plain(run)
 
 
 @pytest.mark.slow

@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pytest
 
-from grpo_core.config.files import dump_config, parse_config
+from grpo_core.config.files import parse_config
 from grpo_core.data.curriculum import read_rates
 from grpo_core.data.order import Schedule, source_counts, source_rows
-from grpo_core.planning.plan import load_plan, make_plan, plan_inputs
+from grpo_core.planning.plan import load_plan
 from grpo_core.training.loop import train
-from tasks.data.sources import data_set
 from tests.conftest import with_keys
 from tests.grpo_core.training.training import assert_same, metrics_of, result_of
-from tests.rows import screen
-from tests.sources import two_sources
-
-OF_BOTH = {"reward", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio"}
-
-
-def _run(folder: Path, values: dict[str, Any]) -> Path:
-    """A run directory as the stages validate and plan leave it."""
-    config = parse_config(values)
-    screened = screen(config)
-    assert not screened.refused, screened.shape
-    (folder / "dataset").mkdir(parents=True)
-    for name, frame in screened.kept.items():
-        frame.write_parquet(folder / "dataset" / f"{name}.parquet")
-    counts = [part["num_prompts"] for name, part in screened.report["parts"].items() if data_set(name) == "train"]
-    (folder / "config.toml").write_text(dump_config(config))
-    (folder / "plan.json").write_text(json.dumps({"plan": dataclasses.asdict(make_plan(plan_inputs(config, *counts)))}))
-    return folder
+from tests.sources import sources_run, two_sources
 
 
 @pytest.fixture(scope="module")
 def trained(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     values = two_sources(model_folder, tmp_path_factory.mktemp("data"), max_steps=10, eval_steps=5, save_steps=3)
-    run = _run(tmp_path_factory.mktemp("run") / "run", values)
+    run = sources_run(tmp_path_factory.mktemp("run") / "run", values)
     train(run, run / "training")
     return run
 
@@ -118,7 +97,7 @@ def test_a_curriculum_keeps_each_sources_share_and_is_resumed_bit_for_bit(model_
     values = two_sources(model_folder, tmp_path, max_steps=20, save_steps=15)
     values["data"]["curriculum"] = {"kind": "variance"}
     values["rewards"][1]["args"] = {"target": 50}  # tells lengths apart
-    whole, run = _run(tmp_path / "whole", values), tmp_path / "run"
+    whole, run = sources_run(tmp_path / "whole", values), tmp_path / "run"
     train(whole, whole / "training")
     plan, found = load_plan(whole / "plan.json"), _completions(whole)
     groups = Counter("sums" if "+" in prompt else "lines" for prompt in found["prompt"])
@@ -141,7 +120,7 @@ def test_a_curriculum_keeps_each_sources_share_and_is_resumed_bit_for_bit(model_
 def test_a_group_without_signal_is_replaced_by_one_of_its_source(model_folder: Path, tmp_path: Path) -> None:
     values = with_keys(two_sources(model_folder, tmp_path, max_steps=4), dynamic_sample=True, max_resample_times=2)
     values["rewards"][1]["args"] = {"target": 50}  # tells lengths apart
-    run = _run(tmp_path / "run", values)
+    run = sources_run(tmp_path / "run", values)
     train(run, run / "training")
     plan = load_plan(run / "plan.json")
     assert sum(row["dynamic_sampling/resampled_groups"] for row in metrics_of(run)) > 0

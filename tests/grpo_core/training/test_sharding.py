@@ -20,11 +20,10 @@ from torch import Tensor
 from benchmarks.command import python_path
 from grpo_core.planning.tokens_per_pass import read_limit
 from grpo_core.training.loop import train
-from tests.conftest import config_values, make_model, make_run, with_keys, write_sums
-from tests.grpo_core.algorithm.plain_losses import PLAIN_LOSSES
+from tests.conftest import config_values, make_model, make_run, with_keys
 from tests.grpo_core.training.launching import REWARD, finish, kill_tree, processes, started
 from tests.grpo_core.training.several import exit_statuses, in_processes, in_two_processes
-from tests.grpo_core.training.test_loop import CALM_ADAM, EVERYTHING
+from tests.grpo_core.training.test_loop import CALM_ADAM
 from tests.grpo_core.training.training import result_of, trained_run
 
 pytestmark = pytest.mark.served
@@ -32,11 +31,7 @@ pytestmark = pytest.mark.served
 TOGETHER = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "beta": 0.1}
 TIED = {"tie_word_embeddings": True}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
-WINDOWED = {"head_dim": 32, "sliding_window": 4}
 LORA = {"use_peft": True, "lora_r": 4, "beta": 0.1}
-RECOMPUTED = {"gradient_checkpointing": True, "num_iterations": 2}
-BNPO = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 4}  # its weights follow from the micro-batch
-LOSSES = {name: {"loss_type": name, **loss.needs} for name, loss in PLAIN_LOSSES.items()}
 
 
 @pytest.fixture
@@ -76,46 +71,6 @@ policy.chosen_logprobs = in_little_memory
 def score(completion_ids):
     return [-float(len(ids)) for ids in completion_ids]
 """
-
-
-@pytest.mark.usefixtures("reward")
-@pytest.mark.parametrize(
-    ("architecture", "shape", "keys", "num_processes", "sharding"),
-    [
-        pytest.param(*case, id=name, marks=pytest.mark.e2e)
-        for name, case in {
-            "tied head, KL, two updates a rollout": ("Qwen2", TIED, TOGETHER, 2, "full"),
-            "experts, entropy mask and bonus, evaluation": ("Qwen3Moe", EXPERTS, EVERYTHING, 2, "full"),
-            "adapter": ("Qwen2", {}, LORA, 2, "full"),
-            "recomputed activations": ("Llama", {}, RECOMPUTED, 2, "full"),
-            "layers that attend to a window": ("Gemma3Text", WINDOWED, TOGETHER, 2, "full"),
-            "scaled logits": ("Granite", {"logits_scaling": 3.0}, TOGETHER, 2, "full"),
-            "four processes, experts, KL": ("Qwen3Moe", EXPERTS, TOGETHER, 4, "full"),
-            "two machines, tied head": ("Qwen2", TIED, EVERYTHING | TOGETHER, 4, "hybrid"),
-            "two machines, adapter": ("Qwen3", {}, LORA, 4, "hybrid"),
-            **{loss: ("Qwen3", {}, keys, 2, "full") for loss, keys in LOSSES.items()},
-        }.items()
-    ],
-)
-def test_a_sharded_training_ends_with_the_weights_of_one_process(
-    tmp_path: Path, architecture: str, shape: dict[str, Any], keys: dict[str, Any], num_processes: int, sharding: str
-) -> None:
-    if sharding == "hybrid":
-        (tmp_path / "patience.py").write_text(f"{REWARD}os.environ['LOCAL_WORLD_SIZE'] = '2'\n")
-    model = make_model(tmp_path / "model", architecture, **shape)
-    write_sums(tmp_path / "train.parquet", 10, 34)
-    write_sums(tmp_path / "eval.parquet", 60, 76)
-    values = config_values(model, tmp_path, engine="transformers")
-    values["rewards"] = [{"function": "patience:patient"}]
-    values = with_keys(values, **CALM_ADAM, **keys)
-    b = 24 // num_processes
-    alone = {"per_device_train_batch_size": 24} if keys.get("loss_type") != "bnpo" else BNPO
-    one = trained_run(tmp_path / "one", values, **alone)
-    both = with_keys(values, per_device_train_batch_size=b, num_processes=num_processes, sharding=sharding)
-    shared = make_run(tmp_path / "shared", both)
-    with started(shared, tmp_path, 0, *processes(num_processes)) as process:
-        finish(process)
-    assert distance(weights(one), weights(shared)) < 1e-5
 
 
 _scorings = itertools.count(1)

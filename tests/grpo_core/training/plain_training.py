@@ -1,0 +1,187 @@
+"""A whole training by plain loops in float64, over the completions that it has recorded.
+
+Of the product: the configuration as read, the order of a generation batch's rows, an adapter's first weights. Of the
+run: prompts, tokens, the engine's log-probabilities, rewards.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from grpo_core.config.files import load_config
+from grpo_core.config.run import RunConfig
+from grpo_core.data.order import training_order
+from grpo_core.model.loading import with_adapter
+from grpo_core.planning.plan import Plan, load_plan
+from tests.grpo_core.algorithm.plain_losses import Cut, PlainRow, plain
+from tests.grpo_core.training.training import metrics_of
+
+
+def assert_plain(run: Path) -> None:
+    """Each update's loss and gradient norm, and the weights in the end, relative to how far they have moved."""
+    config = load_config(run / "config.toml")
+    before, trained = load_policy(config), load(run / "training" / "model")
+    steps, after = plain_training(run)
+    bound = 1e-5 / min(2 * config.rollout.temperature, 1.0)  # float32 rounds logits before they are divided by it
+    for found, (loss, norm) in zip(metrics_of(run), steps, strict=True):
+        assert found["loss"] == pytest.approx(loss, rel=bound, abs=1e-6)
+        assert found["grad_norm"] == pytest.approx(norm, rel=bound, abs=1e-6)
+    first, found, expected = (_weights(model) for model in (before, trained, after))
+    assert (found - expected).norm() < bound * (expected - first).norm() + 1e-6
+
+
+def load(folder: Path | str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
+
+
+def load_policy(config: RunConfig) -> Any:
+    model = load(config.model.name_or_path)
+    torch.manual_seed(config.seed)
+    if config.model.adapter:
+        model = PeftModel.from_pretrained(model, config.model.adapter, is_trainable=True)
+    else:
+        model = with_adapter(model, config.model)
+    return model.double().eval()
+
+
+def _weights(model: Any) -> Tensor:
+    model = model.merge_and_unload() if isinstance(model, PeftModel) else model
+    return torch.cat([weight.flatten().double() for weight in model.state_dict().values()])
+
+
+def plain_training(run: Path) -> tuple[list[tuple[float, float]], Any]:
+    """Loss and gradient norm of each update, and the trained model."""
+    config, plan = load_config(run / "config.toml"), load_plan(run / "plan.json")
+    keys, model = config.train, load_policy(config)
+    base, parameters = copy.deepcopy(model), [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in parameters if (p.ndim > 1) == decays]} for decays in (True, False)]
+    groups[0]["weight_decay"], groups[1]["weight_decay"] = keys.weight_decay, 0.0
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        betas=(keys.adam_beta1, keys.adam_beta2),
+        eps=keys.adam_epsilon,
+    )
+    current, steps = -1, list[tuple[float, float]]()
+    for step, micro_steps in enumerate(_updates(config, plan)):
+        loss = torch.zeros((), dtype=torch.float64)
+        for index, place in micro_steps:
+            if index != current:
+                current, batch = index, _Batch(run, config, plan, index, model, base)
+            loss = loss + batch.loss(model, place, len(micro_steps))
+        warm, whole = plan.warmup_steps, len(metrics_of(run))
+        rate = keys.learning_rate * (step / warm if step < warm else (whole - step) / (whole - warm))
+        optimizer.zero_grad()
+        loss.backward()
+        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in parameters if p.grad is not None))
+        steps.append((loss.item(), norm))
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad * min(1.0, keys.max_grad_norm / (norm or 1.0))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    return steps, model
+
+
+def _updates(config: RunConfig, plan: Plan) -> Iterator[list[tuple[int, int]]]:
+    """Of each update its micro-steps, by walking through epochs: a generation batch and a place in it."""
+    keys, g = config.train, config.rollout.num_generations
+    a, s = keys.gradient_accumulation_steps, plan.steps_per_generation
+    chunks = plan.num_prompts // (keys.per_device_train_batch_size * keys.num_processes * s // g)
+    assert keys.max_steps
+    left, epoch = keys.max_steps, 0
+    while left:
+        walk = [
+            (epoch * chunks + chunk, place)
+            for chunk in range(chunks)
+            for _ in range(keys.num_iterations)
+            for place in range(s)
+        ]
+        parts = [walk[at : at + a] for at in range(0, len(walk), a)]
+        yield from parts[:left]
+        left, epoch = left - len(parts[:left]), epoch + 1
+
+
+class _Batch:
+    """A generation batch: what was sampled, and what the policy said of it before the first update."""
+
+    def __init__(self, run: Path, config: RunConfig, plan: Plan, index: int, model: Any, base: Any):
+        self.config, self.plan, algorithm = config, plan, config.algorithm
+        self.rows = pq.read_table(run / "training" / "completions" / f"rollout-{index:06d}.parquet").to_pylist()
+        self.order = training_order(plan, config.seed, index)
+        self.masks = [
+            torch.tensor(row.get("trained_tokens") or [1] * len(row["completion_ids"])).bool()
+            & (not (algorithm.mask_truncated_completions and row["truncated"]))
+            for row in self.rows
+        ]
+        self.engine = [
+            torch.tensor(row["sampling_logprobs"]).double()[mask]
+            for row, mask in zip(self.rows, self.masks, strict=True)
+        ]
+        self.lengths = [int(mask.sum()) for mask in self.masks]
+        with torch.no_grad():
+            old = [self.tokens(model, row) for row in range(len(self.rows))]
+            self.old = [logprobs.tolist() for logprobs, _ in old]
+            if self.config.rollout.repetition_penalty == 1 and self.config.rollout.engine != "recorded":
+                assert torch.allclose(torch.cat(self.engine), torch.cat([each for each, _ in old]), atol=1e-4)
+            self.reference = [self.tokens(base, row)[0].tolist() for row in range(len(self.rows))]
+        entropies = [entropy for _, entropy in old]
+        least = torch.cat(entropies).quantile(1 - algorithm.top_entropy_quantile) if sum(self.lengths) else 0
+        kept = algorithm.top_entropy_quantile < 1
+        self.keep = [((entropy >= least - 1e-5) | (not kept)).double() for entropy in entropies]
+        self.advantages = _advantages(config, self.rows)
+
+    def tokens(self, model: Any, row: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the trained tokens."""
+        prompt, ids = (self.rows[row][name] for name in ("prompt_ids", "completion_ids"))
+        logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        logprobs = (logits / self.config.rollout.temperature).log_softmax(-1)
+        chosen, entropy = logprobs[range(len(ids)), ids], -(logprobs.exp() * logprobs).sum(-1)
+        return chosen[self.masks[row]], entropy[self.masks[row]]
+
+    def loss(self, model: Any, place: int, micro_steps: int) -> Tensor:
+        """Share of a micro-step in the loss of its update; its gradient is right, too."""
+        algorithm, plan, found = self.config.algorithm, self.plan, torch.zeros((), dtype=torch.float64)
+        limit, all_tokens, s = self.config.rollout.max_completion_length, sum(self.lengths), plan.steps_per_generation
+        for of_process in self.order[place].tolist():
+            tokens, b, w = sum(self.lengths[row] for row in of_process), len(of_process), len(self.order[place])
+            for row in of_process:
+                cut = Cut(self.lengths[row], tokens, b, micro_steps, max(all_tokens, 1), s, w, limit)
+                logprobs, entropy = self.tokens(model, row)
+                now = logprobs.tolist()
+                keep, engine = self.keep[row], self.engine[row].tolist()
+                reads = (now, self.old[row], self.reference[row], keep.tolist(), engine)
+                of_row = PlainRow(algorithm, self.advantages[row], *reads)
+                slopes = torch.tensor(of_row.slopes(), dtype=torch.float64)
+                value = of_row.loss(now) + (slopes * (logprobs - logprobs.detach())).sum()
+                found = found + value / (plain(algorithm.loss_type).divisor(cut) * w)
+                kept = max(float(torch.cat(self.keep).sum()), 1.0) * micro_steps / s
+                found = found - algorithm.entropy_coef * (keep * entropy).sum() / kept
+        return found
+
+
+def _advantages(config: RunConfig, rows: list[dict[str, Any]]) -> list[float]:
+    g, scale = config.rollout.num_generations, config.algorithm.scale_rewards
+    sums = [
+        sum(it.weight * value for it in config.rewards if (value := row[f"rewards/{it.name}"]) is not None)
+        for row in rows
+    ]
+    found = []
+    for at in range(0, len(rows), g):
+        group = sums[at : at + g]
+        spread = {"group": group, "batch": sums, "none": None}[scale]
+        divisor = 1.0 if spread is None else statistics.stdev(spread) + 1e-4
+        silent = max(group) - min(group) < 1e-12
+        found += [0.0 if silent else (value - statistics.mean(group)) / divisor for value in group]
+    return found

@@ -1,0 +1,205 @@
+"""Trainings with options as drawn end with the weights of plain float64 loops over the same samples."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from torch.nn.attention import flex_attention
+
+from grpo_core.config import memory_bounds
+from grpo_core.config.inputs import ModelConfig
+from grpo_core.model import logprobs as head
+from grpo_core.model import packed_attention as packing
+from grpo_core.model.loading import load_model, trainable_state, with_adapter
+from grpo_core.model.saving import save_adapter
+from grpo_core.training import loop
+from tests.conftest import config_values, make_model, make_run, with_keys
+from tests.grpo_core.algorithm.plain_losses import PLAIN_LOSSES, plain
+from tests.grpo_core.training.plain_training import assert_plain
+from tests.grpo_core.training.several import in_processes
+from tests.grpo_core.training.training import metrics_of
+from tests.plain_kernels import plain_varlen
+from tests.sources import sources_run, two_sources
+
+LORA = {"use_peft": True, "lora_r": 3, "lora_alpha": 12, "lora_target_modules": ["q_proj", "down_proj"]}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("Qwen2", {}),
+    "tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "windowed": ("Gemma3Text", {"head_dim": 32, "sliding_window": 4}),
+    "scaled": ("Granite", {"logits_scaling": 3.0}),
+    "experts": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}),
+}
+OPTIONS: dict[str, list[Any]] = {
+    "num_generations": [4, 4, 2],
+    "max_completion_length": [6, 20],
+    "num_iterations": [1, 2],
+    "gradient_accumulation_steps": [1, 2, 3],
+    "beta": [0.0, 0.1],
+    "epsilon": [0.2, 0.01],
+    "epsilon_high": [None, 0.28, 0.02],
+    "importance_sampling_level": ["token", "sequence"],
+    "off_policy_mask_threshold": [None, 0.02],
+    "vllm_importance_sampling_correction": [True, True, False],
+    "vllm_importance_sampling_clip_max": [1.3, 3.0],
+    "vllm_importance_sampling_mode": ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
+    "scale_rewards": ["group", "batch", "none"],
+    "entropy_coef": [0.0, 0.1],
+    "top_entropy_quantile": [1.0, 0.5],
+    "mask_truncated_completions": [False, True],
+    "dynamic_sample": [False, False, True],
+    "repetition_penalty": [1.0, 1.3],
+    "temperature": [0.05, 0.7, 1.0, 1.6],
+    "max_grad_norm": [1e9, 0.05],
+    "gradient_checkpointing": [False, False, True],
+    "max_steps": [4, 6],
+    "warmup_steps": [0, 1],
+}
+TRUNCATIONS: list[dict[str, Any]] = [
+    *({}, {}, {"top_p": 0.5}, {"top_k": 3}, {"top_p": 0.7, "top_k": 6}, {"top_k": 1}),
+    *({"min_p": 0.3}, {"min_p": 0.05, "top_p": 0.8}),
+]
+WAYS: dict[str, list[Any]] = {
+    "tokens": [1, 30, 90, 1000],  # per pass
+    "chunk": [60, 200, 2**20],
+    "shares_cache": [True, False],
+    "kept": [0, 2**25],
+    "short": [0, 1000],
+}
+ATTENTION = ["rows", "padded", "varlen", "flex"]
+FEW = len(PLAIN_LOSSES)
+KINDS = [*MODELS, "adapter"]
+CALM = {"adam_epsilon": 1e-3, "weight_decay": 0.1, "adam_beta2": 0.9}
+
+
+def silent(prompts: list[str], completion_ids: list[list[int]]) -> list[float]:
+    """Tells completions apart for every third prompt, and for no other."""
+    pairs = zip(prompts, completion_ids, strict=True)
+    return [float(sum(ids) % 7) if int(prompt[:2]) % 3 == 0 else 0.0 for prompt, ids in pairs]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Also an adapter that does something, of the plain one."""
+    folder = tmp_path_factory.mktemp("models")
+    shapes = {name: {**shape, "initializer_range": 0.03} for name, (_, shape) in MODELS.items()}
+    found = {name: make_model(folder / name, kind, **shapes[name]) for name, (kind, _) in MODELS.items()}
+    adapted = with_adapter(load_model(found["plain"]), ModelConfig(name_or_path=str(found["plain"]), **LORA))
+    torch.manual_seed(5)
+    for tensor in trainable_state(adapted).values():
+        torch.nn.init.normal_(tensor, std=0.1)
+    save_adapter(adapted, folder / "adapter")
+    return found | {"adapter": folder / "adapter"}
+
+
+@contextlib.contextmanager
+def passes(number: int, draw: random.Random) -> Iterator[None]:
+    """How the training's passes go through the model."""
+    way = {name: draw.choice(values) for name, values in WAYS.items()}
+    attention = ATTENTION[number % len(ATTENTION)] if number < FEW else draw.choice(ATTENTION)
+    if attention == "flex":
+        way["tokens"] = 1000  # each pass is slow without its compiler
+    load_session = loop.load_session
+
+    def loaded(run: Path) -> Any:
+        session = load_session(run)
+        if session.policy.packs:
+            session.policy.packs = attention != "rows"
+            session.policy.attention = attention if attention in ("varlen", "flex") else "padded"
+        session.sampler.engine.shares_cache &= way["shares_cache"]
+        session.memory.planned = session.memory.tokens = way["tokens"]
+        return session
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "load_session", loaded)
+        # On a CPU flex attention is plain torch, with gradients too, except that a check refuses them.
+        patch.setattr(flex_attention, "_validate_device", lambda *_: None)
+        patch.setattr(packing, "varlen_attn", plain_varlen)  # flash attention's kernel is for GPUs only
+        patch.setattr(packing, "SHORT", {torch.float32: way["short"]})
+        patch.setattr(memory_bounds, "CHUNK_LOGITS", way["chunk"])
+        patch.setattr(head, "KEPT_LOGITS", way["kept"])
+        yield
+
+
+def drawn_run(folder: Path, models: dict[str, Path], number: int, draw: random.Random, **keys: Any) -> Path:
+    """A run with options as drawn; `keys` are not."""
+    loss_type = [*PLAIN_LOSSES][number % len(PLAIN_LOSSES)]
+    kind = KINDS[number % len(KINDS)] if number < FEW else draw.choice(KINDS)
+    needs = {key: [value] for key, value in plain(loss_type).needs.items()}
+    choices = OPTIONS | needs | {key: [*values] for key, values in plain(loss_type).drawn.items()}
+    options = {key: draw.choice(values) for key, values in choices.items()} | keys
+    w, g, steps = options.get("num_processes", 1), options["num_generations"], draw.choice([1, 2, 3, 4])
+    b = draw.choice([n for n in range(1, 9) if n * w * steps % g == 0 and n * w * steps <= 32])
+    base = models["plain" if kind == "adapter" else kind]
+    if kind == "adapter":  # which a sharded training cannot start from
+        given = {} if options.get("sharding", "none") != "none" else {"adapter": str(models["adapter"])}
+        options |= LORA | given
+    if options["repetition_penalty"] != 1:
+        options["vllm_importance_sampling_correction"] = True  # else refused
+    options |= draw.choice(TRUNCATIONS)
+    cut = {"loss_type": loss_type, "per_device_train_batch_size": b, "steps_per_generation": steps}
+    (folder / "data").mkdir(parents=True)
+    if from_sources := draw.random() < 0.3:
+        values = two_sources(base, folder / "data")
+    else:
+        values = config_values(base, folder)
+        # With KL alone, a gradient is what is left of float32 numbers that are nearly equal.
+        others = draw.choice([[], values["rewards"]]) if not options["beta"] else values["rewards"]
+        values["rewards"] = [*others, {"function": f"{__name__}:silent"}]
+    values = with_keys(values, **cut, **options, **CALM)
+    return (sources_run if from_sources else make_run)(folder / "run", values)
+
+
+# Each loss, kind of model and way of attention once; many more in `make e2e`.
+NUMBERS = [*range(FEW), *(pytest.param(number, marks=pytest.mark.e2e) for number in range(FEW, 10 * FEW))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_training_is_that_of_plain_loops(number: int, models: dict[str, Path], tmp_path: Path) -> None:
+    draw = random.Random(number)
+    run = drawn_run(tmp_path, models, number, draw)
+    with passes(number, draw):
+        loop.train(run, run / "training")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert_plain(run)
+
+
+@pytest.mark.served
+@pytest.mark.parametrize("number", NUMBERS)
+def test_processes_with_whole_models_or_shares_train_as_plain_loops(
+    number: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    draw = random.Random(1000 + number)
+    w, sharding = 2, "full" if number % 3 else "none"
+    if number >= FEW:
+        w, sharding = draw.choice([(2, "full"), (3, "none"), (3, "full"), (4, "hybrid"), (8, "none")])
+    run = drawn_run(tmp_path, models, number, draw, num_processes=w, sharding=sharding)
+
+    def start(rank: int) -> None:
+        os.environ["LOCAL_WORLD_SIZE"] = "2" if sharding == "hybrid" else str(w)
+        loop.train(run, run / "training")
+
+    with passes(number, draw):
+        in_processes(w, tmp_path / "group", start)
+    assert_plain(run)
+
+
+@pytest.mark.served
+def test_processes_without_a_row_keep_in_step_with_those_that_share_the_model(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    keys = {"num_processes": 3, "sharding": "full", "num_generations": 2, "per_device_train_batch_size": 2}
+    values = config_values(models["tied"], tmp_path, **keys, gradient_accumulation_steps=1, **CALM)
+    values["rewards"] = [{"function": f"{__name__}:silent"}]
+    run = make_run(tmp_path / "run", values)
+    in_processes(3, tmp_path / "group", lambda _: loop.train(run, run / "training"))
+    assert any(0.6 < step["frac_reward_zero_std"] < 1 for step in metrics_of(run)), "one group of two is trained"
+    assert_plain(run)
