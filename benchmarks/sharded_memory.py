@@ -106,7 +106,7 @@ def _as_on_a_gpu() -> Iterator[None]:
     tensors go to another device, which is not counted."""
 
     def packed(model: Any, kinds: Any, **_: Any) -> tuple[str, str]:
-        use_attention(model.model.config)
+        use_attention(model.model)
         return "varlen", ""
 
     def statistics(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -103,7 +103,7 @@ def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes as a GPU makes them; its own kernels take their memory and compute nothing."""
 
     def packed(model: Any, *_: Any, **options: Any) -> tuple[str, str]:
-        use_attention(decoder(model).config)
+        use_attention(decoder(model))
         return "varlen", ""
 
     class Kernel:

@@ -85,6 +85,11 @@ def silent(prompts: list[str], completion_ids: list[list[int]]) -> list[float]:
     return [float(sum(ids) % 7) if int(prompt[:2]) % 3 == 0 else 0.0 for prompt, ids in pairs]
 
 
+def told(prompts: list[str], completion_ids: list[list[int]]) -> list[float]:
+    """Tells completions apart for every prompt."""
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Also an adapter that does something, of the plain one."""
@@ -151,7 +156,7 @@ def drawn_run(folder: Path, models: dict[str, Path], number: int, draw: random.R
     else:
         values = config_values(base, folder)
         # With KL alone, a gradient is what is left of float32 numbers that are nearly equal.
-        others = draw.choice([[], values["rewards"]]) if not options["beta"] else values["rewards"]
+        others = [{"function": f"{__name__}:told"}] if options["beta"] else draw.choice([[], values["rewards"]])
         values["rewards"] = [*others, {"function": f"{__name__}:silent"}]
     values = with_keys(values, **cut, **options, **CALM)
     return (sources_run if from_sources else make_run)(folder / "run", values)
