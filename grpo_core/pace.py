@@ -1,9 +1,10 @@
 """The pace of this machine at one model, measured in seconds: sampling, passes, optimizer, start, writing.
 
 Entry point: `python -m grpo_core.pace REQUEST STARTED`, with a `PaceRequest` as JSON and the time at which it
-was started, in seconds since 1970. The last line that it prints is the `Pace` as JSON. It samples and trains with the
-training's own engine, policy and optimizer: a small model as it is; of a large one, one layer and two, from which the
-time of all is extrapolated. On a GPU, where vLLM samples, the transformers engine stands in for it.
+was started, in seconds since 1970. The last line that it prints is the `Pace` as JSON, or {"refused": why} for a model
+that the training would refuse. It samples and trains with the training's own engine, policy and optimizer: a small
+model as it is; of a large one, its first layers, one or two of each that differ, from which the time of all is
+extrapolated. On a GPU, where vLLM samples, the transformers engine stands in for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import cycle, islice
 from pathlib import Path
@@ -39,7 +41,15 @@ def main() -> None:
     request, started = PaceRequest(**json.loads(sys.argv[1])), float(sys.argv[2])
     with importing():
         import grpo_core.training.loop  # noqa: F401 (all that a training imports)
-    print(json.dumps(asdict(measure(request, started))), flush=True)
+    try:
+        found = asdict(measure(request, started))
+    except RefusedError as error:
+        found = {"refused": str(error)}
+    print(json.dumps(found), flush=True)
+
+
+class RefusedError(Exception):
+    """A training would refuse the model; the message says why."""
 
 
 class _Seconds(NamedTuple):
@@ -63,17 +73,20 @@ def measure(request: PaceRequest, started: float) -> Pace:
     layers = shape.get_text_config().num_hidden_layers
     tokenizer = load_tokenizer(keys)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if parameters <= WHOLE or layers < FEWEST_LAYERS:
+    period = _period(getattr(shape.get_text_config(), "layer_types", None) or [])
+    if parameters <= WHOLE or layers < FEWEST_LAYERS * period:
         model, real = _load_whole(keys, shape)
         prompts = _prompts(request, tokenizer) if real else []
-        found, tokens, ready = _measure_model(request, model.to(device), tokenizer, prompts)
+        with _refusals(request):
+            found, tokens, ready = _measure_model(request, model.to(device), tokenizer, prompts)
         start, what = ready - started, f"the model{'' if real else ' (without its weights)'}"
     else:
-        one, tokens, ready = _measure_model(request, _sliced(shape, 1).to(device), tokenizer, [])
+        _try_small(request, shape, tokenizer)
+        one, tokens, ready = _measure_model(request, _sliced(shape, period).to(device), tokenizer, [])
         start = ready - started + WEIGHT_SECONDS * parameters
-        two, _, _ = _measure_model(request, _sliced(shape, 2).to(device), tokenizer, [])
-        found = _Seconds(*(a + (layers - 1) * max(b - a, 0.0) for a, b in zip(one, two, strict=True)))
-        what = f"one and two of its {layers} layers"
+        two, _, _ = _measure_model(request, _sliced(shape, 2 * period).to(device), tokenizer, [])
+        found = _Seconds(*(a + (layers / period - 1) * max(b - a, 0.0) for a, b in zip(one, two, strict=True)))
+        what = f"{period} and {2 * period} of its {layers} layers"
     lengths = "as sampled" if tokens < request.rollout["max_completion_length"] else "of full length"
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU with {os.cpu_count()} cores"
     threads = "" if device.type == "cuda" else f", {request.threads} threads"
@@ -94,6 +107,47 @@ def measure(request: PaceRequest, started: float) -> Pace:
             + ("; without what a base of 4 bits takes" if keys.load_in_4bit else "")
         ),
     )
+
+
+def _period(kinds: Sequence[str]) -> int:
+    """After how many layers their kinds repeat."""
+    return next((n for n in range(1, len(kinds)) if [*kinds[n:]] == [*kinds[:-n]]), len(kinds) or 1)
+
+
+@contextmanager
+def _refusals(request: PaceRequest) -> Iterator[None]:
+    """Raises RefusedError for what a training would raise; where vLLM samples, not for what the transformers engine
+    does."""
+    import torch
+
+    from grpo_core.config.rollout import RolloutConfig
+    from grpo_core.errors import ConfigError, EngineError
+
+    try:
+        yield
+    except ConfigError as error:
+        raise RefusedError(error) from error
+    except EngineError as error:
+        if RolloutConfig(**request.rollout).engine_on(has_gpu=torch.cuda.is_available()) != "transformers":
+            raise
+        raise RefusedError(error) from error
+
+
+def _try_small(request: PaceRequest, shape: Any, tokenizer: Any) -> None:
+    """Raise RefusedError if a training would refuse a small copy of the model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from grpo_core.model.pretrained import from_config
+    from grpo_core.model.small_copy import small_config
+
+    try:
+        small = small_config(shape)
+        model = from_config(AutoModelForCausalLM, small, dtype=torch.float32).eval()
+    except Exception:  # of whatever kind: it says something about the copy only
+        return
+    with _refusals(request):
+        _prepare(request, model, tokenizer, request.prompt_tokens)
 
 
 def _load_whole(keys: Any, shape: Any) -> tuple[Any, bool]:
@@ -120,8 +174,9 @@ def _sliced(shape: Any, layers: int) -> Any:
     shape = copy.deepcopy(shape)
     text = shape.get_text_config()
     text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:layers]
+    for name in ("layer_types", "layers_block_type"):
+        if vars(text).get(name):  # of some, a property gives the kinds for any number of layers
+            setattr(text, name, vars(text)[name][:layers])
     return from_config(AutoModelForCausalLM, shape, dtype=torch.float32).eval()
 
 
@@ -150,23 +205,14 @@ def _measure_model(
 
     from grpo_core.config.inputs import ModelConfig
     from grpo_core.model.loading import with_adapter
-    from grpo_core.model.policy import Policy
-    from grpo_core.rollout.transformers_engine import TransformersEngine
     from grpo_core.rollout.types import Request, Sampling
 
     rollout, train = request.rollout, request.train
     group, longest = rollout["num_generations"], rollout["max_completion_length"]
     groups = request.completions // group
-    max_length = max([request.prompt_tokens, *map(len, prompts)]) + longest
     torch.manual_seed(0)
-    policy = Policy(
-        with_adapter(base, ModelConfig(**request.model)),
-        rollout["temperature"],
-        max_length=max_length,
-        bf16=train["mixed_precision"] == "bf16",
-        gradient_checkpointing=train["gradient_checkpointing"],
-    )
-    engine = TransformersEngine(policy.model, tokenizer, max_length)
+    model = with_adapter(base, ModelConfig(**request.model))
+    policy, engine = _prepare(request, model, tokenizer, max([request.prompt_tokens, *map(len, prompts)]))
     ready = time.time()
     stop = tuple(rollout["stop"]) if prompts else ()
     if not prompts:
@@ -179,6 +225,24 @@ def _measure_model(
     sample_seconds, lengths = _sample(engine, requests, sampling)
     train_seconds, step_seconds = _train(policy, prompts, lengths, group, train)
     return _Seconds(sample_seconds, train_seconds, step_seconds), statistics.mean(lengths), ready
+
+
+def _prepare(request: PaceRequest, model: Any, tokenizer: Any, prompt_tokens: int) -> tuple[Any, Any]:
+    """Make the policy and the engine of a training, with its checks of the model."""
+    from grpo_core.model.policy import Policy
+    from grpo_core.rollout.loading import check_lengths
+    from grpo_core.rollout.transformers_engine import TransformersEngine
+
+    max_length = prompt_tokens + request.rollout["max_completion_length"]
+    check_lengths(model, max_length)
+    policy = Policy(
+        model,
+        request.rollout["temperature"],
+        max_length=max_length,
+        bf16=request.train["mixed_precision"] == "bf16",
+        gradient_checkpointing=request.train["gradient_checkpointing"],
+    )
+    return policy, TransformersEngine(policy.model, tokenizer, max_length)
 
 
 def _sample(engine: Any, requests: list[Any], sampling: Any) -> tuple[float, list[int]]:

@@ -16,7 +16,7 @@ from grpo_core.planning.shapes import PromptLengths
 
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop"),
-    *("max_completion_length", "num_generations"),
+    *("max_completion_length", "num_generations", "engine"),
 )
 TRAINING = ("mixed_precision", "gradient_checkpointing", "per_device_train_batch_size", "optim", "offload")
 

@@ -40,7 +40,7 @@ def measured_pace(
     say: Callable[[str], None],
 ) -> Pace | str:
     """Measure the pace with this model and these batch sizes, or return why that failed. `prompts`: validated prompts,
-    if there are any.
+    if there are any. Raises StageError if the training would refuse the model.
 
     Takes some seconds the first time, which `say` announces, and meanwhile one GPU, if the machine has any: none is
     waited for, and none is shared. The result is kept, unless other processes kept the machine busy.
@@ -76,13 +76,16 @@ def measured_pace(
         try:
             command = ["-m", "grpo_core.pace", content, str(time.time())]
             run_process(command, printed.append, environment, limit=LIMIT_SECONDS)
-            pace = Pace(**json.loads(printed[-1]))
+            found = json.loads(printed[-1])
         except TimeLimitError:
             return f"no earlier run is known, and this machine did not measure its pace within {LIMIT_SECONDS:.0f} s"
         except StageError:
             return (
                 f"no earlier run is known, and the pace could not be measured: {printed[-1] if printed else 'killed'}"
             )
+    if "refused" in found:
+        raise StageError(f"the training would refuse this model: {found['refused']}")
+    pace = Pace(**found)
     if busy:  # not kept, since it would be wrong on a quiet machine
         return replace(pace, how=f"{pace.how}, while other processes kept the machine busy")
     with suppress(OSError):  # a full disk, or another process writes the same answer

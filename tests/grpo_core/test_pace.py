@@ -13,11 +13,12 @@ import pytest
 
 from grpo_core import pace
 from grpo_core.config.files import parse_config
+from grpo_core.errors import EngineError
 from grpo_core.planning.pace import Pace, PaceRequest, pace_request
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths
 from grpo_core.rollout.types import Completion
-from tests.conftest import config_values, write_sums
+from tests.conftest import config_values, make_model, write_sums
 from tests.grpo_core.training.killing import in_child
 
 
@@ -63,6 +64,41 @@ def test_of_a_large_model_two_slices_tell_the_time_of_all_layers(
     assert depths == [1, 2]
     assert (found.sample_seconds, found.train_seconds, found.step_seconds) == (14, 26, 7)  # its 2 layers
     assert found.start_seconds >= 10
+
+
+@pytest.mark.parametrize(
+    ("kinds", "period"),
+    [([], 1), (["a"] * 5, 1), (["a", "a", "b"] * 3, 3), (["a", "b", "a"], 2), (["a", "b", "b"], 3)],
+)
+def test_layers_repeat_after_their_kinds_do(kinds: list[str], period: int) -> None:
+    assert pace._period(kinds) == period
+
+
+def test_of_a_large_hybrid_the_slices_have_layers_of_each_kind(
+    request_: PaceRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
+    kinds = {"layer_types": ["linear_attention", "full_attention"] * 3, "num_hidden_layers": 6}
+    base = make_model(tmp_path / "hybrid", "Qwen3_5Text", head_dim=16, linear_value_head_dim=8, **linear, **kinds)
+    monkeypatch.setattr(pace, "WHOLE", 1000)
+    found = pace.measure(replace(request_, model={"name_or_path": str(base)}), time.time())
+    assert "2 and 4 of its 6 layers" in found.how
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_a_model_that_the_training_would_refuse_is_refused(
+    whole: bool, engine: str, request_: PaceRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine's refusal counts, not that of the one which stands in for vLLM."""
+    base = make_model(tmp_path / "base", "Rwkv", attention_hidden_size=64, num_hidden_layers=4)
+    asked = replace(
+        request_, model={"name_or_path": str(base)}, rollout={**request_.rollout, "engine": engine}, prompts=""
+    )
+    monkeypatch.setattr(pace, "WHOLE", pace.WHOLE if whole else 1000)
+    refused = pace.RefusedError if engine == "transformers" else EngineError
+    with pytest.raises(refused, match="RwkvForCausalLM does not give a padded prompt"):
+        pace.measure(asked, time.time())
 
 
 class SlowEngine:

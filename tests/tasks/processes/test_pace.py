@@ -109,6 +109,12 @@ def test_a_measurement_that_fails_says_why(machine: Machine, tmp_path: Path, err
     assert _measured(tmp_path) == MEASURED
 
 
+def test_a_refused_model_is_refused_by_the_plan(machine: Machine, tmp_path: Path) -> None:
+    machine.printed = [json.dumps({"refused": "its layers are of a kind that nothing samples from"})]
+    with pytest.raises(StageError, match="the training would refuse this model: its layers are of a kind"):
+        _measured(tmp_path)
+
+
 def test_a_measurement_is_announced_and_a_kept_pace_is_not(machine: Machine, tmp_path: Path) -> None:
     said: list[str] = []
     for _ in range(2):
