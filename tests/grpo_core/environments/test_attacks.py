@@ -133,7 +133,9 @@ def test_the_run_goes_on_after_the_end_of_the_process_that_starts_environments(
     environments = _environments()
     try:
         lost, ended = _hold(environments, [[call("end_starter")], [call("stop")]], marks)
-        assert lost.said.failure == f"tool end_starter: {LOST}" and ended.said.failure == f"tool stop: {LOST}"
+        assert lost.said.failure == f"tool end_starter: {LOST}"
+        # It may have ended with the one that starts environments, before its tool was called.
+        assert ended.said.failure in (f"tool stop: {LOST}", LOST)
         (again,) = _hold(environments, [[call("child"), "well"]], marks)
         assert again.said.messages[1]["content"] == "said\n"
         assert "it is started again" in capsys.readouterr().out
