@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import cycle, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from grpo_core.planning.pace import Pace, PaceRequest
@@ -29,7 +30,8 @@ from grpo_core.system.libraries import quiet_libraries
 from grpo_core.system.processes import importing, run_and_leave
 
 WHOLE = 200_000_000  # parameters up to which a model is measured as it is
-FEWEST_LAYERS = 3  # of a model that is cut
+FEWEST_LAYERS = 3  # of a model that is cut, in periods of its kinds
+LONGEST_PERIOD = 8  # layers; more of a large model would not fit beside other work
 SAMPLING_SECONDS, TRAINING_SECONDS = 3.0, 3.0  # after these, what is left is extrapolated
 REPEATS = 3  # of a short measurement: its fastest counts, which another process has disturbed least
 WRITTEN = 2**24  # bytes
@@ -81,7 +83,7 @@ def measure(request: PaceRequest, started: float) -> Pace:
             found, tokens, ready = _measure_model(request, model.to(device), tokenizer, prompts)
         start, what = ready - started, f"the model{'' if real else ' (without its weights)'}"
     else:
-        _try_small(request, shape, tokenizer)
+        _try_small(request, shape)
         one, tokens, ready = _measure_model(request, _sliced(shape, period).to(device), tokenizer, [])
         start = ready - started + WEIGHT_SECONDS * parameters
         two, _, _ = _measure_model(request, _sliced(shape, 2 * period).to(device), tokenizer, [])
@@ -110,8 +112,13 @@ def measure(request: PaceRequest, started: float) -> Pace:
 
 
 def _period(kinds: Sequence[str]) -> int:
-    """After how many layers their kinds repeat."""
-    return next((n for n in range(1, len(kinds)) if [*kinds[n:]] == [*kinds[:-n]]), len(kinds) or 1)
+    """After how many layers their kinds repeat, where some carry a state: such a model does not run with these alone. 1
+    for others, which take about as long whatever their kind, and where nothing repeats soon."""
+    from grpo_core.model.capabilities import STATES
+
+    if not STATES & {*kinds}:
+        return 1
+    return next((n for n in range(1, min(len(kinds), LONGEST_PERIOD + 1)) if [*kinds[n:]] == [*kinds[:-n]]), 1)
 
 
 @contextmanager
@@ -133,8 +140,9 @@ def _refusals(request: PaceRequest) -> Iterator[None]:
         raise RefusedError(error) from error
 
 
-def _try_small(request: PaceRequest, shape: Any, tokenizer: Any) -> None:
-    """Raise RefusedError if a training would refuse a small copy of the model."""
+def _try_small(request: PaceRequest, shape: Any) -> None:
+    """Raise RefusedError if a training would refuse a small copy of the model. Its vocabulary is small too, so that the
+    model's own tokens are none of it."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -147,7 +155,7 @@ def _try_small(request: PaceRequest, shape: Any, tokenizer: Any) -> None:
     except Exception:  # of whatever kind: it says something about the copy only
         return
     with _refusals(request):
-        _prepare(request, model, tokenizer, request.prompt_tokens)
+        _prepare(request, model, SimpleNamespace(pad_token_id=0, eos_token_id=0), request.prompt_tokens)
 
 
 def _load_whole(keys: Any, shape: Any) -> tuple[Any, bool]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from grpo_core import pace
 from grpo_core.config.files import parse_config
@@ -66,12 +67,35 @@ def test_of_a_large_model_two_slices_tell_the_time_of_all_layers(
     assert found.start_seconds >= 10
 
 
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
 @pytest.mark.parametrize(
     ("kinds", "period"),
-    [([], 1), (["a"] * 5, 1), (["a", "a", "b"] * 3, 3), (["a", "b", "a"], 2), (["a", "b", "b"], 3)],
+    [
+        *(([], 1), ([FULL] * 5, 1), ([LINEAR, LINEAR, FULL] * 3, 3), ([LINEAR, FULL, LINEAR], 2)),
+        (["sliding_attention", FULL] * 9, 1),  # carries no state
+        ([LINEAR] * 20 + [FULL], 1),  # nothing repeats: a large model is not loaded whole for that
+    ],
 )
-def test_layers_repeat_after_their_kinds_do(kinds: list[str], period: int) -> None:
+def test_a_slice_has_the_layers_after_which_kinds_repeat(kinds: list[str], period: int) -> None:
     assert pace._period(kinds) == period
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_large_model_is_not_refused_for_tokens_that_its_small_copy_lacks(
+    window: int | None, request_: PaceRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are padded where a window is narrower than the sequences."""
+    large = {"vocab_size": 2000, "pad_token_id": 1999, "eos_token_id": 1998, "num_hidden_layers": 4}
+    base = make_model(tmp_path / "base", "Mistral", sliding_window=window, **large)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens([f"<{number}>" for number in range(2000 - len(tokenizer))])
+    tokenizer.pad_token, tokenizer.eos_token = tokenizer.convert_ids_to_tokens([1999, 1998])
+    tokenizer.save_pretrained(base)
+    monkeypatch.setattr(pace, "WHOLE", 1000)
+    asked = replace(request_, model={"name_or_path": str(base)}, prompts="")
+    assert "1 and 2 of its 4 layers" in pace.measure(asked, time.time()).how
 
 
 def test_of_a_large_hybrid_the_slices_have_layers_of_each_kind(
