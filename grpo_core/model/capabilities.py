@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from grpo_core.errors import ConfigError
 from grpo_core.model.logprobs import Float32Logits
 from grpo_core.model.packed_attention import Kind, pack_batch, packed_states, use_attention
-from grpo_core.model.packed_rows import carries_state
+from grpo_core.model.packed_rows import takes_rows
 from grpo_core.model.sequences import Sequences
 from grpo_core.model.sharded import call_as_forward, forward
 from grpo_core.model.to_device import to_device
@@ -188,7 +188,7 @@ def _first_match(model: Any, kinds: Sequence[Kind], sequences: Sequences) -> tup
     for kind in kinds:
         try:
             use_attention(inner)
-            batch = to_device(pack_batch(sequences, kind, with_rows=carries_state(inner)), model.device)
+            batch = to_device(pack_batch(sequences, kind, with_rows=takes_rows(inner)), model.device)
             with torch.set_grad_enabled(kind != "padded"):  # so that a kernel that cannot be compiled fails here
                 packed = call_as_forward(model, packed_states, inner, batch)
                 if packed.requires_grad:

@@ -33,8 +33,9 @@ def lay_in_rows(prompts: Tensor, completions: Tensor, prompt_of: Tensor, size: i
     inside = column < shared + completions[:, None]
     tokens = torch.where(inside, tokens, 0)
     places = torch.zeros(size, dtype=torch.int64)
-    # The first row of a prompt comes last, and so it is the one that stays; all have the same values.
-    rows, columns = (found.flip(0) for found in inside.nonzero(as_tuple=True))
+    # Prompts are numbered as they first appear. No place is written twice: which value stays would be open.
+    is_first = torch.diff(prompt_of.cummax(0).values, prepend=torch.tensor([-1])) > 0
+    rows, columns = (inside & (is_first[:, None] | (column >= shared))).nonzero(as_tuple=True)
     places[tokens[rows, columns]] = rows * width + columns
     return Rows(tokens, places)
 
@@ -48,7 +49,7 @@ def use_rows(decoder: nn.Module) -> None:
             layer.forward = partial(_forward, mixers, layer.forward)
 
 
-def carries_state(decoder: nn.Module) -> bool:
+def takes_rows(decoder: nn.Module) -> bool:
     """True if a layer has a part that `use_rows` gives its own rows."""
     return any(_mixers(module) for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer))
 
@@ -62,14 +63,16 @@ def _forward(mixers: list[Any], own: Callable[..., Any], *arguments: Any, rows: 
     """A layer's forward pass, in which its mixers see rows."""
     if rows is None:
         return own(*arguments, **keys)
-    before = [mixer.forward for mixer in mixers]
-    for mixer, forward in zip(mixers, before, strict=True):
-        mixer.forward = partial(_by_rows, rows, forward)
+    before = [vars(mixer).get("forward") for mixer in mixers]
+    for mixer in mixers:
+        mixer.forward = partial(_by_rows, rows, mixer.forward)
     try:
         return own(*arguments, **keys)
     finally:
-        for mixer in mixers:
+        for mixer, forward in zip(mixers, before, strict=True):
             del mixer.forward
+            if forward is not None:
+                mixer.forward = forward
 
 
 def _by_rows(rows: Rows, own: Callable[..., Any], hidden_states: Tensor, *arguments: Any, **keys: Any) -> Any:

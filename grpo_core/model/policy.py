@@ -23,7 +23,7 @@ from grpo_core.model.capabilities import check_recomputing, decoder, make_packab
 from grpo_core.model.loading import adapter_dropouts
 from grpo_core.model.logprobs import chosen_logprobs, gives_float32_logits, over_logits
 from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
-from grpo_core.model.packed_rows import carries_state
+from grpo_core.model.packed_rows import takes_rows
 from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.sequences import Sequences
 from grpo_core.model.sharded import call_as_forward, forward, is_sharded
@@ -96,7 +96,7 @@ class Policy(nn.Module):
             with nullcontext() if on_gpu or self.is_sharded else in_float32(model):
                 found, self.why_not = make_packable(model, kinds, max_length=max_length)
         self.packs, self.attention = found is not None, found or kinds[0]
-        self.with_rows = self.packs and carries_state(self.decoder)
+        self.with_rows = self.packs and takes_rows(self.decoder)
         self.recomputable, self.recomputed = _outermost_layers(model), 0
         if self.packs and (why_not := why_not_packed(self)):
             self.packs, self.why_not = False, why_not
