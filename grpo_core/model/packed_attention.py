@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from grpo_core.model.packed_rows import Rows, lay_in_rows, use_rows
+from grpo_core.model.packed_rows import Gather, Repeat, Rows, lay_in_rows, use_rows
 from grpo_core.model.sequences import Sequences, prompts_of
 from grpo_core.system.torch_releases import SHARED_KEYS
 
@@ -173,7 +173,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, sequences: _Varlen, scale: float) -> Tensor:
     """(H, N, d), (K, N, d), (K, N, d) → (N, H, d)"""
-    keys, values = (_Repeat.apply(x.transpose(0, 1), sequences.keys) for x in (key, value))
+    keys, values = (Repeat.apply(x.transpose(0, 1), sequences.keys) for x in (key, value))
     mixed: Any = varlen_attn(
         query.transpose(0, 1),
         keys,
@@ -228,31 +228,6 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, s
     return mixed.view(rows, heads, tokens, size)
 
 
-class _Gather(torch.autograd.Function):
-    """Take rows at distinct places; the backward pass writes their gradients there, without adding."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.size = len(x)
-        return x.index_select(0, places)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
-        return gradient.new_zeros(ctx.size, *gradient.shape[1:]).index_copy_(0, places, gradient), None
-
-
-class _Repeat(_Gather):
-    """Take rows at places that may repeat; the gradients of each row add up in float32."""
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
-        added = gradient.new_zeros(ctx.size, *gradient.shape[1:], dtype=torch.float32)
-        return added.index_add_(0, places, gradient.float()).to(gradient.dtype), None
-
-
 def _spread(x: Tensor, slots: Tensor, rows: int, width: int) -> Tensor:
     """(tokens, H, d) → (rows, H, width, d), zeros where there is no token"""
     padded = x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, slots, x)
@@ -261,7 +236,7 @@ def _spread(x: Tensor, slots: Tensor, rows: int, width: int) -> Tensor:
 
 def _gather(x: Tensor, slots: Tensor) -> Tensor:
     """(rows, H, width, d) → (tokens, H, d)"""
-    return _Gather.apply(x.transpose(1, 2).flatten(0, 1), slots)
+    return Gather.apply(x.transpose(1, 2).flatten(0, 1), slots)
 
 
 def _padded(

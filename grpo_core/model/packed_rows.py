@@ -77,5 +77,30 @@ def _forward(mixers: list[Any], own: Callable[..., Any], *arguments: Any, rows: 
 
 def _by_rows(rows: Rows, own: Callable[..., Any], hidden_states: Tensor, *arguments: Any, **keys: Any) -> Any:
     """(1, N, h) → (1, N, h). A mixer's further arguments are a cache and a mask, of which a packed batch has none."""
-    found = own(hidden_states[0][rows.tokens], *arguments, **keys)
-    return found.flatten(0, 1).index_select(0, rows.places)[None]
+    repeated = Repeat.apply(hidden_states[0], rows.tokens.flatten()).unflatten(0, rows.tokens.shape)
+    return own(repeated, *arguments, **keys).flatten(0, 1).index_select(0, rows.places)[None]
+
+
+class Gather(torch.autograd.Function):
+    """Take rows at distinct places; the backward pass writes their gradients there, without adding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.size = len(x)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.size, *gradient.shape[1:]).index_copy_(0, places, gradient), None
+
+
+class Repeat(Gather):
+    """Take rows at places that may repeat; the gradients of each row add up in float32."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        added = gradient.new_zeros(ctx.size, *gradient.shape[1:], dtype=torch.float32)
+        return added.index_add_(0, places, gradient.float()).to(gradient.dtype), None

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_core.errors import ConfigError, EngineError
 from grpo_core.model.capabilities import check_padding
 from grpo_core.model.loading import load_model
-from grpo_core.model.packed_attention import _Gather
+from grpo_core.model.packed_rows import Gather
 from grpo_core.model.policy import Policy
 from grpo_core.model.positions import check_context
 from grpo_core.model.sequences import Sequences
@@ -332,12 +332,12 @@ def test_packed_passes_with_other_gradients_give_way_to_padded_rows(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hidden states are right: no comparison of them would show it. Nor would short sequences."""
-    backward = _Gather.backward
+    backward = Gather.backward
 
     def doubled(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return backward(ctx, gradient)[0] * (2 if len(gradient) > 50 else 1), None
 
-    monkeypatch.setattr(_Gather, "backward", doubled)
+    monkeypatch.setattr(Gather, "backward", doubled)
     for model, packs in ((load_model(model_folder), False), (load_model(model_folder).requires_grad_(False), True)):
         policy = Policy(model, 1.0, max_length=60)
         assert policy.packs == packs
