@@ -1,8 +1,8 @@
 """Tries each family of causal language models that transformers has: python -m benchmarks.families
 
 A small copy of the family's configuration, with random weights in float32 on a CPU, is trained and sampled from as by a
-run. Log-probabilities, gradients and samples are held against plain passes over single rows, with nothing of ours. Each
-family has a process of its own. Writes docs/reference/models.md.
+run. Log-probabilities, gradients and the logits of the engine's cache are held against plain passes over single rows,
+with nothing of ours. Each family has a process of its own. Writes docs/reference/models.md.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.command import ROOT, parse
+from benchmarks.command import ROOT
 from grpo_core.model.capabilities import check_padding
 from grpo_core.model.policy import Policy
 from grpo_core.model.pretrained import from_config
@@ -50,19 +51,21 @@ SAID |= dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "lfm2_
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--only", nargs="*", metavar="FAMILY", help="print what is found of these, and write nothing")
+    parser.add_argument("--only", nargs="*", metavar="FAMILY", help="of these; with an --output")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default docs/reference/models.md")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    options = parse(parser)
+    options = parser.parse_args()
     if options.one:
         print(json.dumps(try_family(options.one)))
         return
+    if options.only and not options.output:
+        parser.error("--only: give an --output, since a few families must not replace the page of all")
     names = options.only or sorted(it for it in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not NOT_FOR_TEXT.fullmatch(it))
+    found: dict[str, dict[str, Any]] = {}
     with ThreadPoolExecutor(2) as pool:
-        found = dict(zip(names, pool.map(in_own_process, names), strict=True))
-    if options.only:
-        print(json.dumps(found, indent=1))
-    else:
-        PAGE.write_text(page(found))
+        for name, found[name] in zip(names, pool.map(in_own_process, names), strict=True):
+            print(f"{len(found)} of {len(names)}: {name} {json.dumps(found[name])}", flush=True)
+    (options.output or PAGE).write_text(page(found))
 
 
 def in_own_process(family: str) -> dict[str, Any]:
@@ -141,25 +144,23 @@ def page(found: dict[str, dict[str, Any]]) -> str:
     lines = [
         "# Models",
         "",
-        f"Which families of models train here: **{len(trained)} of {len(tried)} that transformers "
-        f"{transformers.__version__} has train exactly; {len(sampled)} of them are sampled from by the engine "
+        f"Which families of models train here: **{len(trained)} of the {len(tried)} tried of "
+        f"transformers {transformers.__version__} train exactly; {len(sampled)} of them are sampled from by the engine "
         f"`transformers`, {len(packed)} are packed.** Written by `python -m benchmarks.families`, which tries a small",
         "copy of each, with random weights, in float32 on a CPU. vLLM and GPUs were not tried here.",
         "",
         "*trains*: log-probabilities and gradients are those of plain passes over single rows (to 1e-4). *packs*: a",
-        "prompt is computed once for its completions, and nothing is padded; otherwise rows are. *samples*: by the",
-        "engine `transformers`; *shared* if completions share their prompt's keys and values. *memory*: `grpo plan`",
+        "prompt is computed once for its completions, and nothing is padded; otherwise rows are. *samples*: with its",
+        "cache, the engine `transformers` has the logits of plain passes; *shared* if completions share their prompt's keys and values. *memory*: `grpo plan`",
         "forecasts it.",
         "",
         "| `model_type` | trains | packs | samples | memory |",
         "|---|---|---|---|---|",
         *(row(family, it) for family, it in tried.items()),
-        "",
-        "Not tried, since a small copy of the configuration that transformers has for them could not be made or run:",
-        ", ".join(sorted(found.keys() - tried.keys())) + ".",
-        "",
     ]
-    return "\n".join(lines)
+    if others := sorted(found.keys() - tried.keys()):
+        lines += ["", "Of these, no small copy of transformers' own configuration could be made or run:", *others]
+    return "\n".join(lines) + "\n"
 
 
 def is_exact(it: dict[str, Any]) -> bool:

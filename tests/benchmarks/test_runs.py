@@ -33,6 +33,7 @@ RUNS: list[tuple[str, str]] = [
     ("correction --samples 4 --rounds 1 " + OUT, "out/correction.json"),
     ("curriculum half --seeds 1 " + OUT, "out/curriculum.json out/curriculum.png"),
     ("decisions --trials 1 --output out/decisions.md", "out/decisions.md"),
+    ("families --only qwen3_5_text rwkv --output out/models.md", "out/models.md"),
     ("four_bit --updates 1", ""),
     ("isolated --batches 1", ""),
     ("looks --trials 1 --output out/looks.md", "out/looks.md"),

@@ -67,7 +67,7 @@ def test_a_kind_that_fails_gives_way_to_the_next(smooth_model_folder: Path, monk
 
 
 def test_the_backward_pass_is_tried_too(smooth_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_attention._Repeat, "backward", _fails)
+    monkeypatch.setattr(packed_attention.Repeat, "backward", _fails)
     model = load_model(smooth_model_folder)
     assert make_packable(model, ["varlen"])[0] is None
     assert make_packable(model.requires_grad_(False), ["varlen"])[0] == "varlen"
