@@ -279,7 +279,7 @@ BESIDES: dict[ModuleType, dict[str, Any]] = {
 
 @pytest.fixture(params=[train, evaluate, probe], ids=lambda stage: stage.__name__)
 def stage(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A stage on a machine with 32 GPUs that nobody uses; servers are only placed."""
+    """A stage on a machine with 32 free GPUs; servers are only placed."""
     put_nvidia_smi(tmp_path, 32)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(gpu_locks, "LOCKS", tmp_path / "locks")

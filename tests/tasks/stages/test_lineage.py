@@ -85,7 +85,7 @@ SCORED = ["validate", "evaluate", "register"]
         ({}, {"algorithm.beta": 0.1}, STAGES[1:]),
         ({}, {"seed": 1}, STAGES[2:]),
         ({}, {"promotion.min_gain": 0.1}, ["register"]),
-        # Another composition of the rewards trains again; a limit of one is tried anew.
+        # Another composition of the rewards trains again; a limit of one is tried again.
         ({}, {"rewards.1.weight": 2.0}, STAGES),
         ({}, {"rewards.1.clip": [0.0, 0.5]}, STAGES),
         ({}, {"rewards.1.gate": "numeric_match"}, STAGES),
