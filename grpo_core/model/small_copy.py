@@ -85,7 +85,7 @@ def _factors(config: Any) -> list[int]:
 def _make_small(part: Any, factor: int) -> None:
     values = vars(part)
     heads = _first(values, HEADS) or 1
-    depth, kinds = _first(values, DEPTHS), values.get("layer_types") or []
+    depth, kinds = _first(values, DEPTHS), values.get("layer_types") or values.get("layers_block_type") or []
     other = next((layer for layer, kind in enumerate(kinds) if kind != kinds[0]), 1)  # one layer of each kind
     own: dict[int, dict[str, int]] = {}  # of layers that differ in more than their kind (Gemma 4)
     if getattr(part, "is_heterogeneous", False):
@@ -110,6 +110,8 @@ def _make_small(part: Any, factor: int) -> None:
             setattr(part, name, max(1, value // factor))
     if own:
         part.per_layer_config = own
+    if "hybrid_layer_ids" in values:  # Zamba 2 has the kinds of its layers twice
+        part.hybrid_layer_ids = [place for place, kind in enumerate(part.layers_block_type) if kind == "hybrid"]
 
 
 def _first(values: Mapping[str, Any], names: Sequence[str]) -> int:

@@ -40,6 +40,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
     "bamba": ({"attn_layer_indices": [1], "num_hidden_layers": 2}, True),
     "granitemoehybrid": ({"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}, True),
     "lfm2": ({"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}, True),
+    "zamba2": ({}, True),
     "mamba": ({}, False),
 }
 
