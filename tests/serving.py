@@ -198,6 +198,16 @@ def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @contextmanager
+def served_model(command: list[str], port: int, log: Path, **options: Any) -> Iterator[str]:
+    """URL of what `mlflow models serve … --port PORT` starts, until the body ends."""
+    check_may_serve()
+    url = f"http://127.0.0.1:{port}"
+    with _leading(command, log, **options) as process:
+        _wait(process, log, lambda: httpx2.get(f"{url}/ping", timeout=5).is_success)
+        yield url
+
+
+@contextmanager
 def _leading(command: list[str], log: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A process that leads a session and writes to this file, until the body ends."""
     with log.open("ab") as output:
