@@ -42,7 +42,7 @@ def check_served(url: str, key: str, version: Version, recorded: Recorded) -> An
     samples = recorded.samples.filter(set=HELD_OUT, sample=0).sort("row").head(PROMPTS)
     equal, ties, differing = 0, 0, list[tuple[int, str, str]]()
     with httpx2.Client(
-        base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=None, trust_env=False
+        base_url=url, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=None, trust_env=False
     ) as client:
         for row in samples.iter_rows(named=True):
             limit = own_limit(config, row)
