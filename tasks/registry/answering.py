@@ -14,7 +14,6 @@ from mlflow.models import Model, ModelSignature
 from mlflow.types.schema import AnyType, Array, ColSpec, ParamSchema, ParamSpec, Schema
 
 from grpo_core.config.run import RunConfig
-from grpo_core.rollout.requests import evaluation_sampling
 
 CODE = Path(__file__).with_name("answering_model.py")
 TYPES = {"max_new_tokens": "long", "temperature": "double", "top_p": "double", "top_k": "long"}
@@ -38,7 +37,7 @@ class Answering:
 
 def answering_of(config: RunConfig, *, conversational: bool, tools: Sequence[Any] | None) -> Answering:
     """How a version of a run answers, by its configuration. `tools`: JSON schemas of those that the model was shown."""
-    model, sampling = config.model, evaluation_sampling(config)
+    model, evaluation = config.model, config.evaluation
     return Answering(
         base=f"{model.name_or_path}@{model.revision}" if model.revision else model.name_or_path,
         settings={
@@ -48,11 +47,11 @@ def answering_of(config: RunConfig, *, conversational: bool, tools: Sequence[Any
             "precision": config.train.mixed_precision,
         },
         sampling={
-            "max_new_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "stop": [*sampling.stop],
+            "max_new_tokens": config.evaluation_length,
+            "temperature": evaluation.temperature,
+            "top_p": evaluation.top_p,
+            "top_k": evaluation.top_k,
+            "stop": [*config.rollout.stop],
         },
     )
 

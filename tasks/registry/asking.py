@@ -7,13 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from grpo_core.config.run import RunConfig
+from grpo_core.system.memory import GIB, gib_text
+from tasks.processes.gpus.locks import one_free_gpu
 from tasks.processes.run import ProcessError, run_process
 from tasks.stages.files import remove
 
 COMPARED, AGREEING, TIES = "served.compared", "served.agreeing", "served.ties"  # tags: numbers of prompts
 FAILED = "served.failed"  # tag: why the version could not be asked
 LONGEST = 500  # characters of a tag
+WEIGHTS, MEMORY = ".safetensors", 1.5  # bytes of memory per byte of weights, for the version and what asks it
 
 
 def ask_version(config: RunConfig, run: Path, version: Path, log: Any) -> dict[str, Any]:
@@ -21,9 +26,19 @@ def ask_version(config: RunConfig, run: Path, version: Path, log: Any) -> dict[s
     failure, is logged, and no error: only a promotion needs it."""
     if not config.registry.served_prompts:
         return {}
+    weights = sum(file.stat().st_size for file in version.rglob("*" + WEIGHTS))
+    if weights * MEMORY > (free := psutil.virtual_memory().available):
+        log.warning(
+            "the version is not asked for held-out prompts as MLflow asks it: its weights take %s, and of this machine's "
+            "memory %s are free",
+            gib_text(weights / GIB),
+            gib_text(free / GIB),
+        )
+        return {}
     output = version.with_name(version.name + ".asked.json")
     try:
-        run_process(["-m", "tasks.registry.agreement", str(run), str(version), str(output)], log.info)
+        with one_free_gpu():
+            run_process(["-m", "tasks.registry.agreement", str(run), str(version), str(output)], log.info)
         found = json.loads(output.read_text())
     except ProcessError as error:
         log.warning("the version could not be asked as MLflow asks it: %s", error)

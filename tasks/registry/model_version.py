@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
-from mlflow import transformers
 from mlflow.entities import LoggedModelOutput
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model
@@ -30,7 +29,6 @@ from tasks.stages.files import remove
 
 WEIGHTS = ".safetensors"
 LOGGED_MODEL = "model"  # name of the logged model that holds a version's weights
-SOURCE_MODEL = "source_model_name"  # key of the transformers flavour
 PINNED = ("torch", "transformers", "tokenizers", "safetensors", "accelerate")
 
 
@@ -142,7 +140,7 @@ def _write(training: Path, folder: Path, card: Model, answering: Answering, exam
         )
     finally:
         remove(bare)
-    card.flavors[transformers.FLAVOR_NAME][SOURCE_MODEL] = answering.base  # not a folder that is gone
+    card.flavors["transformers"]["source_model_name"] = answering.base  # not a folder that is gone
     add_answering(card, folder, answering)
     for weights in (training / run_files.MODEL).rglob("*" + WEIGHTS):
         _link(weights, folder / "model" / weights.relative_to(training / run_files.MODEL))

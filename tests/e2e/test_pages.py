@@ -79,10 +79,11 @@ PAGES = [
         "how-to/rollouts.md",
         "how-to/promote.md",
         "how-to/use.md",
+        "how-to/serve.md",
     )
 ]
 # Left out: servers and what asks them, answers to a question that is not open, versions that may be the same one.
-LEFT_OUT = {"up", "schedule", "--approve", "--reject", "arithmetic@champion", "serve"}
+LEFT_OUT = {"up", "schedule", "--approve", "--reject", "arithmetic@champion", "serve", "serve-model"}
 MAY_REFUSE = {"promote"}  # whether a version is better is not known beforehand
 LEAST = 20
 
