@@ -29,8 +29,7 @@ def ask_version(config: RunConfig, run: Path, version: Path, log: Any) -> dict[s
     weights = sum(file.stat().st_size for file in version.rglob("*" + WEIGHTS))
     if weights * MEMORY > (free := psutil.virtual_memory().available):
         log.warning(
-            "the version is not asked for held-out prompts as MLflow asks it: its weights take %s, and of this machine's "
-            "memory %s are free",
+            "the version is not asked as MLflow asks it: its weights take %s, and of this machine's memory %s are free",
             gib_text(weights / GIB),
             gib_text(free / GIB),
         )

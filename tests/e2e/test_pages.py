@@ -124,7 +124,7 @@ def test_the_pages_around_the_quickstart_can_be_followed_in_their_order(tmp_path
     [port] = free_ports(1)
     serve[serve.index("--port") + 1] = str(port)
     tracked = environment | {"MLFLOW_TRACKING_URI": database}
-    with served_model(serve, port, tmp_path / "log", cwd=tmp_path, env=tracked) as url:
+    with served_model(serve, port, tmp_path / "log", "/ping", cwd=tmp_path, env=tracked) as url:
         found = httpx2.post(f"{url}/invocations", json=asked, timeout=SECONDS).raise_for_status().json()
     assert re.fullmatch(r"\d+", found["predictions"][0])
 
