@@ -19,7 +19,10 @@ from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import is_conversation, without_gaps
 from grpo_core.data.prompts import load_tokenizer
+from grpo_core.environments.setting import make_setting
 from grpo_core.system.tables import read_parquet
+from tasks.registry.answering import Answering, answering_of
+from tasks.registry.asking import ask_version
 from tasks.registry.judging import RECORD, RECORDED, prompts_tags
 from tasks.registry.lookup import find_version
 from tasks.registry.model_version import Example, log_version
@@ -122,7 +125,17 @@ def _work(context: Context) -> dict[str, Any]:
     scratch = context.partial.with_name("model.partial")
     description = f"{verdict}\n\n{origin(config.name, commit, dataset_digests(run))}"[:DESCRIPTION]
     made = _made_before(client, name, tags[RECORD], run_id, run)
-    number, model_id = made or log_version(run_id, training, scratch, name, _example(config, run), tags, description)
+    number, model_id = made or log_version(
+        run_id,
+        training,
+        scratch,
+        name,
+        _answering(config, run),
+        _example(run),
+        tags,
+        description,
+        lambda version: ask_version(config, run, version, log),
+    )
     _log_evaluation(client, context, tracked, report, model_id)
     if traced := _trace_evaluation(context, tracked, report, model_id, number):
         client.update_model_version(name, number, f"{description}\n\n{traced}")
@@ -246,16 +259,23 @@ def keep_record(client: MlflowClient, run_id: str, run: Path, key: str) -> str:
     return record
 
 
-def _example(config: RunConfig, run: Path) -> Example:
-    """The first held-out prompt, after the chat template, and the trained policy's completion."""
+def _example(run: Path) -> Example:
+    """The first held-out prompt, and the trained policy's completion."""
     samples = read_parquet(EVALUATE.path(run) / run_files.SAMPLES).filter(set=HELD_OUT)
-    prompt, completion = samples["prompt"][0], samples["trained/completion"][0]
-    if is_conversation(prompt):
-        conversation = without_gaps(prompt)
-        prompt = load_tokenizer(config.model).apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=True, **config.data.chat_template_kwargs
-        )
-    return Example(prompt, completion)
+    prompt = samples["prompt"][0]
+    return Example(without_gaps(prompt) if is_conversation(prompt) else prompt, samples["trained/completion"][0])
+
+
+def _answering(config: RunConfig, run: Path) -> Answering:
+    """How a version of the run answers."""
+    prompt = _example(run).prompt
+    setting = make_setting(config, load_tokenizer(config.model)) if config.environment.is_used else None
+    if setting is None:
+        return answering_of(config, conversational=is_conversation(prompt), tools=None)
+    setting.environments.close()
+    names = [*config.environment.factories]
+    tools = setting.options(names[0] if len(names) == 1 else "")["tools"]
+    return answering_of(config, conversational=True, tools=tools)
 
 
 def _tags(config: RunConfig, run: Path, report: dict[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def _work(context: Context) -> dict[str, Any]:
         done = {"warn": "kept", "drop": "dropped"}[found["severity"]]
         rule = f"{found['check']} ({found['column']} {found['rule']})"
         log.warning("%s: %d rows break %s; they are %s", found["dataset"], found["rows"], rule, done)
-    rehearse_version(context.config.model, context.partial / "version")
+    rehearse_version(context.config, context.partial / "version")
     rehearsal = report["rehearsal"] = _rehearse(context)
     counts = report["num_prompts"] | {name: part["num_prompts"] for name, part in report["parts"].items()}
     metric = deciding_metric_of(context.config, rehearsal["zero_or_one"])

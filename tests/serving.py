@@ -198,6 +198,16 @@ def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @contextmanager
+def served_model(command: list[str], port: int, log: Path, ready: str, **options: Any) -> Iterator[str]:
+    """URL of what a command serves on this port, until the body ends. `ready`: path that answers once it is ready."""
+    check_may_serve()
+    url = f"http://127.0.0.1:{port}"
+    with _leading(command, log, **options) as process:
+        _wait(process, log, lambda: httpx2.get(f"{url}{ready}", timeout=5).is_success)
+        yield url
+
+
+@contextmanager
 def _leading(command: list[str], log: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A process that leads a session and writes to this file, until the body ends."""
     with log.open("ab") as output:

@@ -37,6 +37,7 @@ ELSEWHERE = {
     "*: up": OF_SERVERS,
     "*: worker": OF_SERVERS,
     "*: schedule": OF_SERVERS,
+    "*: serve-model": "tests/flows/test_serve_model.py, tests/served: it needs a registered version",
     "*: promote": "tests/tasks/registry, tests/e2e/test_pages.py: it needs a registered version",
     "*: rollback": "tests/tasks/registry: it needs a champion",
     "*: clean": "tests/tasks/test_clean.py: it asks Prefect for the runs at work",

@@ -19,7 +19,7 @@ from flows.cli.promotion import promote, rollback
 from flows.cli.rollouts import rollouts
 from flows.cli.run import run, stage
 from flows.cli.schedule import schedule
-from flows.cli.serve import serve, worker
+from flows.cli.serve import serve, serve_model, worker
 from flows.cli.status import status
 from flows.cli.sweep import sweep
 from flows.cli.terminal import Commands
@@ -45,6 +45,7 @@ for command in (
     keys,
     up,
     serve,
+    serve_model,
     worker,
 ):
     app.command()(command)

@@ -90,6 +90,7 @@ COMMAND_PAGES = {  # by command, the page that explains it, relative to the gene
     "keys": "configuration.md",
     "up": "../how-to/run.md#start-the-servers",
     "serve": "../how-to/servers.md#for-several-machines",
+    "serve-model": "../how-to/serve.md",
     "worker": "../how-to/work-pools.md",
     "data check": "../how-to/own-data.md",
     "data schema": "../how-to/own-data.md#a-contract-to-hand-on",

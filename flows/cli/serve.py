@@ -1,5 +1,5 @@
 """`grpo serve`: offer the flows in Prefect's UI, and run here what is triggered there. `grpo worker`: run here what is
-triggered in a work pool. (`grpo up` starts the servers too.)"""
+triggered in a work pool. (`grpo up` starts the servers too.) `grpo serve-model`: serve a registered model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Annotated
 
 import typer
 
+from flows.cli.terminal import refuse, say
 from flows.serving.environment import configure
 from flows.serving.find_server import find_api_to_serve
 from grpo_core.system.processes import importing
 
+KEY = "GRPO_MODEL_KEY"  # environment variable: what requests to a served model must have
 ENDING_SECONDS = 28  # given to flow runs when serving ends: a training takes at most 20, and has to end within 30
 
 
@@ -30,6 +32,67 @@ def worker(
     _set_up()
     most = ["--limit", str(limit)] if limit else []
     _exec_supervised("flows.serving.worker", "worker", "start", "--pool", pool, "--type", "process", *most)
+
+
+def serve_model(
+    model: Annotated[str, typer.Argument(metavar="MODEL@VERSION", help="a registered model, and an alias or a number")],
+    vllm_options: Annotated[list[str] | None, typer.Argument(metavar="-- VLLM_OPTIONS", help="vLLM's own")] = None,
+    host: Annotated[str, typer.Option(help=f"address to listen on; another one needs a key in ${KEY}")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="port to listen on")] = 8000,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="end the old version's server before the new one starts: less memory")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="ask it held-out prompts, compare with the evaluation's answers, and end")
+    ] = False,
+) -> None:
+    """Serve a registered version by vLLM, as it was evaluated, at OpenAI's addresses, until Ctrl-C. With an alias, the
+    version that it names at any time: after a promotion, the new champion, without a lost request.
+
+    Exit status of --check: 1 if answers differ. 2: cannot be served.
+    """
+    configure()
+    name, _, wanted = model.rpartition("@")
+    if not name:
+        refuse(f"{model!r}: give a version after an @, such as {model}@champion or {model}@3")
+    key = os.environ.get(KEY, "")
+    if host not in ("127.0.0.1", "localhost") and not key:
+        refuse(f"--host {host}: others can reach it there; set a key in ${KEY}, which requests then need")
+    with importing():
+        from flows.serving.model_check import check_served
+        from flows.serving.model_proxy import Front, serve_front
+        from flows.serving.model_server import Server, Version, find_number, load_version, start_server
+        from flows.serving.ports import refuse_taken
+        from tasks.registry.judging import read_recorded
+        from tasks.tracking.runs import answering, connect
+
+    refuse_taken({"--port": port})
+    with answering():
+        client = connect()
+        first = load_version(name, find_number(client, name, wanted))
+
+    def to_serve(current: Server | None) -> Version | None:
+        with answering():
+            number = find_number(client, name, wanted) if current else first.number
+            return None if current and current.version.number == number else load_version(name, number)
+
+    def compare() -> None:
+        with answering():
+            recorded = read_recorded(client, client.get_model_version(name, first.number))
+        found = check_served(f"http://{host}:{port}", key, first, recorded)
+        for row, served, evaluated in found.differing:
+            say(f"held-out prompt {row}: served {served!r}, evaluated {evaluated!r}")
+        text = f"{found.equal} of {found.compared} held-out prompts are answered as in the evaluation"
+        text += f", {found.ties} more except for rounding" if found.ties else ""
+        if found.differing:
+            refuse(text, exit_status=1)
+        say(text)
+
+    front = Front(lambda version: start_server(version, vllm_options or []), to_serve, say, key, restart)
+    if check:
+        front.once = compare
+    say(f"http://{host}:{port}/v1 will answer for {name}; starting vLLM, which takes a minute")
+    serve_front(front, host, port)
 
 
 def _set_up() -> None:

@@ -30,6 +30,7 @@ def start_child(
     log: Path | None = None,
     environment: Mapping[str, str] | None = None,
     descriptors: Sequence[int] = (),
+    python: str = sys.executable,
 ) -> Child:
     """Start `python -m MODULE…` under supervision, in a session of its own, since the terminal's Ctrl-C would end all
     children together. When the pipe closes, the supervisor knows that this process has died.
@@ -40,7 +41,7 @@ def start_child(
     supervisor = [sys.executable, "-m", "tasks.processes.supervise", *passed, str(grace)]
     with log.open("ab") if log else nullcontext() as output:
         process = subprocess.Popen(
-            [*supervisor, sys.executable, "-m", *module],
+            [*supervisor, python, "-m", *module],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,

@@ -105,6 +105,9 @@ class RegistryConfig(Section):
     evaluation_traces: int = Field(100, ge=0, le=100_000)
     """Evaluated prompts per set that MLflow gets as traces, linked to the model version: those that it answers worse
     than the base or the champion first, then those that it answers better. 0 sends none."""
+    served_prompts: int = Field(100, ge=0, le=10_000)
+    """Held-out prompts that a new version is asked as MLflow asks it, for at most 20 seconds, to compare its answers
+    with the evaluation's. 0: none, such as on a machine that cannot hold the model."""
 
     @field_validator("model_name")
     @classmethod
@@ -169,6 +172,10 @@ class PromotionConfig(Section):
     """The least mean gain on these prompts that is worth a promotion; the true gain may be smaller."""
     guards: list[Guard] = Field(default_factory=list)
     """More bounds that have to hold."""
+    served_agreement: float = Field(1.0, ge=0, le=1)
+    """The least share of `registry.served_prompts` that the version, asked as MLflow asks it, must answer as it did in
+    the evaluation. Answers that differ only where two tokens are equally likely, except for rounding, count as
+    equal."""
     automatic: bool = False
     """Try to promote the new version at the end of the pipeline."""
     approval: bool = False

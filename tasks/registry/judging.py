@@ -6,7 +6,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,6 +25,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.evaluation.outcomes import distinct_prompts
 from grpo_core.system.tables import read_parquet
 from tasks.registry.approval import Change, largest_changes
+from tasks.registry.asking import disagreement
 from tasks.registry.gate import Contestant, NotComparableError, Verdict, decide, refuse_chosen_there
 from tasks.registry.lookup import find_version, if_there
 from tasks.tracking.view import SWEEP
@@ -118,6 +119,8 @@ def judge(
         verdict = decide(config, trained, rival, attempt, num_before)
     except ValueError as error:
         raise NotComparableError(f"{error}; a guard can use only metrics that the evaluation recorded") from None
+    if why := disagreement(candidate.tags, config.promotion.served_agreement):
+        verdict = replace(verdict, accepted=False, reason=f"{why}. {verdict.reason}")
     return verdict, largest_changes(config, trained, rival) if config.promotion.approval else None
 
 

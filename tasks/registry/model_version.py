@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,16 @@ from typing import Any
 import mlflow
 from mlflow.entities import LoggedModelOutput
 from mlflow.exceptions import MlflowException
-from mlflow.models import Model, infer_signature
+from mlflow.models import Model
 from mlflow.utils.file_utils import local_file_uri_to_path
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 from packaging.version import Version
 
 from grpo_core import run_files
-from grpo_core.config.inputs import ModelConfig
+from grpo_core.config.run import RunConfig
 from grpo_core.system.libraries import quiet_libraries
 from tasks.processes.training_machine import training_packages
+from tasks.registry.answering import Answering, add_answering, answering_of
 from tasks.stages.errors import StageError
 from tasks.stages.files import remove
 
@@ -33,17 +34,25 @@ PINNED = ("torch", "transformers", "tokenizers", "safetensors", "accelerate")
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt as the model reads it, and the model's completion."""
+    """A prompt, text or messages, and the model's completion."""
 
-    prompt: str
+    prompt: Any
     completion: str
 
 
 def log_version(
-    run_id: str, training: Path, scratch: Path, name: str, example: Example, tags: Mapping[str, Any], description: str
+    run_id: str,
+    training: Path,
+    scratch: Path,
+    name: str,
+    answering: Answering,
+    example: Example,
+    tags: Mapping[str, Any],
+    description: str,
+    ask: Callable[[Path], Mapping[str, Any]] = lambda folder: {},
 ) -> tuple[str, str]:
     """Make a version of registered model `name` from training/model, with its adapter beside it; returns the version's
-    number and the id of its logged model.
+    number and the id of its logged model. `ask`: gives further tags, from the version's folder before it is registered.
 
     If the artifact store is a folder of this file system, the weights there are hard links to the training's, and
     read-only: one file under two names. `scratch`: a folder that does not exist yet, beside the training's.
@@ -52,7 +61,8 @@ def log_version(
     run = client.get_run(run_id)
     model = client.create_logged_model(run.info.experiment_id, LOGGED_MODEL, run_id, params=run.data.params)
     try:
-        _write(training, scratch, Model(model.artifact_location, run_id, model_id=model.model_id), example)
+        _write(training, scratch, Model(model.artifact_location, run_id, model_id=model.model_id), answering, example)
+        tags = {**tags, **ask(scratch)}
         if model.artifact_location.startswith(("file:", "/")):
             shutil.copytree(scratch, local_file_uri_to_path(model.artifact_location), copy_function=_link)
         else:
@@ -77,7 +87,7 @@ def log_version(
     return str(made.version), model.model_id
 
 
-def rehearse_version(model: ModelConfig, scratch: Path) -> None:
+def rehearse_version(run: RunConfig, scratch: Path) -> None:
     """Try what makes a version, on the base model's configuration and tokenizer. Raises StageError if it fails.
 
     `scratch`: a folder that does not exist yet. It fails where MLflow does not know what a newer transformers does, or
@@ -88,13 +98,14 @@ def rehearse_version(model: ModelConfig, scratch: Path) -> None:
     from grpo_core.data.prompts import load_tokenizer
     from grpo_core.model.pretrained import from_pretrained
 
-    saved = scratch / run_files.MODEL
+    model, saved = run.model, scratch / run_files.MODEL
     try:
         config = from_pretrained(transformers.AutoConfig, model.name_or_path, model.revision).get_text_config()
         config.architectures = ["CausalLM"]  # the trained model's, which a part of a config may lack
         config.save_pretrained(saved)
         load_tokenizer(model).save_pretrained(saved)
-        _write(scratch, scratch / "version", Model(str(scratch)), Example("1", "1"))
+        answering = answering_of(run, conversational=False, tools=None)
+        _write(scratch, scratch / "version", Model(str(scratch)), answering, Example("1", "1"))
     except OSError:  # the disk, or the hub's network: it says so itself
         raise
     except Exception as error:
@@ -107,8 +118,9 @@ def rehearse_version(model: ModelConfig, scratch: Path) -> None:
         remove(scratch)
 
 
-def _write(training: Path, folder: Path, card: Model, example: Example) -> None:
-    """Write training/model to `folder` in the form of MLflow's transformers flavour; the weights are links."""
+def _write(training: Path, folder: Path, card: Model, answering: Answering, example: Example) -> None:
+    """Write training/model to `folder` in the form of MLflow's transformers flavour, with the code that answers as in
+    the evaluation; the weights are links."""
     bare = folder.with_name(folder.name + ".bare")  # has no weights, which MLflow would copy
     remove(bare)
     remove(folder)
@@ -122,13 +134,14 @@ def _write(training: Path, folder: Path, card: Model, example: Example) -> None:
             folder,
             task="text-generation",
             mlflow_model=card,
-            signature=infer_signature(example.prompt, example.completion),
-            input_example=example.prompt,
+            input_example=example.prompt if isinstance(example.prompt, str) else {"messages": example.prompt},
             metadata={"example_completion": example.completion},
             pip_requirements=[f"{name}=={Version(found).public}" for name, found in training_packages(PINNED).items()],
         )
     finally:
         remove(bare)
+    card.flavors["transformers"]["source_model_name"] = answering.base  # not a folder that is gone
+    add_answering(card, folder, answering)
     for weights in (training / run_files.MODEL).rglob("*" + WEIGHTS):
         _link(weights, folder / "model" / weights.relative_to(training / run_files.MODEL))
     if (training / run_files.ADAPTER).exists():

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx2
 import nbformat
 import pytest
 from nbclient import NotebookClient
@@ -20,6 +21,7 @@ from tests.command_line import fenced
 from tests.conftest import EXAMPLE
 from tests.e2e.commands import SECONDS, run
 from tests.readme import ENVIRONMENTS, FIRST_RUN, ROOT, commands_of, write_files
+from tests.serving import free_ports, served_model
 
 PROGRAMS = {"python": sys.executable, "grpo": str(Path(sys.executable).with_name("grpo"))}
 
@@ -77,10 +79,11 @@ PAGES = [
         "how-to/rollouts.md",
         "how-to/promote.md",
         "how-to/use.md",
+        "how-to/serve.md",
     )
 ]
 # Left out: servers and what asks them, answers to a question that is not open, versions that may be the same one.
-LEFT_OUT = {"up", "schedule", "--approve", "--reject", "arithmetic@champion"}
+LEFT_OUT = {"up", "schedule", "--approve", "--reject", "arithmetic@champion", "serve", "serve-model"}
 MAY_REFUSE = {"promote"}  # whether a version is better is not known beforehand
 LEAST = 20
 
@@ -111,9 +114,19 @@ def test_the_pages_around_the_quickstart_can_be_followed_in_their_order(tmp_path
         if words[1:3] == ["promote", "arithmetic"] and "--force" in words:
             promoted = do("grpo", "promote", "arithmetic")
             assert "champion already" in " ".join(promoted.split())
-    [code] = fenced((ROOT / "docs" / "how-to" / "use.md").read_text(), "python")
-    assert re.search(r"^12\+30=", do("python", "-c", code), re.MULTILINE)
+    code, _of_conversations = fenced((ROOT / "docs" / "how-to" / "use.md").read_text(), "python")
+    assert re.search(r"^\['\d*', '\d*'\]\n\['\d'\]$", do("python", "-c", code), re.MULTILINE)
     assert (tmp_path / "champion" / "model" / "config.json").is_file()
+    [serve] = [words for words in commands_of(PAGES[-1]) if words[:3] == ["mlflow", "models", "serve"]]
+    [asked] = [
+        json.loads(words[words.index("-d") + 1]) for words in commands_of(PAGES[-1]) if "/invocations" in words[1]
+    ]
+    [port] = free_ports(1)
+    serve[serve.index("--port") + 1] = str(port)
+    tracked = environment | {"MLFLOW_TRACKING_URI": database}
+    with served_model(serve, port, tmp_path / "log", "/ping", cwd=tmp_path, env=tracked) as url:
+        found = httpx2.post(f"{url}/invocations", json=asked, timeout=SECONDS).raise_for_status().json()
+    assert re.fullmatch(r"\d+", found["predictions"][0])
 
 
 PAGE = ROOT / "docs" / "how-to" / "notebook.md"

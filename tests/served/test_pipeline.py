@@ -17,6 +17,7 @@ from benchmarks.command import python_path
 from grpo_core.config.base import flatten
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
+from grpo_core.system.tables import read_parquet
 from tasks.rendering import figures
 from tasks.stages import table
 from tests.conftest import small_quickstart
@@ -163,7 +164,7 @@ def test_mlflow_has_the_configuration_the_plan_live_metrics_and_the_evaluation(f
 def test_the_registered_version_carries_the_alias_and_loads_with_transformers(finished: Path, tmp_path: Path) -> None:
     import mlflow
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from tasks.tracking.runs import connect, dataset_digests
 
@@ -177,12 +178,13 @@ def test_the_registered_version_carries_the_alias_and_loads_with_transformers(fi
     loaded = AutoModelForCausalLM.from_pretrained(f"{folder}/model")
     trained = AutoModelForCausalLM.from_pretrained(finished / "training" / "model")
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), trained.parameters(), strict=True))
-    tokenizer = AutoTokenizer.from_pretrained(f"{folder}/components/tokenizer")
-    prompt = tokenizer("12+3=", return_tensors="pt")["input_ids"]
-    answer = loaded.generate(prompt, max_new_tokens=4, do_sample=False)[0, prompt.shape[1] :]
+    answers = read_parquet(finished / "evaluation" / "samples.parquet").filter(set="held-out")
+    model = mlflow.pyfunc.load_model("models:/arithmetic@candidate")
+    assert model.predict(answers["prompt"].to_list()) == answers["trained/completion"].to_list()
+    assert version.tags["served.agreeing"] == version.tags["served.compared"] == str(answers.height)
     pipeline = mlflow.transformers.load_model("models:/arithmetic@candidate")
-    served = pipeline("12+3=", max_new_tokens=4, do_sample=False, return_full_text=False)[0]["generated_text"]
-    assert served == tokenizer.decode(answer, skip_special_tokens=True)
+    [served] = pipeline(answers["prompt"][0], max_new_tokens=6, do_sample=False, return_full_text=False)
+    assert served["generated_text"] == answers["trained/completion"][0]
 
 
 VLLM_ANSWER = """

@@ -12,14 +12,17 @@ import httpx2
 import mlflow
 import pytest
 import yaml
+from mlflow.pyfunc.scoring_server import invocations
 
+from grpo_core.config.files import parse_config
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.saving import save_model
 from grpo_core.system.libraries import NOISY
+from tasks.registry.answering import answering_of
 from tasks.registry.model_version import Example, log_version, rehearse_version
 from tasks.stages.errors import StageError
-from tests.conftest import make_tokenizer
+from tests.conftest import config_values, make_tokenizer
 from tests.serving import START_SECONDS, free_ports, vllm_serve
 
 PROMPT = "12+3="
@@ -67,8 +70,9 @@ def version(run: Path, answer: str, embed_mlflow: Callable[[Path], None]) -> Ite
     run_id = client.create_run(experiment).info.run_id
     client.log_param(run_id, "train.max_steps", 4)
     tags = {"run": "small", "plan.max_steps": 4}
-    example = Example(PROMPT, answer)
-    number, _ = log_version(run_id, run / "training", run / "model.partial", "sums", example, tags, "Better.")
+    config = parse_config(config_values(Path("base"), storage, max_completion_length=4))
+    given = answering_of(config, conversational=False, tools=None), Example(PROMPT, answer)
+    number, _ = log_version(run_id, run / "training", run / "model.partial", "sums", *given, tags, "Better.")
     yield client.get_model_version("sums", number)
     mlflow.set_tracking_uri(None)
 
@@ -80,11 +84,11 @@ def test_what_would_fail_at_the_end_is_refused_before_the_training(
     """As with transformers 5.23 and MLflow 3.18, of which one names the class that the other asks for its name."""
     from transformers import pipelines
 
-    model, scratch = ModelConfig(name_or_path=str(model_folder)), tmp_path / "scratch"
-    rehearse_version(model, scratch)
+    config, scratch = parse_config(config_values(model_folder, tmp_path)), tmp_path / "scratch"
+    rehearse_version(config, scratch)
     monkeypatch.setattr(pipelines, "check_task", lambda task: (task, {"impl": "transformers.TextGeneration"}, None))
     with pytest.raises(StageError, match=r"mlflow 3\.\S+ and transformers 5\.\S+ raise AttributeError"):
-        rehearse_version(model, scratch)
+        rehearse_version(config, scratch)
     assert not scratch.exists()
 
     def full(task: str) -> None:
@@ -92,7 +96,7 @@ def test_what_would_fail_at_the_end_is_refused_before_the_training(
 
     monkeypatch.setattr(pipelines, "check_task", full)
     with pytest.raises(OSError, match="No space left"):  # no fault of the releases
-        rehearse_version(model, scratch)
+        rehearse_version(config, scratch)
 
 
 @pytest.mark.slow
@@ -139,6 +143,7 @@ def test_the_version_says_what_it_needs_takes_and_where_it_comes_from(version: A
     assert json.loads((folder / "input_example.json").read_text()) == PROMPT
     assert card.metadata == {"example_completion": answer}
     assert [field.type.name for field in (*card.signature.inputs, *card.signature.outputs)] == ["string", "string"]
+    assert card.flavors["transformers"]["source_model_name"] == "base"
     pinned = dict(line.split("==") for line in (folder / "requirements.txt").read_text().split())
     assert set(pinned) >= {"mlflow", "torch", "transformers"}
     assert not any("+" in number for number in pinned.values())
@@ -150,6 +155,18 @@ def test_the_version_says_what_it_needs_takes_and_where_it_comes_from(version: A
     [made] = run.outputs.model_outputs
     logged = mlflow.MlflowClient().get_logged_model(made.model_id)
     assert (logged.status.value, logged.params) == ("READY", {"train.max_steps": "4"})
+
+
+def test_mlflow_answers_with_the_completion_alone_by_the_sampling_of_the_evaluation(version: Any, answer: str) -> None:
+    model = mlflow.pyfunc.load_model("models:/sums/1")
+    assert model.predict(PROMPT) == [answer]
+    assert model.predict(["1+1=", PROMPT], params={"max_new_tokens": 2})[1] == answer[:2]
+    stop = answer[1:2]
+    assert model.predict(PROMPT, params={"stop": [stop]}) == [answer[: answer.index(stop)]]
+    assert len({*model.predict([PROMPT] * 20, params={"temperature": 9.0})}) > 1
+    body = json.dumps({"inputs": [PROMPT], "params": {"max_new_tokens": 2}})
+    served = invocations(body, "application/json", model, model.metadata.get_input_schema())
+    assert (served.status, json.loads(served.response)) == (200, {"predictions": [answer[:2]]})
 
 
 @pytest.mark.e2e

