@@ -27,6 +27,7 @@ from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
 from tasks.data.forecast_inputs import Validated, earlier_sampling, first_lengths, read_validated
 from tasks.data.sources import count_prompts, list_pass_rates, training_sources
 from tasks.processes.pace import measured_pace
+from tasks.stages.base_model import with_checkpoint
 from tasks.stages.run_directory import run_folder
 
 ASSUMED_PROMPT_TOKENS = 256
@@ -47,6 +48,9 @@ def describe_plan(
     if prompt_tokens is not None and prompt_tokens < 1:
         raise ConfigError(f"--prompt-tokens {prompt_tokens}: a prompt has at least one token")
     refuse_early(config, known_prompts, here=gpu is None)
+    say = partial(print, file=sys.stderr)
+    if known_prompts is None:
+        config = with_checkpoint(config, say, download=False)
     if known_prompts is None:
         num_prompts = [count_prompts(source) for source in training_sources(config.data)]
         pass_rates = pass_rates or list_pass_rates(config.data)
@@ -67,7 +71,6 @@ def describe_plan(
     # With the signal handler that polars installs, Ctrl-C would wait for the end of a measurement.
     signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
     if pace is None and gpu is None:
-        say = partial(print, file=sys.stderr)
         pace = measure(resolved, figures, lengths, hardware, data.prompts if data else None, say)
     may_sample_ahead = gpu is None and config.rollout.engine == "vllm-server" and not config.environment.is_used
     forecasts = forecast(

@@ -40,9 +40,9 @@ def check_adapter(model: ModelConfig) -> None:
     """Raises ConfigError unless `model.adapter`, if there is one, is a plain LoRA of the rank, scale and layers that
     the other keys give, and the base is a whole model that is not quantised, and can be held in 4 bits, if that is
     wanted. A base whose config.json is not on this machine passes."""
-    _check_folder(model.name_or_path)
+    _check_folder(model)
     try:
-        values = json.loads(config_file(model.name_or_path, model.revision).read_text())
+        values = {} if model.gguf_file else json.loads(config_file(model.name_or_path, model.revision).read_text())
     except (ForecastError, ValueError):
         values = {}
     if problem := quantisation_problem(values):
@@ -85,19 +85,28 @@ def check_adapter(model: ModelConfig) -> None:
         )
 
 
-def _check_folder(name: str) -> None:
-    """Raises ConfigError for a path that holds an adapter alone, or weights as GGUF."""
-    path = Path(name)
+def _check_folder(model: ModelConfig) -> None:
+    """Raises ConfigError for a path that holds an adapter alone, or weights as GGUF that are not named as such; and if
+    those that are named are not there, or cannot be read here."""
+    name, path = model.name_or_path, Path(model.name_or_path)
+    there = sorted(file.name for file in path.glob("*.gguf"))
+    if model.gguf_file is not None:
+        if path.exists() and not (path / model.gguf_file).is_file():
+            raise ConfigError(
+                f"model.gguf_file = {model.gguf_file!r}: no such file in {name}"
+                + (f", which has {', '.join(there)}" if there else "")
+            )
+        if importlib.util.find_spec("gguf") is None:
+            raise ConfigError(f"model.gguf_file needs the package gguf, not installed here: {install('gguf')}")
+        return
     if (path / CONFIG).is_file():
         raise ConfigError(
             f"model.name_or_path = {name!r} is the folder of an adapter ({CONFIG}): name the base that it is for, and "
             "the folder in model.adapter; or merge the two with peft, and name the result"
         )
-    if path.suffix == ".gguf" or ([*path.glob("*.gguf")] and not (path / "config.json").is_file()):
+    if path.suffix == ".gguf" or (there and not (path / "config.json").is_file()):
         raise ConfigError(
-            f"model.name_or_path = {name!r} holds weights as GGUF, which no training reads: name the checkpoint that "
-            "they were made from, or convert them (transformers loads one with `gguf_file=`, and save_pretrained "
-            "writes it)"
+            f"model.name_or_path = {name!r} holds weights as GGUF: name its folder, and the file in model.gguf_file"
         )
 
 
