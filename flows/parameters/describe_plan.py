@@ -16,6 +16,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.curriculum import curriculum_notes
 from grpo_core.data.order import source_counts
 from grpo_core.errors import ConfigError
+from grpo_core.planning.adapter import base_notes
 from grpo_core.planning.forecast import forecast
 from grpo_core.planning.hardware import capability, find_gpu, hardware_notes, name_hardware, named_gpu
 from grpo_core.planning.nvidia import problem_of_driver
@@ -87,7 +88,7 @@ def describe_plan(
         elsewhere = "" if gpu else ", --gpu H200 forecasts for that GPU"
         forecasts["time"]["error"] += f"; --history looks for one in MLflow{elsewhere}"
     said = [*notes(inputs, figures), *curriculum_notes(config, figures), *sampling_notes(config)]
-    said += hardware_notes(config, hardware, named=bool(gpu))
+    said += [*hardware_notes(config, hardware, named=bool(gpu)), *base_notes(config.model)]
     if gpu is None:
         said += [problem] if (problem := problem_of_driver()) else []
     elif own := sorted(named_modules(config)):

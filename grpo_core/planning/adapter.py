@@ -19,6 +19,7 @@ from grpo_core.planning.shapes import ForecastError, config_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in configurations of mixtures of experts
+MODALITIES = ("vision_config", "audio_config", "vq_config")  # in configurations of multimodal models
 VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can make room for
 # Keys of peft's adapter_config.json whose values change nothing: they describe the file, say how the adapter was drawn
 # or trained, follow from the base's layers, or go with another key. Which layers are adapted, its tensors say too.
@@ -83,6 +84,18 @@ def check_adapter(model: ModelConfig) -> None:
             f"model.adapter = {model.adapter!r} is another adapter than the keys of [model] describe; write "
             + ", ".join(f"{key} = {json.dumps(wanted[key])}" for key in differ)
         )
+
+
+def base_notes(model: ModelConfig) -> list[str]:
+    """A sentence about a base that takes more than text; none for others, and if its config.json is not here."""
+    try:
+        values = json.loads(config_file(model.name_or_path, model.revision).read_text())
+    except (ForecastError, ValueError):
+        return []
+    return [
+        f"{model.name_or_path} is a multimodal model ({values['model_type']}): its language model is trained on text, "
+        "and what else it holds is saved as it is"
+    ] * any(values.get(part) for part in MODALITIES)
 
 
 def _check_folder(model: ModelConfig) -> None:

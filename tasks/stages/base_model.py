@@ -17,6 +17,7 @@ from grpo_core.system.files import publish
 from grpo_core.system.processes import importing
 from tasks.stages.files import remove
 from tasks.stages.lineage import DIGITS
+from tasks.stages.locks import holding
 from tasks.stages.run_directory import storage_root
 
 # Fields of a file: tokens beside the end token at which a turn ends.
@@ -45,17 +46,13 @@ def with_checkpoint(config: RunConfig, say: Callable[[str], None], *, download: 
     folder = storage_root() / "bases"
     folder.mkdir(parents=True, exist_ok=True)
     made = folder / f"{re.sub(r'[^A-Za-z0-9._-]', '-', file.stem)}-{content_hash(str(file))[:DIGITS]}"
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    with holding(descriptor := os.open(folder, os.O_RDONLY)):
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # one process converts, others wait for what it makes
         if not made.exists():
             say(f"{file} is made an ordinary checkpoint, once: {made}")
-            partial = made.with_name(f"{made.name}.partial")
-            remove(partial)
+            remove(partial := made.with_name(f"{made.name}.partial"))
             _write_checkpoint(file, partial)
             publish(partial, made)
-    finally:
-        os.close(descriptor)
     base = {"name_or_path": str(made), "gguf_file": None, "revision": None}
     return config.model_copy(update={"model": keys.model_copy(update=base)})
 
