@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -116,14 +115,10 @@ def file_of(path: Path | str, revision: str | None, name: str) -> Path | None:
 
 
 def saved_tensors(path: Path | str, revision: str | None = None) -> dict[str, Path]:
-    """Names of the tensors in a folder's or repository's safetensors, each with its file; none of other formats."""
-    if index := file_of(path, revision, "model.safetensors.index.json"):
-        files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return {name: index.with_name(file) for name, file in files.items()}
-    if not (whole := file_of(path, revision, "model.safetensors")):
-        return {}
-    with safe_open(whole, "pt") as held:
-        return dict.fromkeys(held.keys(), whole)
+    """Names of the tensors in a folder's safetensors, or a loaded repository's, each with its file."""
+    config = file_of(path, revision, "config.json")
+    files = config.parent.glob("model*.safetensors") if config else ()
+    return {name: file for file in files for name in safe_open(file, "pt").keys()}  # noqa: SIM118  # it is no mapping
 
 
 def name_as_saved(model: Any, path: Path | str, revision: str | None) -> None:

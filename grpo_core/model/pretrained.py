@@ -35,8 +35,8 @@ def check_causal(config: Any, path: Path | str) -> None:
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
-            f"{path}: transformers has no class by which a {config.model_type} is trained on text alone "
-            "(AutoModelForCausalLM); name a text model, or a multimodal one that has, such as Gemma 3 or Qwen3.5"
+            f"{path}: transformers has no class by which a {config.model_type} is trained on text alone; name a text "
+            "model, or a multimodal one that has such a class, as Gemma 3 and Qwen3.5 do"
         )
 
 

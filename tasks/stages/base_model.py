@@ -20,16 +20,11 @@ from tasks.stages.lineage import DIGITS
 from tasks.stages.locks import holding
 from tasks.stages.run_directory import storage_root
 
-# Fields of a file: tokens beside the end token at which a turn ends.
-TURN_ENDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-
 
 def with_checkpoint(config: RunConfig, say: Callable[[str], None], *, download: bool = True) -> RunConfig:
-    """Return the configuration with the checkpoint that its GGUF file has been made in the file's place. One without a
-    GGUF file, and without `download` one whose file is not on this machine, is returned as it is.
-
-    The checkpoint is known by the file's content: whichever run or process comes first makes it, and what a kill left
-    is made again. Raises ConfigError if there is no such file, or transformers cannot read it, or not all of it.
+    """Return the configuration with the checkpoint of its GGUF file in the file's place; as it is without such a file,
+    and without `download` if the file is not on this machine. Raises ConfigError if there is none, or transformers
+    cannot read it, or not all of it. The file's content names the checkpoint: whatever process comes first makes it.
     """
     keys = config.model
     if keys.gguf_file is None:
@@ -86,8 +81,9 @@ def _write_checkpoint(file: Path, folder: Path) -> None:
     if problem := misfit(model, found) or _unread(reader.tensors, fields, model, found):
         raise ConfigError(f"{file}: {problem}; name the checkpoint that it was made from")
     end = model.generation_config.eos_token_id
-    ends = [*(end if isinstance(end, list) else [end]), *map(fields.get, TURN_ENDS)]
-    model.generation_config.eos_token_id = [*dict.fromkeys(each for each in ends if each is not None)] or None
+    ends = dict.fromkeys(end if isinstance(end, list) else [end])
+    ends |= dict.fromkeys(fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))  # of turns
+    model.generation_config.eos_token_id = [each for each in ends if each is not None] or None
     if fields.get("tokenizer.ggml.add_bos_token"):
         tokenizer.add_bos_token = True
     model.save_pretrained(folder)

@@ -22,6 +22,7 @@ from grpo_core.model import saving
 from grpo_core.model.loading import in_checkpoint_layout, load_model, trainable_state, whole_weights, with_adapter
 from grpo_core.model.small_copy import small_config, write_small_copy
 from grpo_core.planning.adapter import base_notes
+from grpo_core.rollout.vllm.adapter import sends_adapter_alone
 from tasks.data.lengths import load_tokenizer_and_context
 from tests.conftest import make_model, make_tokenizer
 
@@ -110,6 +111,8 @@ def test_engines_get_weights_under_the_checkpoints_names(family: str, tmp_path: 
     model = load_model(_make_base(tmp_path, family))
     sent = {name for name, _ in in_checkpoint_layout(model, whole_weights(model))}
     assert sent - _tensors(tmp_path).keys() <= {"lm_head.weight"}  # tied to the embedding
+    adapts = ModelConfig(name_or_path=str(tmp_path), use_peft=True)
+    assert sends_adapter_alone(adapts) == (family in WHOLE)  # else under names that vLLM's whole model does not have
 
 
 @pytest.mark.slow
