@@ -20,6 +20,7 @@ from transformers import (
 from examples import tiny
 from examples.arithmetic.make import make_rows, make_tokenizer
 from tests.e2e.commands import run
+from tests.gguf_files import write_llama
 
 pytestmark = pytest.mark.e2e
 
@@ -53,27 +54,33 @@ def _make_base(shape: str, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-@pytest.mark.parametrize("shape", ["qwen3_5", "falcon_h1", "gpt_oss"])
-def test_a_base_of_this_shape_goes_from_validate_to_register(shape: str, tmp_path: Path) -> None:
-    _make_base(shape, tmp_path / "base")
+def _run(folder: Path, name: str, model: dict[str, Any]) -> str:
+    """What `grpo run` prints on the quickstart's task, with the base in `folder`/base."""
     train, held_out = make_rows()
-    tiny.write_rows(tmp_path, train[:100], held_out[:20])
+    tiny.write_rows(folder, train[:100], held_out[:20])
     keys = {
-        "name": shape,
-        "model.name_or_path": tmp_path / "base",
-        "data.train": tmp_path / "train.parquet",
-        "data.eval": tmp_path / "eval.parquet",
+        "name": name,
+        "model.name_or_path": folder / "base",
+        "data.train": folder / "train.parquet",
+        "data.eval": folder / "eval.parquet",
         "train.per_device_train_batch_size": 32,
         "train.max_steps": 3,
         "train.save_steps": 2,
-        "registry.model_name": shape,
+        "registry.model_name": name,
+        **model,
     }
     options = [option for key, value in keys.items() for option in ("--set", f"{key}={value}")]
     left_out = ("PREFECT_", "MLFLOW_", "PYTHONSAFEPATH")
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
-    environment = {**inherited, "GRPO_STORAGE": str(tmp_path / "storage"), "PYTHONPATH": str(ROOT)}
+    environment = {**inherited, "GRPO_STORAGE": str(folder / "storage"), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "flows.cli.main", "run", ROOT / "configs/quickstart.toml", *options]
-    said = run(command, tmp_path, environment)
+    return run(command, folder, environment)
+
+
+@pytest.mark.parametrize("shape", ["qwen3_5", "falcon_h1", "gpt_oss"])
+def test_a_base_of_this_shape_goes_from_validate_to_register(shape: str, tmp_path: Path) -> None:
+    _make_base(shape, tmp_path / "base")
+    said = _run(tmp_path, shape, {})
     folder = tmp_path / "storage" / "runs" / shape
     assert json.loads((folder / "registration.json").read_text())["model_name"] == shape
     assert json.loads((folder / "training" / "result.json").read_text())["counted"]["updates"] == 3
@@ -87,3 +94,16 @@ def test_a_base_of_this_shape_goes_from_validate_to_register(shape: str, tmp_pat
         )
         assert isinstance(after, Qwen3_5ForConditionalGeneration)
         torch.testing.assert_close(after.model.visual.state_dict(), before.model.visual.state_dict(), rtol=0, atol=0)
+
+
+def test_a_gguf_file_goes_from_validate_to_register_and_is_the_same_base_the_next_time(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    write_llama(tmp_path / "base" / "small.Q8_0.gguf")
+    key = {"model.gguf_file": "small.Q8_0.gguf"}
+    assert "is made an ordinary checkpoint, once" in " ".join(_run(tmp_path, "gguf", key).split())
+    folder = tmp_path / "storage" / "runs" / "gguf"
+    assert json.loads((folder / "registration.json").read_text())["model_name"] == "gguf"
+    saved = AutoModelForCausalLM.from_pretrained(folder / "training" / "model")
+    assert not hasattr(saved.config, "quantization_config")
+    (tmp_path / "base" / "small.Q8_0.gguf").rename(tmp_path / "base" / "other.gguf")
+    assert "nothing to do" in _run(tmp_path, "gguf", {"model.gguf_file": "other.gguf"})

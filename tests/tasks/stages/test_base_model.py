@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import fcntl
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -93,23 +94,33 @@ def test_a_file_is_converted_once_by_its_content_and_again_after_a_kill(
     assert [*(storage / "bases").iterdir()] == [Path(first.model.name_or_path)]
 
 
-def _convert(folder: Path, results: Any) -> None:
-    results.put(with_checkpoint(_config(folder), lambda text: results.put(None)).model.name_or_path)
+def test_who_comes_while_a_file_is_converted_waits_and_takes_what_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / FILE).write_bytes(b"content")
+    lock, asked, found, written = fcntl.flock, threading.Semaphore(0), list[RunConfig](), list[Path]()
 
+    def ask(descriptor: int, operation: int) -> None:
+        asked.release()
+        lock(descriptor, operation)
 
-@pytest.mark.served
-def test_of_two_processes_one_converts_and_both_have_it(tmp_path: Path) -> None:
-    write_llama(tmp_path / FILE)
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
-    both = [spawn.Process(target=_convert, args=(tmp_path, results)) for _ in range(2)]
-    for process in both:
-        process.start()
-    found = [results.get(timeout=300) for _ in range(3)]
-    for process in both:
-        process.join()
-    assert found.count(None) == 1
-    assert len({*found}) == 2
+    def convert() -> None:
+        found.append(with_checkpoint(_config(tmp_path), print))
+
+    def write(file: Path, folder: Path) -> None:
+        if not written:
+            second.start()
+            assert asked.acquire(timeout=60) and asked.acquire(timeout=60), "the second did not ask for the lock"
+        written.append(folder)
+        folder.mkdir()
+
+    second = threading.Thread(target=convert)
+    monkeypatch.setattr(base_model.fcntl, "flock", ask)
+    monkeypatch.setattr(base_model, "_write_checkpoint", write)
+    convert()
+    second.join()
+    assert len(written) == 1
+    assert found[0] == found[1]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
