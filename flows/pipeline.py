@@ -29,6 +29,7 @@ from tasks.registry.approval import WAITING
 from tasks.registry.champion import is_decided
 from tasks.reports.events import announce_completed, announce_end
 from tasks.stages.attempts import restore_lost_retry
+from tasks.stages.base_model import with_checkpoint
 from tasks.stages.condition import conditions
 from tasks.stages.endings import end_in_plain_words
 from tasks.stages.errors import Interrupted, StageError
@@ -110,6 +111,7 @@ def _run_stages(config: RunConfig) -> State[Path]:
     """Run the stages in order, each here or by its deployment. Returns the run directory, with the verdict and what
     came of the version as the state's message."""
     refuse_unreachable_server()
+    config = with_checkpoint(config, get_run_logger().info)
     run, gpu, worked, decision = run_folder(config.name), os.environ.get(GPU_DEPLOYMENT), False, ""
     for is_elsewhere, stages in groupby(stages_of(config), lambda stage: bool(gpu) and stage.gpu):
         if is_elsewhere:  # the run directory is unlocked meanwhile: the flows of these stages lock it

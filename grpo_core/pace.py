@@ -67,10 +67,12 @@ def measure(request: PaceRequest, started: float) -> Pace:
 
     from grpo_core.config.inputs import ModelConfig
     from grpo_core.data.prompts import load_tokenizer
-    from grpo_core.model.pretrained import from_pretrained, without_weights
+    from grpo_core.model.pretrained import check_causal, from_pretrained, without_weights
 
     keys = ModelConfig(**request.model)
     shape = from_pretrained(AutoConfig, keys.name_or_path, keys.revision)
+    with _refusals(request):
+        check_causal(shape, keys.name_or_path)
     parameters = sum(parameter.numel() for parameter in without_weights(shape).parameters())
     layers = shape.get_text_config().num_hidden_layers
     tokenizer = load_tokenizer(keys)

@@ -18,6 +18,7 @@ from grpo_core.data.curriculum import arrange, curriculum_notes, describe, read_
 from grpo_core.data.order import epoch_rows, source_counts
 from grpo_core.data.prompts import FileRows, load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
+from grpo_core.planning.adapter import base_notes
 from grpo_core.planning.forecast import forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, capability, find_gpu, hardware_notes, name_hardware
 from grpo_core.planning.nvidia import problem_of_driver
@@ -67,6 +68,7 @@ def _work(context: Context) -> dict[str, Any]:
     problem = "" if handed_to else problem_of_driver()
     plan = with_tokens_per_pass(config, plan, lengths, gpu)
     notes = [*curriculum_notes(config, plan), *sampling_notes(config), *hardware_notes(config, gpu)]
+    notes += base_notes(config.model)
     for note in [*notes, *([problem] if problem else [])]:
         get_run_logger().warning(note)
     source: Throughput | Pace | str | None = earlier_throughput(config, "" if handed_to else name_hardware(gpu))

@@ -111,11 +111,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path
         said = {"prompt": "12+30=", "completion": "42", "prompt_ids": [1, 2], "completion_ids": [3, 4, 5]}
         batches = [[sampled(step, 12, {"numeric_match": 1.0}, **said)] for step in range(1, 81)]
         write_sampled(run / "training", batches, 1)
-    # What the pages on data name: rows of GSM8K, and a model that fits into a test under the name of theirs.
+    # What the pages on data name: rows of GSM8K, and a model that fits into a test under the names of theirs.
     tokenizer = tiny.make_tokenizer([])
-    model = folder / "Qwen" / "Qwen2.5-0.5B-Instruct"
-    tokenizer.save_pretrained(model)
-    tiny.make_model(tokenizer, context=1024).save_pretrained(model)
+    for name in ("Qwen2.5-0.5B-Instruct", "Qwen3.5-0.8B"):
+        tokenizer.save_pretrained(folder / "Qwen" / name)
+        tiny.make_model(tokenizer, context=1024).save_pretrained(folder / "Qwen" / name)
     for name, part in (("train", GSM8K[:8]), ("test", GSM8K[8:]), ("more", GSM8K[:8])):
         write_lines(folder / f"{name}.jsonl", part)
     return folder

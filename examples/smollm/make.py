@@ -47,15 +47,10 @@ def download(folder: Path) -> Path:
 def convert(gguf: Path, base: Path) -> None:
     """Save the model of a GGUF file as a checkpoint in bfloat16, with its tokenizer and chat template."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
-    # save_pretrained refuses a model whose configuration names a quantization that it does not have any more.
-    config = read.config
-    del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.load_state_dict(read.state_dict())
-    model.generation_config = read.generation_config
+    plain = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, **plain)
     model.save_pretrained(base)
     tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.save_pretrained(base)

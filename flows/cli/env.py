@@ -15,7 +15,7 @@ import typer
 from rich.text import Text
 
 from flows.cli.rewards import read_row, rewards_table
-from flows.cli.terminal import LONGEST, Terminal, refusals, refuse, set_option
+from flows.cli.terminal import LONGEST, Terminal, refusals, refuse, say, set_option
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.environments.calls import ToolCall
@@ -61,8 +61,10 @@ def try_environment(
         values = read_row(run, rewards, row)
         from grpo_core.environments.setting import check_prompt, make_setting
         from tasks.data.lengths import load_tokenizer_and_context
+        from tasks.stages.base_model import with_checkpoint
 
         check_prompt(values["prompt"])
+        run = with_checkpoint(run, say)
         tokenizer, _ = load_tokenizer_and_context(run.model)
         setting = make_setting(run, tokenizer)
         assert setting is not None

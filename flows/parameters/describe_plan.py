@@ -16,6 +16,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.curriculum import curriculum_notes
 from grpo_core.data.order import source_counts
 from grpo_core.errors import ConfigError
+from grpo_core.planning.adapter import base_notes
 from grpo_core.planning.forecast import forecast
 from grpo_core.planning.hardware import capability, find_gpu, hardware_notes, name_hardware, named_gpu
 from grpo_core.planning.nvidia import problem_of_driver
@@ -27,6 +28,7 @@ from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
 from tasks.data.forecast_inputs import Validated, earlier_sampling, first_lengths, read_validated
 from tasks.data.sources import count_prompts, list_pass_rates, training_sources
 from tasks.processes.pace import measured_pace
+from tasks.stages.base_model import with_checkpoint
 from tasks.stages.run_directory import run_folder
 
 ASSUMED_PROMPT_TOKENS = 256
@@ -47,6 +49,9 @@ def describe_plan(
     if prompt_tokens is not None and prompt_tokens < 1:
         raise ConfigError(f"--prompt-tokens {prompt_tokens}: a prompt has at least one token")
     refuse_early(config, known_prompts, here=gpu is None)
+    say = partial(print, file=sys.stderr)
+    if known_prompts is None:
+        config = with_checkpoint(config, say, download=False)
     if known_prompts is None:
         num_prompts = [count_prompts(source) for source in training_sources(config.data)]
         pass_rates = pass_rates or list_pass_rates(config.data)
@@ -67,7 +72,6 @@ def describe_plan(
     # With the signal handler that polars installs, Ctrl-C would wait for the end of a measurement.
     signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
     if pace is None and gpu is None:
-        say = partial(print, file=sys.stderr)
         pace = measure(resolved, figures, lengths, hardware, data.prompts if data else None, say)
     may_sample_ahead = gpu is None and config.rollout.engine == "vllm-server" and not config.environment.is_used
     forecasts = forecast(
@@ -84,7 +88,7 @@ def describe_plan(
         elsewhere = "" if gpu else ", --gpu H200 forecasts for that GPU"
         forecasts["time"]["error"] += f"; --history looks for one in MLflow{elsewhere}"
     said = [*notes(inputs, figures), *curriculum_notes(config, figures), *sampling_notes(config)]
-    said += hardware_notes(config, hardware, named=bool(gpu))
+    said += [*hardware_notes(config, hardware, named=bool(gpu)), *base_notes(config.model)]
     if gpu is None:
         said += [problem] if (problem := problem_of_driver()) else []
     elif own := sorted(named_modules(config)):

@@ -33,6 +33,9 @@ class ModelConfig(Section):
     """Hugging Face model folder or hub name of the base model."""
     revision: str | None = None
     """Hub revision (branch, tag or commit); only for hub names."""
+    gguf_file: str | None = Field(None, pattern=r"\.gguf$")
+    """GGUF file in that folder or repository, which holds the base model with its tokenizer, chat template and end
+    tokens. It is made an ordinary checkpoint in float32, once per storage, and what is trained is saved as one."""
     use_peft: bool = False
     """Train a LoRA adapter (arXiv:2106.09685) and leave the base model as it is."""
     adapter: str | None = None

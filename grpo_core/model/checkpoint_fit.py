@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import cached_file
 
 from grpo_core.distributed import own_shard
-from grpo_core.model.pretrained import from_pretrained
 
 NAMED = 3  # weights that an error names
 # Buffers that older releases of transformers saved, of attention's masks and positions: they follow from config.json.
@@ -106,11 +107,23 @@ def not_finite(model: nn.Module) -> str:
     return f"{len(bad)} of its weights hold NaN or infinity, such as {', '.join(bad[:NAMED])}"
 
 
-def left_out(path: Path | str, revision: str | None, model: Any) -> list[str]:
-    """A sentence if the model is only the text part of what is saved at `path`, and so will be what is saved of it."""
-    saved = from_pretrained(AutoConfig, path, revision).model_type
-    if saved == model.config.model_type:
-        return []
-    return [
-        f"{path} is a multimodal model ({saved}): only its text model ({model.config.model_type}) is trained and saved"
-    ]
+def file_of(path: Path | str, revision: str | None, name: str) -> Path | None:
+    """The file of this name in a folder or repository; None if there is none, or the hub does not answer."""
+    optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(path, name, revision=revision, **optional)
+    return Path(str(found)) if found else None
+
+
+def saved_tensors(path: Path | str, revision: str | None = None) -> dict[str, Path]:
+    """Names of the tensors in a folder's safetensors, or a loaded repository's, each with its file."""
+    config = file_of(path, revision, "config.json")
+    files = config.parent.glob("model*.safetensors") if config else ()
+    return {name: file for file in files for name in safe_open(file, "pt").keys()}  # noqa: SIM118  # it is no mapping
+
+
+def name_as_saved(model: Any, path: Path | str, revision: str | None) -> None:
+    """Make the text model of a multimodal checkpoint save its weights under the names that they have there."""
+    theirs, prefix = saved_tensors(path, revision), model.base_model_prefix
+    first = next(iter(revert_weight_conversion(model, {next(iter(model.state_dict())): torch.empty(0)})))
+    if first not in theirs and f"{prefix}.{first}" in theirs:
+        model._weight_conversions = [*(model._weight_conversions or []), PrefixChange(prefix_to_remove=prefix)]

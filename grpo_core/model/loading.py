@@ -30,11 +30,11 @@ from grpo_core.distributed import (
 )
 from grpo_core.errors import ConfigError
 from grpo_core.model.capabilities import decoder
-from grpo_core.model.checkpoint_fit import misfit, not_finite
+from grpo_core.model.checkpoint_fit import misfit, name_as_saved, not_finite
 from grpo_core.model.four_bit import dequantised, keep_gradients, nf4_config, take_dequantised
 from grpo_core.model.logprobs import make_logits_float32
 from grpo_core.model.precision import make_bfloat16
-from grpo_core.model.pretrained import from_pretrained, give_logits_alone
+from grpo_core.model.pretrained import check_causal, from_pretrained, give_logits_alone
 
 # Parts of the names of tensors that bitsandbytes saves beside 4-bit weights.
 OF_4BIT = (".weight.absmax", ".weight.quant_", ".weight.nested_")
@@ -57,7 +57,9 @@ def load_model(
     `in_4bit`: linear layers have 4-bit weights, and compute in `dtype`. Raises ConfigError if the saved weights are not
     those of the whole model, not finite, or quantised.
     """
-    if problem := quantisation_problem(from_pretrained(AutoConfig, path, revision).to_dict()):
+    saved = from_pretrained(AutoConfig, path, revision)
+    check_causal(saved, path)
+    if problem := quantisation_problem(saved.to_dict()):
         raise ConfigError(f"{path}: {problem}")
     device = torch.device(device)
     options: dict[str, Any] = {}
@@ -83,6 +85,8 @@ def load_model(
             f"{path}: {problem}. Name a sound checkpoint, as transformers' save_pretrained writes it (without a prefix "
             "such as 'module.')"
         )
+    if saved.model_type != model.config.model_type:
+        name_as_saved(model, path, revision)
     model.eval()
     give_logits_alone(model)
     if shard is not None:

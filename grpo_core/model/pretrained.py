@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from grpo_core.errors import ConfigError
+
 # What a checkpoint's config.json may ask of each pass, and the value with which it gives the logits alone, by name.
 LOGITS_ALONE = {
     "return_dict": True,
@@ -25,6 +27,17 @@ def from_pretrained(kind: Any, path: Path | str, revision: str | None = None, **
         if "trust_remote_code" not in str(error):
             raise
         raise ValueError(f"{path} needs Python code of its own, and no code of a model runs here") from None
+
+
+def check_causal(config: Any, path: Path | str) -> None:
+    """Raises ConfigError for the configuration of a model that transformers has no causal language model of."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{path}: transformers has no class by which a {config.model_type} is trained on text alone; name a text "
+            "model, or a multimodal one that has such a class, as Gemma 3 and Qwen3.5 do"
+        )
 
 
 def from_config(kind: Any, config: Any, **options: Any) -> Any:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from grpo_core import run_files
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.distributed import gathered, wait_for_all
+from grpo_core.model.checkpoint_fit import file_of, saved_tensors
 from grpo_core.model.four_bit import take_dequantised
 from grpo_core.model.loading import (
     load_model,
@@ -28,9 +30,10 @@ from grpo_core.model.loading import (
     whole_weights,
     with_adapter,
 )
-from grpo_core.model.pretrained import ask_again
+from grpo_core.model.pretrained import ask_again, from_pretrained
 from grpo_core.model.sharded import is_sharded
 
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 FILE_BYTES = 4 * 2**30  # of weights, in one file
 
 
@@ -61,6 +64,7 @@ def save_model(
     elif is_main:
         _save_whole(model, folder)
     if is_main:
+        _carry_over(config, model, folder)
         tokenizer.save_pretrained(folder)
     wait_for_all()
 
@@ -73,6 +77,44 @@ def _save_whole(model: Any, folder: Path) -> None:
         model.generation_config = generation
     ask_again(model, folder)
     _save_generation_config(generation, folder)
+
+
+def _carry_over(config: ModelConfig, model: Any, folder: Path) -> None:
+    """Put beside a saved model what else its base takes images and the like with: the settings of its processors, and
+    if the model is only the text part of the base, the other tensors, bit for bit, under the base's configuration."""
+    path, revision = config.name_or_path, config.revision
+    for name in PROCESSORS:
+        if file := file_of(path, revision, name):
+            shutil.copyfile(file, folder / name)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    whole = from_pretrained(AutoConfig, path, revision)
+    if whole.model_type == base.config.model_type:
+        return
+    own, theirs = saved_tensors(folder), saved_tensors(path, revision)
+    tied = revert_weight_conversion(base, dict.fromkeys(base.all_tied_weights_keys, torch.empty(0)))
+    if strange := own.keys() - theirs.keys() - tied.keys():
+        print(f"only the text model is saved, since {path} has no tensor named {min(strange)}", flush=True)
+        return
+    files = {name: file.name.replace("model.s", "model-text.s") for name, file in own.items()}
+    if (text := folder / "model.safetensors").exists():  # loaders would look no further
+        text.rename(folder / "model-text.safetensors")
+    others = {name: file for name, file in theirs.items() if name not in own and name not in tied}
+    for number, file in enumerate(sorted({*others.values()}), 1):
+        with safe_open(file, "pt") as held:
+            kept = {name: held.get_tensor(name) for name, at in others.items() if at == file}
+        save_file(kept, folder / f"model-others-{number}.safetensors", metadata={"format": "pt"})
+        files |= dict.fromkeys(kept, f"model-others-{number}.safetensors")
+    _write_index(files, folder)
+    for part in (whole, whole.get_text_config()):
+        part.dtype = base.dtype
+    whole.save_pretrained(folder)
+
+
+def _write_index(files: Mapping[str, str], folder: Path) -> None:
+    """Write which file has which tensor."""
+    size = sum((folder / file).stat().st_size for file in {*files.values()})
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _save_generation_config(generation: GenerationConfig | None, folder: Path) -> None:
@@ -106,7 +148,7 @@ def _save_sharded(model: Any, folder: Path) -> None:
         filled += size
     folder.mkdir(parents=True, exist_ok=True)
     process, count = PartialState(), number + 1
-    written: list[tuple[str, str, int]] = []  # name, file and bytes of each weight
+    written: list[tuple[str, str]] = []  # name and file of each weight
     weights = ((name, tensor) for name, tensor in whole_weights(model, torch.float32) if name not in left_out)
     for number, group in itertools.groupby(weights, key=lambda item: files[item[0]]):
         mine = number % process.num_processes == process.process_index
@@ -118,14 +160,10 @@ def _save_sharded(model: Any, folder: Path) -> None:
             own = {name: value.contiguous() for name, value in revert_weight_conversion(base, kept).items()}
             file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
             save_file(own, folder / file, metadata={"format": "pt"})
-            written += [(name, file, value.numel() * value.itemsize) for name, value in own.items()]
+            written += [(name, file) for name in own]
     written = gathered(written)
     if process.is_main_process:
-        index = {
-            "metadata": {"total_size": sum(size for _, _, size in written)},
-            "weight_map": {name: file for name, file, _ in sorted(written)},
-        }
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        _write_index(dict(written), folder)
         base.config.save_pretrained(folder)
         ask_again(base, folder)
         _save_generation_config(base.generation_config, folder)

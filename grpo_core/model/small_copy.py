@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from grpo_core.model.pretrained import from_config, from_pretrained, without_weights
@@ -48,6 +48,8 @@ def write_small_copy(path: Path | str, revision: str | None, folder: Path, limit
     if size > limit:
         raise ValueError(f"{LAYERS} layers take {size:,} bytes, and {limit:,} are the most for a copy")
     model = from_config(AutoModelForCausalLM, config, dtype=torch.float32)
+    if model.config.model_type != config.model_type:  # its text model alone
+        model = from_config(AutoModelForImageTextToText, config, dtype=torch.float32)
     model.generation_config = GenerationConfig()
     model.save_pretrained(folder)
     try:

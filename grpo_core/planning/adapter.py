@@ -19,6 +19,7 @@ from grpo_core.planning.shapes import ForecastError, config_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in configurations of mixtures of experts
+MODALITIES = ("vision_config", "audio_config", "vq_config")  # in configurations of multimodal models
 VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can make room for
 # Keys of peft's adapter_config.json whose values change nothing: they describe the file, say how the adapter was drawn
 # or trained, follow from the base's layers, or go with another key. Which layers are adapted, its tensors say too.
@@ -40,9 +41,9 @@ def check_adapter(model: ModelConfig) -> None:
     """Raises ConfigError unless `model.adapter`, if there is one, is a plain LoRA of the rank, scale and layers that
     the other keys give, and the base is a whole model that is not quantised, and can be held in 4 bits, if that is
     wanted. A base whose config.json is not on this machine passes."""
-    _check_folder(model.name_or_path)
+    _check_folder(model)
     try:
-        values = json.loads(config_file(model.name_or_path, model.revision).read_text())
+        values = {} if model.gguf_file else json.loads(config_file(model.name_or_path, model.revision).read_text())
     except (ForecastError, ValueError):
         values = {}
     if problem := quantisation_problem(values):
@@ -85,19 +86,40 @@ def check_adapter(model: ModelConfig) -> None:
         )
 
 
-def _check_folder(name: str) -> None:
-    """Raises ConfigError for a path that holds an adapter alone, or weights as GGUF."""
-    path = Path(name)
+def base_notes(model: ModelConfig) -> list[str]:
+    """A sentence about a base that takes more than text; none for others, and if its config.json is not here."""
+    try:
+        values = json.loads(config_file(model.name_or_path, model.revision).read_text())
+    except (ForecastError, ValueError):
+        return []
+    return [
+        f"{model.name_or_path} is a multimodal model ({values['model_type']}): its language model is trained on text, "
+        "and what else it holds is saved as it is"
+    ] * any(values.get(part) for part in MODALITIES)
+
+
+def _check_folder(model: ModelConfig) -> None:
+    """Raises ConfigError for a path that holds an adapter alone, or weights as GGUF that are not named as such; and if
+    those that are named are not there, or cannot be read here."""
+    name, path = model.name_or_path, Path(model.name_or_path)
+    there = sorted(file.name for file in path.glob("*.gguf"))
+    if model.gguf_file is not None:
+        if path.exists() and not (path / model.gguf_file).is_file():
+            raise ConfigError(
+                f"model.gguf_file = {model.gguf_file!r}: no such file in {name}"
+                + (f", which has {', '.join(there)}" if there else "")
+            )
+        if importlib.util.find_spec("gguf") is None:
+            raise ConfigError(f"model.gguf_file needs the package gguf, not installed here: {install('gguf')}")
+        return
     if (path / CONFIG).is_file():
         raise ConfigError(
             f"model.name_or_path = {name!r} is the folder of an adapter ({CONFIG}): name the base that it is for, and "
             "the folder in model.adapter; or merge the two with peft, and name the result"
         )
-    if path.suffix == ".gguf" or ([*path.glob("*.gguf")] and not (path / "config.json").is_file()):
+    if path.suffix == ".gguf" or (there and not (path / "config.json").is_file()):
         raise ConfigError(
-            f"model.name_or_path = {name!r} holds weights as GGUF, which no training reads: name the checkpoint that "
-            "they were made from, or convert them (transformers loads one with `gguf_file=`, and save_pretrained "
-            "writes it)"
+            f"model.name_or_path = {name!r} holds weights as GGUF: name its folder, and the file in model.gguf_file"
         )
 
 

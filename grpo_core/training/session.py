@@ -22,12 +22,11 @@ from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.distributed import any_process, from_main
 from grpo_core.environments.setting import Setting
 from grpo_core.errors import TrainingError
-from grpo_core.model.checkpoint_fit import left_out
 from grpo_core.model.loading import copy_of_trainable_state, load_model, with_adapter
 from grpo_core.model.logprobs import FUSED
 from grpo_core.model.policy import Policy
 from grpo_core.model.sharded import sharding
-from grpo_core.planning.adapter import check_adapter
+from grpo_core.planning.adapter import base_notes, check_adapter
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.rewards.composition import check_curriculum, has_pass_rates
 from grpo_core.rewards.contract import rewards_of
@@ -142,7 +141,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     reference = _reference(config, accelerator, max_length)
     optimizer = make_optimizer(model, config.train)
     if accelerator.is_main_process:
-        for note in [*left_out(model_path, config.model.revision, base), *fallbacks(engine, policy)]:
+        for note in [*base_notes(config.model), *fallbacks(engine, policy)]:
             print(note, flush=True)
     return Session(
         config=config,

@@ -47,7 +47,7 @@ def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
         from transformers import AutoConfig, logging
 
         from grpo_core.model.positions import usable_positions
-        from grpo_core.model.pretrained import from_pretrained
+        from grpo_core.model.pretrained import check_causal, from_pretrained
 
     logging.set_verbosity_error()  # else it warns of each text that is longer than the model's context
     try:
@@ -57,6 +57,7 @@ def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
         raise ModelError(
             f"model.name_or_path = {config.name_or_path!r}: its tokenizer and config cannot be loaded: {error}"
         ) from error
+    check_causal(model, f"model.name_or_path = {config.name_or_path!r}")
     if problem := quantisation_problem(model.to_dict()):
         raise ModelError(f"model.name_or_path = {config.name_or_path!r}: {problem}")
     return tokenizer, usable_positions(model)

@@ -5,6 +5,7 @@
     STORAGE/sweeps/NAME/   files of a sweep that belong to no single arm
     STORAGE/mlflow/        mlflow.db, artifacts/      (unless MLFLOW_TRACKING_URI is set)
     STORAGE/models/        the lock of each registered model
+    STORAGE/bases/         checkpoints made of GGUF files
     STORAGE/pace/          measured paces of this machine
     STORAGE/prefect/       Prefect's home             (unless PREFECT_HOME is set)
     STORAGE/up.json        the `grpo up` that serves all this, locked while it runs

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoTokenizer
 
 from grpo_core import pace
 from grpo_core.config.files import parse_config
@@ -122,6 +122,16 @@ def test_a_model_that_the_training_would_refuse_is_refused(
     monkeypatch.setattr(pace, "WHOLE", pace.WHOLE if whole else 1000)
     refused = pace.RefusedError if engine == "transformers" else EngineError
     with pytest.raises(refused, match="RwkvForCausalLM does not give a padded prompt"):
+        pace.measure(asked, time.time())
+
+
+def test_a_model_that_no_class_trains_on_text_is_refused(request_: PaceRequest, tmp_path: Path) -> None:
+    """Whatever samples."""
+    CONFIG_MAPPING["qwen2_5_vl"]().save_pretrained(tmp_path / "base")
+    asked = replace(
+        request_, model={"name_or_path": str(tmp_path / "base")}, rollout={**request_.rollout, "engine": "vllm"}
+    )
+    with pytest.raises(pace.RefusedError, match="no class by which a qwen2_5_vl is trained on text alone"):
         pace.measure(asked, time.time())
 
 

@@ -146,7 +146,7 @@ def test_a_base_whose_saved_weights_are_quantised_is_refused(folder: Path, metho
             "adapter_config.json",
             "is the folder of an adapter .*name the base that it is for, and the folder in model.ad",
         ),
-        ("model-Q4_K_M.gguf", "holds weights as GGUF, .*convert them"),
+        ("model-Q4_K_M.gguf", "holds weights as GGUF: name its folder, and the file in model.gguf_file"),
     ],
 )
 def test_a_folder_that_holds_another_thing_than_a_model_is_refused(tmp_path: Path, file: str, said: str) -> None:

@@ -24,15 +24,19 @@ ADAPTER = "policy"  # vLLM's name for the adapter
 def sends_adapter_alone(config: ModelConfig) -> bool:
     """True if vLLM gets the adapter beside its own base. Otherwise it gets the weights with the adapter merged: vLLM
     computes adapters of a mixture of experts by Triton kernels only, which a CPU does not run, and takes no embedding
-    or head that is trained whole, nor a rank above the last of VLLM_LORA_RANKS."""
+    or head that is trained whole, nor a rank above the last of VLLM_LORA_RANKS; and of a multimodal base it holds the
+    whole, where layers have other names than in a training of the text model alone."""
     if not config.use_peft or config.lora_modules_to_save or config.lora_r > VLLM_LORA_RANKS[-1]:
         return False
-    from transformers import AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     from grpo_core.model.pretrained import from_pretrained
 
-    text = from_pretrained(AutoConfig, config.name_or_path, config.revision).get_text_config()
-    return not any(getattr(text, name, None) for name in EXPERTS)
+    whole = from_pretrained(AutoConfig, config.name_or_path, config.revision)
+    trained: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(whole)]
+    return trained.config_class is type(whole) and not any(
+        getattr(whole.get_text_config(), name, None) for name in EXPERTS
+    )
 
 
 def supported_rank(rank: int) -> int:

@@ -97,6 +97,7 @@ class VLLMEngine:
                     dtype="bfloat16" if config.train.mixed_precision == "bf16" else "float32",
                     max_model_len=max_length,
                     enforce_eager=on_cpu,
+                    language_model_only=True,  # the training may hold nothing else of a multimodal model
                     logprobs_mode=LOGPROBS_MODE,
                     hf_overrides=dict(HEAD),
                     **options,

@@ -83,6 +83,7 @@ def server_command(config: RunConfig) -> list[str]:
         *("-m", "vllm.entrypoints.openai.api_server", "--model", config.model.name_or_path),
         *pinned,
         *("--dtype", "bfloat16" if config.train.mixed_precision == "bf16" else "float32"),
+        "--language-model-only",
         "--enable-scale-out",  # without it vLLM answers no tokens with tokens
         *("--max-model-len", "auto", "--uvicorn-log-level", "warning"),
         *("--middleware", "grpo_core.rollout.vllm.binary.BinaryCompletions"),  # the first is behind the others

@@ -11,12 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.errors import ConfigError
-from grpo_core.model.checkpoint_fit import left_out
-from grpo_core.model.loading import load_model, trainable_state, with_adapter
+from grpo_core.model.loading import load_model, with_adapter
 from tests.conftest import make_model
 
 LAYER = "model.layers.1."
@@ -155,21 +153,6 @@ def test_masks_and_positions_that_older_releases_saved_are_no_reason_to_refuse_a
 
 
 @pytest.mark.slow
-def test_a_multimodal_base_of_which_only_the_text_model_is_loaded_is_named(tmp_path: Path) -> None:
-    text = {"vocab_size": 15, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
-    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "linear_num_value_heads": 2}
-    text |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    config = Qwen3_5Config(text_config=text, vision_config={"depth": 1, "hidden_size": 32, "out_hidden_size": 32})
-    Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    said = left_out(tmp_path, None, load_model(tmp_path))
-    assert said == [
-        f"{tmp_path} is a multimodal model (qwen3_5): only its text model (qwen3_5_text) is trained and saved"
-    ]
-    own = make_model(tmp_path / "own")
-    assert left_out(own, None, load_model(own)) == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ["embed_tokens"]])
 def test_an_adapter_of_tied_weights_is_refused_and_of_untied_ones_is_not(targets: list[str], tmp_path: Path) -> None:
     """Merged, its change would be in both, and in what engines are sent."""
@@ -183,29 +166,3 @@ def test_an_adapter_of_tied_weights_is_refused_and_of_untied_ones_is_not(targets
         )
         with refused:
             with_adapter(load_model(folder), config)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("targets", [None, ["q_proj"]])
-def test_an_adapter_leaves_the_tower_for_images_of_a_multimodal_base_alone(
-    targets: list[str] | None, tmp_path: Path
-) -> None:
-    """Text would never train it; a layer has the same name there as in the text model."""
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    text = sizes | {"vocab_size": 15, "num_key_value_heads": 1, "head_dim": 16}
-    changes = {
-        "text_config": text,
-        "vision_config": sizes | {"image_size": 28, "patch_size": 14},
-        "mm_tokens_per_image": 4,
-    }
-    model = load_model(make_model(tmp_path, "Gemma3", **changes))
-    assert any("vision_tower" in name for name, _ in model.named_parameters())
-    config = ModelConfig(name_or_path=str(tmp_path), use_peft=True, lora_r=2, lora_target_modules=targets)
-    names = [*trainable_state(with_adapter(model, config))]
-    assert len(names) == 2 * (1 if targets else 7)
-    assert all(".language_model.layers.0." in name for name in names)
