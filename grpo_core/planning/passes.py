@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_core.config.run import RunConfig
+from grpo_core.planning.architectures.parts import Linear, Part
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ModelShape, PromptLengths, adapted_inputs
 from grpo_core.planning.sharding import FLOAT, HALF, width
 
-# Projections with a common input.
-SAME_INPUT = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 1, "up_proj": 1, "down_proj": 2}
 UNEVEN = 0.05  # by which a process's tokens may exceed the mean, see `training.batch`
 
 
@@ -23,6 +23,13 @@ class Pass:
     keys: float  # that attention reads: those of each completion, and its prompt's once more
     completions: float  # tokens of completions, whose logits are computed
     alone: bool = False  # it is the only one of its update: gradients come into being while its activations go
+    rows: float = 0.0  # completions
+    longest: float = 0.0  # tokens of one, with its prompt
+
+    @property
+    def in_rows(self) -> float:
+        """Tokens if each completion has its prompt in front of it."""
+        return max(self.tokens, self.rows * self.longest)
 
 
 @dataclass(frozen=True)
@@ -44,15 +51,17 @@ def longest_sequence(config: RunConfig, lengths: PromptLengths) -> int:
     return lengths.longest + config.rollout.max_completion_length
 
 
-def planned_pass(config: RunConfig, plan: Plan, lengths: PromptLengths) -> Pass:
+def planned_pass(config: RunConfig, plan: Plan, lengths: PromptLengths, shape: ModelShape | None = None) -> Pass:
     """The largest pass of a plan: completions of full length after the longest prompts."""
     completion, group = config.rollout.max_completion_length, plan.num_generations
+    longest = longest_sequence(config, lengths)
     whole = update_tokens(plan, lengths.longest, completion)
     tokens = min(plan.max_tokens_per_pass or most_tokens(config, plan, lengths), math.ceil(whole))
-    groups = tokens / (lengths.longest + group * completion)  # with one prompt each
+    packs = shape is None or shape.packs(longest)
+    rows = group * tokens / (lengths.longest + group * completion) if packs else tokens / longest
     # Flash attention, which takes no float32, has the keys of each sequence next to each other.
-    repeated = groups * group * lengths.longest * (width(config) == HALF)
-    return Pass(tokens, tokens + repeated, groups * group * completion, alone=whole <= tokens)
+    repeated = rows * lengths.longest * (width(config) == HALF) * packs
+    return Pass(tokens, tokens + repeated, rows * completion, whole <= tokens, rows, longest)
 
 
 def most_tokens(config: RunConfig, plan: Plan, lengths: PromptLengths) -> int:
@@ -81,42 +90,59 @@ def activations(config: RunConfig, shape: ModelShape, size: Pass) -> Activations
     """Bytes that a pass keeps, which is what autograd saves of transformers' layers, and what it needs besides. Tests
     compare both with torch's own counts."""
     w, h = width(config), shape.hidden
-    # A norm keeps its input in float32, one number of it per token and, if its weight is trained, its result without
-    # the weight.
-    norm = FLOAT + w * (not config.model.use_peft or bool(config.model.lora_modules_to_save))
-    layer = 2 * (norm * h + FLOAT) + _inputs(config, shape)
-    # Queries, attention's output, the logarithm of its sum; in the MLP, gate, its activation and what it multiplies.
-    layer += w * 2 * shape.attention + FLOAT * shape.heads + w * 3 * shape.widest
-    if shape.normed_heads:
-        both = shape.attention + shape.key_value
-        layer += norm * both + FLOAT * shape.heads * both / shape.attention
-    one = size.tokens * layer + size.keys * w * 2 * shape.key_value
+    norm = _norm(config, shape)
+    kept = [(sum(_kept(config, shape, part, size) for part in layer), number) for layer, number in shape.kinds]
     # The last norm, whose result is kept for completions only, and the rotation's angles.
-    outside = size.tokens * (norm * h + FLOAT + w * 2 * shape.attention / shape.heads) + size.completions * w * h
+    outside = size.tokens * (norm * h + FLOAT + w * 2 * shape.head) + size.completions * w * h
+    # Log-probabilities of all tokens of the vocabulary, and their exponentials.
+    outside += shape.own_logits * 2 * FLOAT * size.completions * shape.vocabulary
     # In an MLP: gradients of the product, of both factors, and of what is around it; the product itself is gone. In 4
     # bits, the weights of one projection at a time.
-    gradients = size.tokens * w * (2 * shape.widest + 2 * h)
-    gradients += w * h * max(shape.attention, shape.widest) * config.model.load_in_4bit
+    widest = max(part.widest * (size.in_rows * FLOAT if part.is_recurrent else 2 * size.tokens * w) for part, _ in shape.parts)
+    gradients = widest + size.tokens * w * 2 * h
+    if config.model.load_in_4bit:
+        gradients += w * max(it.inputs * it.outputs for it, _ in shape.linear if it.copies == 1)
     again = config.train.gradient_checkpointing  # then a layer keeps its input, until it is computed again
     return Activations(
-        layers=shape.layers * (size.tokens * w * h if again else one),
+        layers=sum(number * (size.tokens * w * h if again else one) for one, number in kept),
         outside=outside,
         in_norm=size.tokens * 5 * FLOAT * h,  # gradients and powers of its input
-        in_layer=gradients + one * again,
+        in_layer=gradients + max(one for one, _ in kept) * again,
     )
 
 
-def _inputs(config: RunConfig, shape: ModelShape) -> float:
-    """Bytes per token and layer of what the projections keep of their inputs, each for its weight's gradient or for an
-    adapter's. Attention's output, which it keeps itself, is not among them."""
+def _norm(config: RunConfig, shape: ModelShape) -> float:
+    """Bytes that a norm keeps of a number: its input in float32, and its result without the weight if that is trained;
+    one number per token comes on top."""
+    trained = not config.model.use_peft or bool(config.model.lora_modules_to_save)
+    return FLOAT + (FLOAT * shape.float_norms or width(config)) * trained
+
+
+def _kept(config: RunConfig, shape: ModelShape, part: Part, size: Pass) -> float:
+    """Bytes that a part of a layer keeps."""
+    w, norm = width(config), _norm(config, shape)
+    each = w * part.half + FLOAT * part.single + _inputs(config, part)
+    each += sum(norm * number + FLOAT * statistics for number, statistics in part.norms)
+    tokens = size.in_rows if part.is_recurrent else size.tokens
+    if size.longest:
+        tokens *= math.ceil(size.longest / part.chunk) * part.chunk / size.longest
+    masked = part.groups if part.window and part.window < size.longest else 1  # keys are repeated beside a mask
+    return tokens * each + masked * size.keys * w * part.keys + size.tokens * size.longest * part.score_bytes
+
+
+def _inputs(config: RunConfig, part: Part) -> float:
+    """Bytes per token of what linear layers keep of their inputs, each for its weight's gradient or for an adapter's.
+    Attention's output, which it keeps itself, is not among them."""
     w, model = width(config), config.model
-    everything = w * (2 * shape.hidden + shape.widest)
     if not model.use_peft:
-        return everything
-    adapted = adapted_inputs(shape, config)
-    between = w * model.lora_r * len(adapted)  # the two matrices of an adapter
+        return w * _distinct(part.linear)
+    adapted = adapted_inputs(part, config)
+    between = w * sum(model.lora_r * bool(it.names) for it in adapted)  # the two matrices of an adapter
     if model.lora_dropout:  # each adapter has its own input with zeros, and a mask of a byte per element
-        return between + (w + 1) * sum(adapted.values())
-    if shape.experts.layers:
-        return between + everything
-    return between + w * sum({SAME_INPUT[name]: size for name, size in adapted.items() if name != "o_proj"}.values())
+        return between + (w + 1) * sum(it.inputs for it in adapted)
+    return between + w * _distinct(adapted)
+
+
+def _distinct(layers: Sequence[Linear]) -> int:
+    """Numbers of the inputs of linear layers, of which those with one source have the same."""
+    return sum({it.source: it.inputs * it.taken for it in layers if it.source}.values())

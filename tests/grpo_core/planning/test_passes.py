@@ -171,7 +171,8 @@ def test_what_a_pass_keeps_and_takes_is_what_torch_counts(
     shape, tokens = model_shape(FAMILIES[family].to_dict()), inputs.tokens
     assert isinstance(tokens, PackedBatch) and isinstance(tokens.attention, _Sequences)
     size = Pass(tokens.input_ids.shape[1], len(tokens.attention.keys), len(tokens.predicts), alone=passes == 1)
-    masks = size.tokens * shape.layers * sum(adapted_inputs(shape, config).values()) * bool(config.model.lora_dropout)
+    adapted = sum(number * it.inputs for part, number in shape.parts for it in adapted_inputs(part, config))
+    masks = size.tokens * adapted * bool(config.model.lora_dropout)
     told = activations(config, shape, size).kept + masks  # a CPU's mask has two bytes per element
     worst = sum(training_parts(planned(config, shape, LENGTHS, Gpu("GPU")), size).values()) + masks
     assert kept == pytest.approx(told, rel=0.04 if config.model.use_peft else 0.015 if keys else 0.003)
