@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_core.config.run import RunConfig
-from grpo_core.planning.architectures.parts import Linear, Part
+from grpo_core.planning.architectures.parts import Part
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ModelShape, PromptLengths, adapted_inputs
 from grpo_core.planning.sharding import FLOAT, HALF, width
@@ -91,14 +91,14 @@ def activations(config: RunConfig, shape: ModelShape, size: Pass) -> Activations
     compare both with torch's own counts."""
     w, h = width(config), shape.hidden
     norm = _norm(config, shape)
-    kept = [(sum(_kept(config, shape, part, size) for part in layer), number) for layer, number in shape.kinds]
+    kept = [(_kept(config, shape, layer, size), number) for layer, number in shape.kinds]
     # The last norm, whose result is kept for completions only, and the rotation's angles.
     outside = size.tokens * (norm * h + FLOAT + w * 2 * shape.head) + size.completions * w * h
     # Log-probabilities of all tokens of the vocabulary, and their exponentials.
     outside += shape.own_logits * 2 * FLOAT * size.completions * shape.vocabulary
     # In an MLP: gradients of the product, of both factors, and of what is around it; the product itself is gone. In 4
     # bits, the weights of one projection at a time.
-    widest = max(part.widest * (size.in_rows * FLOAT if part.is_recurrent else 2 * size.tokens * w) for part, _ in shape.parts)
+    widest = max(2 * w * size.tokens * part.widest + FLOAT * size.in_rows * part.recurred for part, _ in shape.parts)
     gradients = widest + size.tokens * w * 2 * h
     if config.model.load_in_4bit:
         gradients += w * max(it.inputs * it.outputs for it, _ in shape.linear if it.copies == 1)
@@ -118,31 +118,22 @@ def _norm(config: RunConfig, shape: ModelShape) -> float:
     return FLOAT + (FLOAT * shape.float_norms or width(config)) * trained
 
 
-def _kept(config: RunConfig, shape: ModelShape, part: Part, size: Pass) -> float:
-    """Bytes that a part of a layer keeps."""
-    w, norm = width(config), _norm(config, shape)
-    each = w * part.half + FLOAT * part.single + _inputs(config, part)
-    each += sum(norm * number + FLOAT * statistics for number, statistics in part.norms)
-    tokens = size.in_rows if part.is_recurrent else size.tokens
-    if size.longest:
-        tokens *= math.ceil(size.longest / part.chunk) * part.chunk / size.longest
-    masked = part.groups if part.window and part.window < size.longest else 1  # keys are repeated beside a mask
-    return tokens * each + masked * size.keys * w * part.keys + size.tokens * size.longest * part.score_bytes
-
-
-def _inputs(config: RunConfig, part: Part) -> float:
-    """Bytes per token of what linear layers keep of their inputs, each for its weight's gradient or for an adapter's.
-    Attention's output, which it keeps itself, is not among them."""
-    w, model = width(config), config.model
-    if not model.use_peft:
-        return w * _distinct(part.linear)
-    adapted = adapted_inputs(part, config)
-    between = w * sum(model.lora_r * bool(it.names) for it in adapted)  # the two matrices of an adapter
-    if model.lora_dropout:  # each adapter has its own input with zeros, and a mask of a byte per element
-        return between + (w + 1) * sum(it.inputs for it in adapted)
-    return between + w * _distinct(adapted)
-
-
-def _distinct(layers: Sequence[Linear]) -> int:
-    """Numbers of the inputs of linear layers, of which those with one source have the same."""
-    return sum({it.source: it.inputs * it.taken for it in layers if it.source}.values())
+def _kept(config: RunConfig, shape: ModelShape, layer: Sequence[Part], size: Pass) -> float:
+    """Bytes that a layer keeps. Linear layers keep their input for their weight's gradient, or for an adapter's."""
+    w, norm, model = width(config), _norm(config, shape), config.model
+    total, inputs = 0.0, {}
+    for part in layer:
+        tokens = size.in_rows if part.is_recurrent else size.tokens
+        if size.longest:
+            tokens *= math.ceil(size.longest / part.chunk) * part.chunk / size.longest
+        masked = part.groups if part.window and part.window < size.longest else 1  # keys are repeated beside a mask
+        total += w * (tokens * part.half + masked * size.keys * part.keys) + FLOAT * tokens * part.single
+        total += tokens * (sum(norm * number + FLOAT * statistics for number, statistics in part.norms))
+        total += size.tokens * size.longest * part.score_bytes
+        for linear in adapted_inputs(part, config) if model.use_peft else part.linear:
+            total += tokens * w * model.lora_r * model.use_peft  # between the two matrices of an adapter
+            if model.use_peft and model.lora_dropout:  # an adapter's own input with zeros, and a mask of bytes
+                total += tokens * (w + 1) * linear.inputs
+            elif linear.source:
+                inputs[linear.source] = tokens * w * linear.inputs * linear.taken
+    return total + sum(inputs.values())

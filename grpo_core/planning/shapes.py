@@ -79,13 +79,10 @@ class ModelShape:
 
     def packs(self, longest: int) -> bool:
         """True if sequences of at most that many tokens are packed into one row, see `make_packable`."""
-        windows = (part.window for part, _ in self.parts if part.window)
-        return not self.own_logits and min(windows, default=longest) >= longest and not self.score_bytes
-
-    @property
-    def score_bytes(self) -> float:
-        """Kept per token and key of its row, where attention is not fused."""
-        return sum(number * part.score_bytes for part, number in self.parts)
+        parts = [part for part, _ in self.parts]
+        plain = not any(part.score_bytes or (part.is_recurrent and not part.convolved) for part in parts)
+        seen = min((part.window for part in parts if part.window), default=longest)
+        return plain and seen >= longest and not self.own_logits and bool(self.head)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ def _mamba2(c: Config) -> Part:
         *(h, heads, inner // heads, c["mamba_n_groups"], c["mamba_d_state"], c["mamba_d_conv"], c["mamba_chunk_size"]),
         normed=c.get("mamba_rms_norm", True),
         biases=(biased, c.get("mamba_conv_bias", True), c.get("projectors_bias", biased)),
+        in_float="ssm_multipliers" in c,  # which stay float32
     )
 
 
@@ -104,6 +105,7 @@ def _plain_mamba2(c: Config) -> Part:
         *(c["hidden_size"], heads, size, c["n_groups"], state, c["conv_kernel"], c["chunk_size"]),
         normed=True,
         biases=(biased, c.get("use_conv_bias", True), biased),
+        in_float=False,
     )
 
 

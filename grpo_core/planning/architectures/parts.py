@@ -35,7 +35,8 @@ class Part:
     single: float = 0  # kept in float32
     keys: float = 0  # kept per key
     score_bytes: float = 0  # kept per token and key, where attention is not fused
-    widest: float = 0  # passed by a token
+    widest: float = 0  # that a token passes, in an MLP or experts
+    recurred: float = 0  # float32 gradients in a recurrence's backward pass
     chunk: int = 1  # tokens that are padded to a multiple of it
     is_recurrent: bool = False  # sees sequences in rows of their own
     window: int | None = None  # earlier tokens that it attends to
@@ -149,7 +150,7 @@ def delta_rule(
         single=kept + 3 * out + heads,
         chunk=c,
         is_recurrent=True,
-        widest=kept,
+        recurred=kept / (2 if by_dimension else 4),
         convolved=convolved * kernel,
         state=heads * k * v,
     )
@@ -166,20 +167,22 @@ def mamba2(
     *,
     normed: bool,
     biases: tuple[bool, bool, bool],
+    in_float: bool,
 ) -> Part:
     """State-space layer with one decay per head (arXiv:2405.21060). `biases`: of its input, convolution and output."""
     inner = heads * size
     convolved = inner + 2 * groups * state
     projected = inner + convolved + heads
+    half = projected + convolved + 2 * heads + inner * (not normed)
     kept = heads * (5 * size + 5 * state + 3 * chunk + 2 * size * state / chunk + 4)
     return Part(
         (Linear(hidden, projected, "hidden", ("in_proj",)), Linear(inner, hidden, "mixed", ("out_proj",))),
         other=convolved * (kernel + biases[1]) + 3 * heads + inner * normed + projected * biases[0] + hidden * biases[2],
-        half=projected + convolved + 2 * heads + inner * (not normed),
-        single=kept + inner * (5 if normed else 1) + normed,
+        half=half * (not in_float),
+        single=kept + inner * (5 if normed else 1) + normed + half * in_float,
         chunk=chunk,
         is_recurrent=True,
-        widest=kept,
+        recurred=kept / 4,
         convolved=convolved * kernel,
         state=inner * state,
     )
@@ -199,7 +202,7 @@ def mamba(hidden: int, inner: int, rank: int, state: int, kernel: int, *, biased
         half=6 * inner + inner * state,
         single=inner * (3 * state + 2) + state,
         is_recurrent=True,
-        widest=inner * state,
+        recurred=4 * inner * state,
         convolved=inner * kernel,
         state=inner * state,
     )
@@ -274,7 +277,7 @@ def experts(
     return Part(
         (
             Linear(hidden, gates * size, "taken", both[0], number, taken),
-            Linear(size, hidden, "product", both[1], number, taken),
+            Linear(size, hidden, "weighted", both[1], number, taken),
             Linear(hidden, number, "" if in_float else "rested", router),
         ),
         other=biased * (number * own + number),
