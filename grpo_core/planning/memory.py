@@ -105,7 +105,7 @@ def beside_training(run: PlannedRun) -> tuple[dict[str, float], dict[str, float]
     w, sharing = width(config), sharing_processes(config, gpu)
     per_process = -(-plan.generation_batch_size // plan.num_processes)
     in_flight = {"vllm": per_process, "transformers": min(per_process, MAX_ROWS)}.get(engine, 0)
-    cache: float = in_flight * cache_bytes(config, shape, longest_sequence(config, run.lengths), engine)
+    cache: float = in_flight * cache_bytes(config, shape, longest_sequence(config, run.lengths))
     sampled = f"{in_flight} completions sampled together by {engine}"
     # vllm-server: a copy of the weights that are sent to it, kept while the policy moves; with sharding, and for an
     # adapter sent alone, it is in the host's memory. A restarted server also gets the weights that a 4-bit base stands
@@ -213,7 +213,7 @@ def check_engine_memory(run: PlannedRun) -> None:
     longest = longest_sequence(config, run.lengths)
     blocks = math.ceil(longest / KV_BLOCK) + 1
     weights = _vllm_weights(config, shape) / GIB
-    cache = cache_bytes(config, shape, blocks * KV_BLOCK, "vllm") / config.rollout.vllm_tensor_parallel_size / GIB
+    cache = cache_bytes(config, shape, blocks * KV_BLOCK) / config.rollout.vllm_tensor_parallel_size / GIB
     share, needed = config.rollout.memory_share, weights + cache
     if share * gpu.memory_gib > needed:
         return
@@ -275,12 +275,11 @@ def _vllm_weights(config: RunConfig, shape: ModelShape) -> float:
     return width(config) * shape.parameters / config.rollout.vllm_tensor_parallel_size
 
 
-def cache_bytes(config: RunConfig, shape: ModelShape, tokens: int, engine: str) -> float:
-    """Bytes of a sequence of that many tokens in an engine's cache: keys and values, of its window where a layer has
-    one, or the vectors that they come from (vLLM, in latent attention), and states."""
-    w, total = width(config), 0.0
-    for part, number in shape.parts:
-        each = part.latent if engine != "transformers" and part.latent else part.cached
-        held = w * (each * min(tokens, part.window or tokens) + part.convolved) + FLOAT * part.state
-        total += number * held
-    return total
+def cache_bytes(config: RunConfig, shape: ModelShape, tokens: int) -> float:
+    """Bytes that sampling a sequence of that many tokens keeps: keys and values, of its window where a layer has one,
+    and states."""
+    return sum(
+        number
+        * (width(config) * (part.cached * min(tokens, part.window or tokens) + part.convolved) + FLOAT * part.state)
+        for part, number in shape.parts
+    )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.architectures.parts import Part
 from grpo_core.planning.plan import Plan
-from grpo_core.planning.shapes import ModelShape, PromptLengths, adapted_inputs
+from grpo_core.planning.shapes import ModelShape, PromptLengths, rank_of
 from grpo_core.planning.sharding import FLOAT, HALF, width
 
 UNEVEN = 0.05  # by which a process's tokens may exceed the mean, see `training.batch`
@@ -123,15 +123,22 @@ def _kept(config: RunConfig, shape: ModelShape, layer: Sequence[Part], size: Pas
     w, norm, model = width(config), _norm(config, shape), config.model
     total, inputs = 0.0, {}
     for part in layer:
-        tokens = size.in_rows if part.is_recurrent else size.tokens
+        tokens = size.in_rows if part.chunk else size.tokens
         if size.longest:
             tokens *= math.ceil(size.longest / part.chunk) * part.chunk / size.longest
         masked = part.groups if part.window and part.window < size.longest else 1  # keys are repeated beside a mask
         total += w * (tokens * part.half + masked * size.keys * part.keys) + FLOAT * tokens * part.single
         total += tokens * (sum(norm * number + FLOAT * statistics for number, statistics in part.norms))
         total += size.tokens * size.longest * part.score_bytes
-        for linear in adapted_inputs(part, config) if model.use_peft else part.linear:
-            total += tokens * w * model.lora_r * model.use_peft  # between the two matrices of an adapter
+        for linear in part.linear:
+            if model.use_peft and not (rank := rank_of(linear, config)):
+                continue
+            if (
+                model.use_peft and linear.copies > 1
+            ):  # peft adds up all experts' weights, and keeps them with the change
+                total += 2 * w * linear.copies * linear.inputs * linear.outputs
+            elif model.use_peft:  # between the two matrices of the adapter
+                total += tokens * w * rank
             if model.use_peft and model.lora_dropout:  # an adapter's own input with zeros, and a mask of bytes
                 total += tokens * (w + 1) * linear.inputs
             elif linear.source:

@@ -75,12 +75,12 @@ class ModelShape:
 
     @property
     def has_recurrence(self) -> bool:
-        return any(part.is_recurrent for part, _ in self.parts)
+        return any(part.chunk for part, _ in self.parts)
 
     def packs(self, longest: int) -> bool:
         """True if sequences of at most that many tokens are packed into one row, see `make_packable`."""
         parts = [part for part, _ in self.parts]
-        plain = not any(part.score_bytes or (part.is_recurrent and not part.convolved) for part in parts)
+        plain = not any(part.score_bytes or (part.chunk and not part.convolved) for part in parts)
         seen = min((part.window for part in parts if part.window), default=longest)
         return plain and seen >= longest and not self.own_logits and bool(self.head)
 
@@ -178,11 +178,11 @@ def adapter_parameters(shape: ModelShape, config: RunConfig) -> int:
         raise ForecastError(
             f"peft adapts no {shape.refused!r} of this family: name other layers in model.lora_target_modules"
         )
-    each = (number * _ranks(it, config) * it.copies * (it.inputs + it.outputs) for it, number in shape.linear)
+    each = (number * rank_of(it, config) * it.copies * (it.inputs + it.outputs) for it, number in shape.linear)
     return sum(each) + _trained_whole(shape, config)
 
 
-def _ranks(layer: Linear, config: RunConfig) -> int:
+def rank_of(layer: Linear, config: RunConfig) -> int:
     """Rank of the adapter on a linear layer; 0 if there is none."""
     names = config.model.lora_target_modules
     return config.model.lora_r * sum(names is None or name in names for name in layer.names)
@@ -210,8 +210,3 @@ def _trained_whole(shape: ModelShape, config: RunConfig) -> int:
     if shape.is_tied and found >= {"model.embed_tokens", "lm_head"}:
         found.remove("lm_head")
     return sum(sizes[name] for name in found)
-
-
-def adapted_inputs(part: Part, config: RunConfig) -> list[Linear]:
-    """The linear layers of a part, outside experts, that have an adapter."""
-    return [layer for layer in part.linear if layer.copies == 1 and _ranks(layer, config)]

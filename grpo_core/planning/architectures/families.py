@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_core.planning.architectures import parts
+from grpo_core.planning.architectures import recurrences
 from grpo_core.planning.architectures.parts import Linear, Part
+from grpo_core.planning.architectures.recurrences import Config
 
-Config = Mapping[str, Any]
-# Names by which peft finds fused experts; of a family that has them, it then finds other MLPs of these names no more.
-AS_QWEN, AS_MIXTRAL = (("gate_proj", "up_proj"), ("down_proj",)), (("w1", "w3"), ("w2",))
+# Names by which peft finds both tensors of fused experts, and their router.
+AS_QWEN = (("gate_proj", "up_proj"), ("down_proj",), ("gate",))  # and then no other MLPs that have these names
+AS_MIXTRAL = (("w1", "w3"), ("w2",), ("gate",))
 KINDS = {"full_attention": "full", "attention": "full", "*": "full", "sliding_attention": "window"}
 KINDS |= {"mlp": "mlp", "-": "mlp", "moe": "moe", "E": "moe"}  # others have a recurrence or convolution
 
@@ -28,148 +29,59 @@ class Family:
     interval: int = 1  # where layer_types are not given: each layer of this number attends to all
     recurrence: Callable[[Config], Part] | None = None
     beside: bool = False  # a layer has attention and the recurrence
-    alone: bool = False  # a layer has one part
-    latent: bool = False
     gated: bool = False  # attention's output
     fused: bool = False  # queries, keys and values
     sinks: bool = False
     output: str = "o_proj"
-    mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    shared: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # of what all tokens take beside experts
-    adapted: tuple[tuple[str, ...], ...] = ()  # experts, by LoRA
-    router: tuple[str, ...] = ()
-    float_router: bool = False
+    mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # up_proj without gate, or both in one
+    adapted: tuple[tuple[str, ...], ...] = ((), (), ())  # experts and router, by LoRA
     defaults: tuple[tuple[str, Any], ...] = ()  # of keys that configurations leave out
 
 
-def _delta(c: Config) -> tuple[int, int, int, int]:
-    names = ("linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads", "linear_value_head_dim")
-    key_heads, k, heads, v = (c[name] for name in names)
-    return key_heads, k, heads, v
-
-
-def _gated_delta(c: Config, *projections: tuple[str, int], output: str = "out_proj") -> Part:
-    key_heads, k, heads, v = _delta(c)
-    linear = [Linear(c["hidden_size"], size, "hidden", (name,)) for name, size in projections]
-    linear.append(Linear(heads * v, c["hidden_size"], "mixed", (output,)))
-    return parts.delta_rule(tuple(linear), (key_heads, k), (heads, v), c["linear_conv_kernel_dim"])
-
-
-def _qwen3_5(c: Config) -> Part:
-    key_heads, k, heads, v = _delta(c)
-    qkv = ("in_proj_qkv", 2 * key_heads * k + heads * v)
-    return _gated_delta(c, qkv, ("in_proj_z", heads * v), ("in_proj_b", heads), ("in_proj_a", heads))
-
-
-def _qwen3_next(c: Config) -> Part:
-    key_heads, k, heads, v = _delta(c)
-    return _gated_delta(c, ("in_proj_qkvz", 2 * (key_heads * k + heads * v)), ("in_proj_ba", 2 * heads))
-
-
-def _olmo_hybrid(c: Config) -> Part:
-    key_heads, k, heads, v = _delta(c)
-    keys = (("q_proj", key_heads * k), ("k_proj", key_heads * k), ("v_proj", heads * v))
-    return _gated_delta(c, *keys, ("a_proj", heads), ("b_proj", heads), ("g_proj", heads * v), output="o_proj")
-
-
-def _kimi(c: Config) -> Part:
-    own = c.get("linear_attn_config") or {}
-    h, heads = c["hidden_size"], own.get("num_heads") or c["linear_num_heads"]
-    size = own.get("head_dim") or c["linear_head_dim"]
-    inner, narrow = heads * size, ("f_a_proj", "g_a_proj")
-    linear = [Linear(h, inner, "hidden", (name,)) for name in ("q_proj", "k_proj", "v_proj")]
-    linear += [Linear(h, size, "hidden", (name,)) for name in narrow] + [Linear(h, heads, "hidden", ("b_proj",))]
-    linear += [Linear(size, inner, name, (name.replace("a", "b"),)) for name in narrow]
-    linear.append(Linear(inner, h, "mixed", ("o_proj",)))
-    kernel = own.get("short_conv_kernel_size") or c["linear_conv_kernel_dim"]
-    return parts.delta_rule(tuple(linear), (heads, size), (heads, size), kernel, by_dimension=True)
-
-
-def _mamba2(c: Config) -> Part:
-    h, heads = c["hidden_size"], c["mamba_n_heads"]
-    inner = c.get("mamba_d_ssm") or c["mamba_expand"] * h
-    biased = c.get("mamba_proj_bias", False)
-    return parts.mamba2(
-        *(h, heads, inner // heads, c["mamba_n_groups"], c["mamba_d_state"], c["mamba_d_conv"], c["mamba_chunk_size"]),
-        normed=c.get("mamba_rms_norm", True),
-        biases=(biased, c.get("mamba_conv_bias", True), c.get("projectors_bias", biased)),
-        in_float="ssm_multipliers" in c,  # which stay float32
-    )
-
-
-def _plain_mamba2(c: Config) -> Part:
-    heads, size = (c["num_heads"], c["head_dim"]) if "num_heads" in c else (c["mamba_num_heads"], c["mamba_head_dim"])
-    state = c["state_size" if "state_size" in c else "ssm_state_size"]
-    biased = c.get("use_bias", False)
-    return parts.mamba2(
-        *(c["hidden_size"], heads, size, c["n_groups"], state, c["conv_kernel"], c["chunk_size"]),
-        normed=True,
-        biases=(biased, c.get("use_conv_bias", True), biased),
-        in_float=False,
-    )
-
-
-def _mamba(c: Config) -> Part:
-    h, rank = c["hidden_size"], c["mamba_dt_rank"]
-    return parts.mamba(
-        *(h, c["mamba_expand"] * h, -(-h // 16) if rank == "auto" else rank, c["mamba_d_state"], c["mamba_d_conv"]),
-        biased=c.get("mamba_proj_bias", False),
-        conv_biased=c.get("mamba_conv_bias", True),
-    )
-
-
-def _lightning(c: Config) -> Part:
-    heads = c["num_attention_heads"]
-    return parts.lightning(c["hidden_size"], heads, c.get("head_dim") or c["hidden_size"] // heads, c["block_size"])
-
-
-def _convolution(c: Config) -> Part:
-    return parts.short_convolution(c["hidden_size"], c["conv_L_cache"], biased=c.get("conv_bias", False))
-
-
-TIED = (("tie_word_embeddings", True),)
-GEMMA = (*TIED, ("head_dim", 256), ("sliding_window", 4096), ("num_attention_heads", 8), ("num_key_value_heads", 4))
-QWEN3_5 = Family(normed="head", float_norms=1, interval=4, recurrence=_qwen3_5, gated=True)
-JAMBA = Family(recurrence=_mamba, router=("router",))
+LLAMA, TIED = Family(), (("tie_word_embeddings", True),)
+QWEN2 = Family(biases="qkv", biased=("qkv_bias", True))
+QWEN3_5 = Family(normed="head", float_norms=1, interval=4, recurrence=recurrences.qwen3_5, gated=True)
+GEMMA = Family(norms=4, float_norms=1, interval=2, defaults=(*TIED, ("head_dim", 256), ("sliding_window", 4096)))
+GEMMA3 = (*GEMMA.defaults, ("num_attention_heads", 8), ("num_key_value_heads", 4), ("vocab_size", 262208))
+OLMO = Family(normed="whole", float_norms=1, interval=4)
+GLM = Family(biases="qkv", biased=("attention_bias", True), norms=4, mlp=("gate_up_proj", "down_proj"))
 FAMILIES = {
-    **dict.fromkeys(("llama", "mistral", "granite", "ministral"), Family()),
-    "qwen2": Family(biases="qkv", biased=("qkv_bias", True)),
-    "qwen2_moe": Family(biases="qkv", biased=("qkv_bias", True)),
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "ministral": LLAMA,
+    "granite": LLAMA,
+    "smollm3": Family(defaults=TIED),
+    "qwen2": QWEN2,
+    "qwen2_moe": QWEN2,
     "qwen3": Family(normed="head"),
-    "qwen3_moe": Family(normed="head", adapted=AS_QWEN, router=("gate",)),
-    "qwen3_next": Family(
-        **{**vars(QWEN3_5), "recurrence": _qwen3_next, "adapted": AS_QWEN, "router": ("gate",)}
-    ),
+    "qwen3_moe": Family(normed="head", adapted=AS_QWEN),
+    "qwen3_next": replace(QWEN3_5, recurrence=recurrences.qwen3_next, adapted=AS_QWEN),
     "qwen3_5_text": QWEN3_5,
     "qwen3_5_moe_text": QWEN3_5,
     "gpt_oss": Family(biased=("attention_bias", True), float_norms=1, interval=2, sinks=True),
-    "gemma2": Family(norms=4, float_norms=1, interval=2, defaults=GEMMA),
-    "gemma3_text": Family(
-        normed="head", norms=4, float_norms=1, interval=6, defaults=(*GEMMA, ("vocab_size", 262208))
-    ),
+    "gemma2": GEMMA,
+    "gemma3_text": replace(GEMMA, normed="head", interval=6, defaults=GEMMA3),
     "phi3": Family(fused=True, mlp=("gate_up_proj", "down_proj")),
-    "olmo2": Family(normed="whole", float_norms=1),
-    "olmo3": Family(normed="whole", float_norms=1, interval=4),
-    "olmo_hybrid": Family(normed="whole", float_norms=1, interval=4, recurrence=_olmo_hybrid),
-    "olmoe": Family(normed="whole", adapted=AS_QWEN, router=("gate",)),
-    "granitemoehybrid": Family(recurrence=_mamba2, shared=("input_linear", "output_linear")),
-    "smollm3": Family(defaults=TIED),
-    "glm4": Family(biases="qkv", biased=("attention_bias", True), norms=4, mlp=("gate_up_proj", "down_proj")),
-    "glm4_moe": Family(biases="qkv", adapted=AS_QWEN, router=("gate",), float_router=True),
-    "deepseek_v3": Family(latent=True, adapted=AS_QWEN, router=("gate",), float_router=True),
-    "mixtral": Family(adapted=AS_MIXTRAL, router=("gate",)),
-    "minimax": Family(recurrence=_lightning, adapted=AS_MIXTRAL, router=("gate",)),
-    "minimax_m2": Family(normed="whole", adapted=AS_MIXTRAL, router=("gate",)),
-    "falcon_h1": Family(recurrence=_mamba2, beside=True),
-    "nemotron_h": Family(
-        recurrence=_plain_mamba2, alone=True, norms=1, float_norms=1, float_router=True,
-        mlp=("up_proj", "down_proj"), shared=("up_proj", "down_proj"),
+    "olmo2": replace(OLMO, interval=1),
+    "olmo3": OLMO,
+    "olmoe": Family(normed="whole", adapted=AS_QWEN),
+    "olmo_hybrid": replace(OLMO, recurrence=recurrences.olmo_hybrid),
+    "granitemoehybrid": Family(recurrence=recurrences.mamba2, mlp=("input_linear", "output_linear")),
+    "glm4": GLM,
+    "glm4_moe": Family(biases="qkv", adapted=AS_QWEN),
+    "deepseek_v3": Family(adapted=AS_QWEN),
+    "mixtral": Family(adapted=AS_MIXTRAL),
+    "minimax_m2": Family(normed="whole", adapted=AS_MIXTRAL),
+    "minimax": Family(recurrence=recurrences.lightning, adapted=AS_MIXTRAL, interval=2),
+    "falcon_h1": Family(recurrence=recurrences.mamba2, beside=True),
+    "bamba": Family(recurrence=recurrences.mamba2),
+    "nemotron_h": Family(recurrence=recurrences.mamba2, norms=1, float_norms=1, mlp=("up_proj", "down_proj")),
+    "mamba2": Family(recurrence=recurrences.mamba2, norms=1),
+    "kimi_linear": Family(recurrence=recurrences.kimi),
+    "jamba": Family(recurrence=recurrences.mamba, adapted=((), (), ("router",))),
+    "lfm2": Family(
+        "", normed="head", recurrence=recurrences.convolution, output="out_proj", mlp=("w1", "w3", "w2"), defaults=TIED
     ),
-    "jamba": JAMBA,
-    "bamba": Family(recurrence=_mamba2),
-    "mamba2": Family(recurrence=_plain_mamba2, alone=True, norms=1),
-    "lfm2": Family(normed="head", recurrence=_convolution, output="out_proj", mlp=("w1", "w3", "w2"), defaults=TIED),
-    "kimi_linear": Family(latent=True, recurrence=_kimi, float_router=True),
     "exaone4": Family(normed="head", interval=4),
     "ernie4_5": Family(biased=("use_bias", False), defaults=TIED),
     "cohere2": Family(norms=1, float_norms=2, interval=4, defaults=TIED),
@@ -178,23 +90,25 @@ FAMILIES = {
 
 def layers(family: str, c: Config) -> list[tuple[Part, ...]]:
     """The parts of each layer. `c`: with the family's defaults."""
-    it, found = FAMILIES[family], []
+    it, h, found = FAMILIES[family], c["hidden_size"], []
+    alone = it.norms == 1 and it.recurrence  # a layer has one part
     for index, kind in enumerate(_kinds(it, c)):
-        layer = [parts.norm(c["hidden_size"], it.norms)]
+        layer = [Part(other=it.norms * h, norms=((h, 1),) * it.norms)]
         if kind in ("full", "window") or it.beside:
             layer.append(_attention(it, c, c.get("sliding_window") if kind == "window" else None))
         if it.recurrence and (kind == "recurrent" or it.beside):
             layer.append(it.recurrence(c))
-        if not it.alone or kind in ("mlp", "moe"):
-            layer += _mlps(it, c, kind == "moe" if it.alone else _is_mixture(c, index))
+        if kind == "moe" or (not alone and _is_mixture(c, index)):
+            layer += _mixture(it, c)
+        elif kind == "mlp" or not alone:
+            layer.append(_mlp(it, c, c.get("shared_intermediate_size") or _mlp_size(c)))
         found.append(tuple(layer))
     return found
 
 
 def _kinds(it: Family, c: Config) -> list[str]:
     """Kind of each layer: "full", "window" or "recurrent"; "mlp" or "moe", where a layer has one part."""
-    types = c.get("layer_types") or c.get("layers_block_type") or c.get("hybrid_override_pattern")
-    if types:
+    if types := c.get("layer_types") or c.get("layers_block_type") or c.get("hybrid_override_pattern"):
         return [KINDS.get(each, "recurrent") for each in types]
     every, other = range(c["num_hidden_layers"]), "recurrent" if it.recurrence else "window"
     attending = c.get("attn_layer_indices") or c.get("full_attn_idxs")
@@ -202,37 +116,67 @@ def _kinds(it: Family, c: Config) -> list[str]:
         attending = [layer - 1 for layer in own["full_attn_layers"]]
     if period := c.get("attn_layer_period"):
         attending = [layer for layer in every if layer % period == c["attn_layer_offset"]]
-    if attending is not None:
-        return ["full" if layer in attending else "recurrent" for layer in every]
     if it.interval > 1:
         interval = c.get("full_attention_interval") or c.get("sliding_window_pattern") or it.interval
-        return ["full" if (layer + 1) % interval == 0 else other for layer in every]
-    windowed = c.get("sliding_window") and c.get("use_sliding_window", "max_window_layers" not in c)
-    return ["recurrent" if it.recurrence else "window" if windowed else "full" for _ in every]
+        attending = [layer for layer in every if (layer + 1) % interval == 0]
+    if attending is None and not it.recurrence:
+        windowed = c.get("sliding_window") and c.get("use_sliding_window", "max_window_layers" not in c)
+        attending = [] if windowed else every
+    return ["full" if layer in (attending or ()) else other for layer in every]
 
 
 def _attention(it: Family, c: Config, window: int | None) -> Part:
     h, heads, biased = c["hidden_size"], c["num_attention_heads"], c.get(*it.biased)
-    if it.latent:
-        plain, rotated, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
-        ranks = c.get("q_lora_rank"), c["kv_lora_rank"]
-        return parts.latent_attention(h, heads, plain, rotated, value, *ranks, biased=biased)
-    return parts.attention(
-        *(h, heads, heads // (c.get("num_key_value_heads") or heads), c.get("head_dim") or h // heads),
+    if "kv_lora_rank" in c:
+        return _latent_attention(c, biased)
+    groups, size = heads // (c.get("num_key_value_heads") or heads), c.get("head_dim") or h // heads
+    q, kv, capped = heads * size, heads // groups * size, bool(c.get("attn_logit_softcapping"))
+    projected = {"q_proj": q * (1 + it.gated), "k_proj": kv, "v_proj": kv}
+    into = [Linear(h, out, "hidden", (name,)) for name, out in projected.items()]
+    if it.fused:
+        into = [Linear(h, q + 2 * kv, "hidden", ("qkv_proj",))]
+    normed = it.normed or "head" * c.get("use_qk_norm", False)
+    other = {"head": 2 * size, "whole": q + kv, "": 0}[normed] + it.sinks * heads
+    if biased:
+        other += ("q" in it.biases) * sum(projected.values()) + ("o" in it.biases) * h
+    eager = it.sinks or capped  # fused attention, which gives logarithms of sums, has neither
+    return Part(
+        (*into, Linear(q, h, "mixed" * (it.gated or eager), (it.output,))),
+        other=other,
+        norms={"head": ((q, heads), (kv, heads // groups)), "whole": ((q, 1), (kv, 1)), "": ()}[normed],
+        half=q * (1 if eager else 2 + it.gated),
+        single=heads * (1 + it.sinks),
+        keys=2 * kv * (groups if eager else 1),
+        score_bytes=heads * (8 if capped else 2 * it.sinks),
         window=window,
-        biases=it.biases * biased,
-        normed=it.normed or "head" * c.get("use_qk_norm", False),
-        gated=it.gated,
-        fused=it.fused,
-        sinks=it.sinks,
-        capped=bool(c.get("attn_logit_softcapping")),
-        output=it.output,
+        groups=groups,
+        cached=2 * kv,
+    )
+
+
+def _latent_attention(c: Config, biased: bool) -> Part:
+    """Attention whose keys and values come from one narrow vector per token (MLA, arXiv:2405.04434)."""
+    h, heads, q_rank, rank = c["hidden_size"], c["num_attention_heads"], c.get("q_lora_rank") or 0, c["kv_lora_rank"]
+    plain, rotated, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+    q, out = heads * (plain + rotated), heads * value
+    into = [Linear(h, q, "hidden", ("q_proj",))]
+    if q_rank:
+        into = [Linear(h, q_rank, "hidden", ("q_a_proj",)), Linear(q_rank, q, "narrow q", ("q_b_proj",))]
+    into.append(Linear(h, rank + rotated, "hidden", ("kv_a_proj_with_mqa",)))
+    into.append(Linear(rank, heads * (plain + value), "narrow", ("kv_b_proj",)))
+    return Part(
+        (*into, Linear(out, h, "", ("o_proj",))),
+        other=q_rank + rank + biased * (q_rank + rank + rotated + h),
+        norms=((q_rank, 1), (rank, 1)),
+        half=q + out,
+        single=heads,
+        keys=q + out,
+        cached=rank + rotated,
     )
 
 
 def _is_mixture(c: Config, layer: int) -> bool:
-    number = _experts(c)
-    if number < 2:
+    if _experts(c) < 2:
         return False
     if kinds := c.get("mlp_layer_types"):
         return kinds[layer] == "sparse"
@@ -246,33 +190,47 @@ def _experts(c: Config) -> int:
     return next((c[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if c.get(key)), 0)
 
 
-def _mlps(it: Family, c: Config, mixture: bool) -> list[Part]:
-    """The MLP of a layer, or its experts with what all tokens take beside them."""
-    h, size, adapted = c["hidden_size"], c.get("intermediate_size", 0), not it.adapted or it.adapted == AS_MIXTRAL
-    biased = c.get("mlp_bias", c.get("use_bias", False) if it.biased[0] == "use_bias" else False)
-    found = []
-    shared = c.get("shared_intermediate_size") or c.get("shared_expert_intermediate_size", 0) * mixture
-    if mixture:
-        own = c.get("moe_intermediate_size") or size
-        taken = c["num_experts_per_tok" if "num_experts_per_tok" in c else "num_experts_per_token"]
-        found.append(
-            parts.experts(
-                *(h, own, _experts(c), taken, it.adapted),
-                router=it.router,
-                in_float=it.float_router,
-                biased=it.sinks,
-                gated=it.mlp[0] != "up_proj",
-            )
+def _mlp_size(c: Config) -> int:
+    if not c.get("block_auto_adjust_ff_dim"):
+        return c["intermediate_size"]
+    size = int(c.get("block_ffn_dim_multiplier", 1.0) * int(2 * c["intermediate_size"] / 3))  # LFM2
+    return -(-size // c["block_multiple_of"]) * c["block_multiple_of"]
+
+
+def _mlp(it: Family, c: Config, size: int) -> Part:
+    h, (*first, last), plain = c["hidden_size"], it.mlp, it.mlp[0] == "up_proj"
+    gates, adapted = 1 if plain else 2, it.adapted != AS_QWEN
+    into = (Linear(h, gates * size // len(first), "rested", (name,) * adapted) for name in first)
+    biased = c.get("mlp_bias", "use_bias" in it.biased and c.get("use_bias", False))
+    linear = (*into, Linear(size, h, "product", (last,) * adapted))
+    return Part(linear, other=biased * (gates * size + h), half=(2 * gates - 1) * size, widest=size)
+
+
+def _mixture(it: Family, c: Config) -> list[Part]:
+    """Experts, and the MLP that all tokens take beside them."""
+    h, size, number = c["hidden_size"], c.get("moe_intermediate_size") or c["intermediate_size"], _experts(c)
+    taken = c["num_experts_per_tok" if "num_experts_per_tok" in c else "num_experts_per_token"]
+    gates, own = 1 if it.mlp[0] == "up_proj" else 2, 2 * size + h  # biases of gpt-oss, whose products have a cap
+    in_float = "topk_group" in c  # its router computes in float32
+    both, down, router = it.adapted
+    found = [
+        Part(
+            (
+                Linear(h, gates * size, "taken", both, number, taken),
+                Linear(size, h, "weighted", down, number, taken),
+                Linear(h, number, "" if in_float else "rested", router),
+            ),
+            other=it.sinks * (number * own + number),
+            idle=it.sinks * (number - taken) * own,
+            half=taken * ((2 * gates - 1 + 3 * it.sinks) * size + h),
+            single=(1 + in_float) * number + 12 * taken + in_float * h,
+            widest=taken * (size + h / 2),
         )
-        number = c.get("n_shared_experts") or c.get("num_shared_experts") or 0
-        shared = shared or c.get("moe_shared_expert_intermediate_size") or number * own
-    elif "shared_intermediate_size" not in c:
-        if c.get("block_auto_adjust_ff_dim"):  # LFM2's own rounding
-            size = int(c.get("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
-            size = -(-size // c["block_multiple_of"]) * c["block_multiple_of"]
-        found.append(parts.mlp(h, size, it.mlp, biased=biased, adapted=adapted))
-    if shared:
-        found.append(parts.mlp(h, shared, it.shared, biased=biased, adapted=adapted))
-    if shared and "shared_expert_intermediate_size" in c:
+    ]
+    count = c.get("n_shared_experts") or c.get("num_shared_experts") or 0
+    keys = ("shared_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+    if shared := next((c[key] for key in keys if c.get(key)), count * size):
+        found.append(_mlp(it, c, shared))
+    if "shared_expert_intermediate_size" in c:
         found.append(Part((Linear(h, 1, "rested", ("shared_expert_gate",)),), half=h + 1))
     return found

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from grpo_core.config.files import parse_config
 from grpo_core.model.loading import with_adapter
-from grpo_core.planning.shapes import ForecastError, adapted_inputs, adapter_parameters, model_shape, trains_head
+from grpo_core.planning.shapes import ForecastError, adapter_parameters, model_shape, rank_of, trains_head
 from tests.conftest import config_values
 from tests.qwen import SIZES, qwen
 
@@ -93,8 +93,8 @@ def test_what_goes_into_adapters_is_the_inputs_of_their_layers(targets: list[str
     model = with_adapter(AutoModelForCausalLM.from_config(shape), config.model)
     adapted = [module for module in model.modules() if hasattr(module, "lora_dropout")]
     expected = sum(module.in_features for module in adapted)
-    parts = model_shape(shape.to_dict()).parts
-    assert sum(number * it.inputs for part, number in parts for it in adapted_inputs(part, config)) == expected
+    linear = model_shape(shape.to_dict()).linear
+    assert sum(number * it.inputs for it, number in linear if rank_of(it, config)) == expected
 
 
 def test_qwen2_5_7b_has_the_parameters_of_its_model_card() -> None:
