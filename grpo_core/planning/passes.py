@@ -96,12 +96,12 @@ def activations(config: RunConfig, shape: ModelShape, size: Pass) -> Activations
     outside = size.tokens * (norm * h + FLOAT + w * 2 * shape.head) + size.completions * w * h
     # Log-probabilities of all tokens of the vocabulary, and their exponentials.
     outside += shape.own_logits * 2 * FLOAT * size.completions * shape.vocabulary
-    # In an MLP: gradients of the product, of both factors, and of what is around it; the product itself is gone. In 4
-    # bits, the weights of one projection at a time.
+    # In an MLP: gradients of the product, of both factors, and of what is around it; the product itself is gone. Of
+    # experts, those of the largest weights, and in 4 bits, the weights of one projection at a time.
     widest = max(2 * w * size.tokens * part.widest + FLOAT * size.in_rows * part.recurred for part, _ in shape.parts)
     gradients = widest + size.tokens * w * 2 * h
-    if config.model.load_in_4bit:
-        gradients += w * max(it.inputs * it.outputs for it, _ in shape.linear if it.copies == 1)
+    if config.model.load_in_4bit or shape.has_experts:
+        gradients += w * max(it.inputs * it.outputs * it.copies for it, _ in shape.linear)
     again = config.train.gradient_checkpointing  # then a layer keeps its input, until it is computed again
     return Activations(
         layers=sum(number * (size.tokens * w * h if again else one) for one, number in kept),
@@ -124,21 +124,19 @@ def _kept(config: RunConfig, shape: ModelShape, layer: Sequence[Part], size: Pas
     total, inputs = 0.0, {}
     for part in layer:
         tokens = size.in_rows if part.chunk else size.tokens
-        if size.longest:
+        if size.longest and part.chunk:
             tokens *= math.ceil(size.longest / part.chunk) * part.chunk / size.longest
         masked = part.groups if part.window and part.window < size.longest else 1  # keys are repeated beside a mask
         total += w * (tokens * part.half + masked * size.keys * part.keys) + FLOAT * tokens * part.single
-        total += tokens * (sum(norm * number + FLOAT * statistics for number, statistics in part.norms))
+        total += tokens * sum(norm * number + FLOAT * statistics for number, statistics in part.norms)
         total += size.tokens * size.longest * part.score_bytes
         for linear in part.linear:
-            if model.use_peft and not (rank := rank_of(linear, config)):
-                continue
-            if (
-                model.use_peft and linear.copies > 1
-            ):  # peft adds up all experts' weights, and keeps them with the change
-                total += 2 * w * linear.copies * linear.inputs * linear.outputs
-            elif model.use_peft:  # between the two matrices of the adapter
-                total += tokens * w * rank
+            if model.use_peft:
+                if not (rank := rank_of(linear, config)):
+                    continue
+                # Between the two matrices of an adapter; of experts, peft keeps all weights with their change.
+                experts = linear.copies * linear.inputs * linear.outputs
+                total += w * (experts if linear.copies > 1 else tokens * rank)
             if model.use_peft and model.lora_dropout:  # an adapter's own input with zeros, and a mask of bytes
                 total += tokens * (w + 1) * linear.inputs
             elif linear.source:

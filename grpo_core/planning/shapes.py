@@ -16,6 +16,7 @@ from grpo_core.planning.architectures.parts import Linear, Part
 # Whole models of text and images by the kind of their text model, as transformers loads them for text: with what sees
 # images, or without.
 WITH_IMAGES, WITHOUT_IMAGES = ("gemma3",), ("qwen3_5", "qwen3_5_moe")
+UNTIED = ("nemotron_h", "kimi_linear")  # whatever they say
 NO_ADAPTER = ("falcon_h1", "nemotron_h", "mamba2")  # on `out_proj`, by peft
 FAMILIES = (*architectures.FAMILIES, *WITH_IMAGES, *WITHOUT_IMAGES)
 
@@ -141,7 +142,11 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     values = {**dict(own.defaults), "tie_word_embeddings": config.get("tie_word_embeddings"), **text}
     values = {**values, **{key: value for key, value in own.defaults if values.get(key) is None}}
     layers = Counter(architectures.layers(kind, values))
-    h, vocabulary, tied = values["hidden_size"], values["vocab_size"], bool(values["tie_word_embeddings"])
+    h, vocabulary, tied = (
+        values["hidden_size"],
+        values["vocab_size"],
+        bool(values["tie_word_embeddings"]) and kind not in UNTIED,
+    )
     attends = any(part.keys for layer in layers for part in layer)
     scales = (values.get(key, 1) for key in ("logits_scaling", "logit_scale", "lm_head_multiplier"))
     return ModelShape(

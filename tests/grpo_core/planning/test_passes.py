@@ -89,7 +89,8 @@ class _Varlen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output, log_sums = torch.zeros_like(query), torch.zeros(query.shape[1], query.shape[0])
+        output = value.new_zeros(*query.shape[:2], value.shape[2])
+        log_sums = torch.zeros(query.shape[1], query.shape[0])
         ctx.save_for_backward(query, key, value, output, log_sums)
         return output
 
