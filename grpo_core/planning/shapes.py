@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,9 @@ from grpo_core.config.run import RunConfig
 from grpo_core.planning.architectures import families as architectures
 from grpo_core.planning.architectures.parts import Linear, Part
 
-# Whole models of text and images by the kind of their text model, as transformers loads them for text: with what sees
-# images, or without.
+# Models of text and images, which transformers loads for text with what sees images, or without it.
 WITH_IMAGES, WITHOUT_IMAGES = ("gemma3",), ("qwen3_5", "qwen3_5_moe")
-UNTIED = ("nemotron_h", "kimi_linear")  # whatever they say
+UNTIED = ("nemotron_h", "kimi_linear")  # whatever their configurations say
 NO_ADAPTER = ("falcon_h1", "nemotron_h", "mamba2")  # on `out_proj`, by peft
 FAMILIES = (*architectures.FAMILIES, *WITH_IMAGES, *WITHOUT_IMAGES)
 
@@ -39,42 +39,42 @@ class ModelShape:
     own_logits: bool = False  # not those of a linear layer alone
     refused: str = ""  # name of a linear layer that peft does not adapt, if it is asked for all
 
-    @property
-    def parts(self) -> Iterator[tuple[Part, int]]:
+    @cached_property
+    def parts(self) -> list[tuple[Part, int]]:
         """Each part of a layer, and the number of such layers."""
-        return ((part, number) for layer, number in self.kinds for part in layer)
+        return [(part, number) for layer, number in self.kinds for part in layer]
 
-    @property
-    def linear(self) -> Iterator[tuple[Linear, int]]:
-        return ((each, number) for part, number in self.parts for each in part.linear)
+    @cached_property
+    def linear(self) -> list[tuple[Linear, int]]:
+        return [(each, number) for part, number in self.parts for each in part.linear]
 
-    @property
+    @cached_property
     def layers(self) -> int:
         return sum(number for _, number in self.kinds)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return self.outside + sum(number * part.parameters for part, number in self.parts)
 
-    @property
+    @cached_property
     def active(self) -> int:
         """Parameters that a token passes: all except those of the experts that it does not take."""
         return self.outside + sum(number * part.active for part, number in self.parts)
 
-    @property
+    @cached_property
     def largest_layer(self) -> int:
         return max(sum(part.parameters for part in layer) for layer, _ in self.kinds)
 
-    @property
+    @cached_property
     def largest_parameter(self) -> int:
         """Elements of the largest tensor."""
         return max(self.hidden * self.vocabulary, *(it.inputs * it.outputs * it.copies for it, _ in self.linear))
 
-    @property
+    @cached_property
     def has_experts(self) -> bool:
         return any(it.copies > 1 for it, _ in self.linear)
 
-    @property
+    @cached_property
     def has_recurrence(self) -> bool:
         return any(part.chunk for part, _ in self.parts)
 
@@ -137,16 +137,14 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     family, text = config.get("model_type"), config.get("text_config") or config
     kind = text.get("model_type", family)
     if family not in FAMILIES or kind not in architectures.FAMILIES:
-        raise ForecastError(f"model_type {family!r}: memory is forecast for {', '.join(FAMILIES)} only")
+        unknown = kind if family in FAMILIES else family
+        raise ForecastError(f"model_type {unknown!r}: memory is forecast for {', '.join(FAMILIES)} only")
     own = architectures.FAMILIES[kind]
-    values = {**dict(own.defaults), "tie_word_embeddings": config.get("tie_word_embeddings"), **text}
-    values = {**values, **{key: value for key, value in own.defaults if values.get(key) is None}}
+    values: dict[str, Any] = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text}
+    values |= {key: value for key, value in own.defaults if values.get(key) is None}
     layers = Counter(architectures.layers(kind, values))
-    h, vocabulary, tied = (
-        values["hidden_size"],
-        values["vocab_size"],
-        bool(values["tie_word_embeddings"]) and kind not in UNTIED,
-    )
+    h, vocabulary = values["hidden_size"], values["vocab_size"]
+    tied = bool(values["tie_word_embeddings"]) and kind not in UNTIED
     attends = any(part.keys for layer in layers for part in layer)
     scales = (values.get(key, 1) for key in ("logits_scaling", "logit_scale", "lm_head_multiplier"))
     return ModelShape(

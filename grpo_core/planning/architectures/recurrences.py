@@ -84,7 +84,7 @@ def mamba2(c: Config) -> Part:
     """State-space layer with a decay per head (arXiv:2405.21060)."""
 
     def given(*names: str) -> Any:
-        return next(c[name] for name in names if c.get(name) is not None)
+        return c[next((name for name in names if c.get(name) is not None), names[0])]
 
     h, heads = c["hidden_size"], given("mamba_n_heads", "mamba_num_heads", "num_heads")
     size, groups = given("mamba_d_head", "mamba_head_dim", "head_dim"), given("mamba_n_groups", "n_groups")

@@ -23,6 +23,7 @@ from grpo_core.model.sequences import Sequences
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.memory import cache_bytes, training_parts
 from grpo_core.planning.passes import Pass, activations
+from grpo_core.planning.remedies import remedies
 from grpo_core.planning.shapes import FAMILIES, ForecastError, adapter_parameters, model_shape
 from tests.conftest import config_values
 from tests.grpo_core.allocations import Allocations
@@ -179,6 +180,14 @@ def test_adapter_parameters_are_those_of_peft_s_adapter(family: str, targets: li
         return
     found = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
     assert adapter_parameters(shape, config) == found
+
+
+@pytest.mark.parametrize("limit", [None, 20_000])
+def test_an_adapter_that_peft_refuses_is_no_remedy_and_hides_no_forecast(limit: int | None) -> None:
+    config = config_with(mixed_precision="bf16", engine="vllm-server", max_tokens_per_pass=limit)
+    run = planned(config, model_shape(CONFIG_MAPPING["falcon_h1"]().to_dict()), LENGTHS, Gpu("GPU", 80))
+    changes = [remedy["changes"] for remedy in remedies(run)]
+    assert changes and not any("model.use_peft" in each for each in changes)
 
 
 ROWS, GROUP, PROMPT, COMPLETION = 4, 2, 31, 33  # which fill the chunks of recurrences
