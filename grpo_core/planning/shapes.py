@@ -12,17 +12,13 @@ from typing import Any
 
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.architectures import families as architectures
-from grpo_core.planning.architectures.parts import Linear, Part
+from grpo_core.planning.architectures.parts import ForecastError, Linear, Part
 
 # Models of text and images, which transformers loads for text with what sees images, or without it.
 WITH_IMAGES, WITHOUT_IMAGES = ("gemma3",), ("qwen3_5", "qwen3_5_moe")
 UNTIED = ("nemotron_h", "kimi_linear")  # whatever their configurations say
 NO_ADAPTER = ("falcon_h1", "nemotron_h", "mamba2")  # on `out_proj`, by peft
 FAMILIES = (*architectures.FAMILIES, *WITH_IMAGES, *WITHOUT_IMAGES)
-
-
-class ForecastError(ValueError):
-    """A quantity that cannot be forecast; the message says why."""
 
 
 @dataclass(frozen=True)

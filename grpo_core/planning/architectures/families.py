@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_core.planning.architectures import recurrences
-from grpo_core.planning.architectures.parts import Linear, Part
+from grpo_core.planning.architectures.parts import ForecastError, Linear, Part
 from grpo_core.planning.architectures.recurrences import Config
 
 # Names by which peft finds both tensors of fused experts, and their router.
 AS_QWEN = (("gate_proj", "up_proj"), ("down_proj",), ("gate",))  # and then no other MLPs that have these names
 AS_MIXTRAL = (("w1", "w3"), ("w2",), ("gate",))
 KINDS = {"full_attention": "full", "attention": "full", "*": "full", "sliding_attention": "window"}
-KINDS |= {"mlp": "mlp", "-": "mlp", "moe": "moe", "E": "moe"}  # others have a recurrence or convolution
+KINDS |= {"mlp": "mlp", "-": "mlp", "moe": "moe", "E": "moe"}
+KINDS |= dict.fromkeys(("linear_attention", "mamba", "M", "conv", "hybrid"), "recurrent")
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,13 @@ def layers(family: str, c: Config) -> list[tuple[Part, ...]]:
 
 def _kinds(it: Family, c: Config) -> list[str]:
     """Kind of each layer: "full", "window" or "recurrent"; "mlp" or "moe", where a layer has one part."""
+    if c.get("moe_latent_size"):
+        raise ForecastError("moe_latent_size: experts between narrower layers are not known")
     if types := c.get("layer_types") or c.get("layers_block_type") or c.get("hybrid_override_pattern"):
-        return [KINDS.get(each, "recurrent") for each in types]
+        known = [kind for kind, means in KINDS.items() if means != "recurrent" or it.recurrence]
+        if other := sorted({*types} - {*known}):
+            raise ForecastError(f"layers of the kind {other[0]!r} are not known in this family")
+        return [KINDS[each] for each in types]
     every, other = range(c["num_hidden_layers"]), "recurrent" if it.recurrence else "window"
     attending = c.get("attn_layer_indices") or c.get("full_attn_idxs")
     if own := c.get("linear_attn_config"):

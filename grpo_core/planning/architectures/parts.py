@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+class ForecastError(ValueError):
+    """A quantity that cannot be forecast; the message says why."""
+
+
 @dataclass(frozen=True)
 class Linear:
     """A linear layer, or one of each expert."""

@@ -97,6 +97,11 @@ def test_keys_of_older_checkpoints_mean_the_same_layers(family: str, own: dict[s
 def test_families_that_are_not_known_are_not_guessed() -> None:
     with pytest.raises(ForecastError, match=r"model_type 'mistral3': memory is forecast for llama, .* only"):
         model_shape({"model_type": "mistral3", "text_config": small_config("mistral").to_dict()})
+    for kind in ("chunked_attention", "linear_attention"):
+        with pytest.raises(ForecastError, match=f"layers of the kind '{kind}' are not known in this family"):
+            model_shape(small_config("llama").to_dict() | {"layer_types": ["full_attention", kind]})
+    with pytest.raises(ForecastError, match="moe_latent_size: experts between narrower layers are not known"):
+        model_shape(small_config("nemotron_h").to_dict() | {"moe_latent_size": 32})
 
 
 @pytest.mark.parametrize(
