@@ -157,6 +157,8 @@ def training_parts(run: PlannedRun, size: Pass) -> dict[str, float]:
     found = activations(config, shape, size)
     # The logits of a chunk, overwritten by their gradient, the states' gradient, and the float32 sum of the weight's.
     logits = HEAD_BYTES_PER_LOGIT * min(size.completions, chunk_tokens("cuda", shape.vocabulary)) * shape.vocabulary
+    if shape.own_logits:  # of all tokens, and in float32 those of completions, twice
+        logits = (w * size.tokens + 2 * FLOAT * size.completions) * shape.vocabulary
     states, head_gradient = w * shape.hidden * size.completions, FLOAT * head
     worst: list[dict[str, float]] = []
     if config.train.sharding != "none":

@@ -94,8 +94,9 @@ def activations(config: RunConfig, shape: ModelShape, size: Pass) -> Activations
     kept = [(_kept(config, shape, layer, size), number) for layer, number in shape.kinds]
     # The last norm, whose result is kept for completions only, and the rotation's angles.
     outside = size.tokens * (norm * h + FLOAT + w * 2 * shape.head) + size.completions * w * h
-    # Log-probabilities of all tokens of the vocabulary, and their exponentials.
-    outside += shape.own_logits * 2 * FLOAT * size.completions * shape.vocabulary
+    # Log-probabilities of the whole vocabulary, and what a cap makes of all tokens' logits.
+    own = FLOAT * size.completions * shape.own_logits + w * size.tokens * shape.caps_logits
+    outside += own * shape.vocabulary
     # In an MLP: gradients of the product, of both factors, and of what is around it; the product itself is gone. Of
     # experts, those of the largest weights, and in 4 bits, the weights of one projection at a time.
     widest = max(2 * w * size.tokens * part.widest + FLOAT * size.in_rows * part.recurred for part, _ in shape.parts)
@@ -126,8 +127,7 @@ def _kept(config: RunConfig, shape: ModelShape, layer: Sequence[Part], size: Pas
         tokens = size.in_rows if part.chunk else size.tokens
         if size.longest and part.chunk:
             tokens *= math.ceil(size.longest / part.chunk) * part.chunk / size.longest
-        masked = part.groups if part.window and part.window < size.longest else 1  # keys are repeated beside a mask
-        total += w * (tokens * part.half + masked * size.keys * part.keys) + FLOAT * tokens * part.single
+        total += w * (tokens * part.half + size.keys * part.keys) + FLOAT * tokens * part.single
         total += tokens * sum(norm * number + FLOAT * statistics for number, statistics in part.norms)
         total += size.tokens * size.longest * part.score_bytes
         for linear in part.linear:

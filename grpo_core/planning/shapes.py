@@ -33,6 +33,7 @@ class ModelShape:
     is_tied: bool  # the head's weights are the embedding's
     float_norms: int = 0  # see `Family`
     own_logits: bool = False  # not those of a linear layer alone
+    caps_logits: bool = False
     refused: str = ""  # name of a linear layer that peft does not adapt, if it is asked for all
 
     @cached_property
@@ -141,6 +142,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     layers = Counter(architectures.layers(kind, values))
     h, vocabulary = values["hidden_size"], values["vocab_size"]
     tied = bool(values["tie_word_embeddings"]) and kind not in UNTIED
+    capped = bool(values.get("final_logit_softcapping"))
     attends = any(part.keys for layer in layers for part in layer)
     scales = (values.get(key, 1) for key in ("logits_scaling", "logit_scale", "lm_head_multiplier"))
     return ModelShape(
@@ -151,7 +153,8 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         outside=vocabulary * h * (1 if tied else 2) + h + (_tower(config, h) if family in WITH_IMAGES else 0),
         is_tied=tied,
         float_norms=own.float_norms,
-        own_logits=bool(values.get("final_logit_softcapping")) or any(scale != 1 for scale in scales),
+        own_logits=capped or any(scale != 1 for scale in scales),
+        caps_logits=capped,
         refused="out_proj" * (family in NO_ADAPTER),
     )
 

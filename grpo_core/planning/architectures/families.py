@@ -155,7 +155,6 @@ def _attention(it: Family, c: Config, window: int | None) -> Part:
         keys=2 * kv * (groups if eager else 1),
         score_bytes=heads * (8 if capped else 2 * it.sinks),
         window=window,
-        groups=groups,
         cached=2 * kv,
     )
 

@@ -38,7 +38,6 @@ class Part:
     recurred: float = 0  # float32 gradients in a recurrence's backward pass
     chunk: int = 0  # tokens, to which a recurrence fills up each sequence, laid in a row of its own; 0: it is none
     window: int | None = None  # tokens that attention sees
-    groups: int = 1  # query heads per key head
     cached: int = 0  # kept per token in sampling
     convolved: int = 0  # kept per sequence in sampling
     state: int = 0  # the same in float32

@@ -22,13 +22,13 @@ from grpo_core.model.packed_attention import _Varlen as _Sequences
 from grpo_core.model.sequences import Sequences
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.memory import cache_bytes, training_parts
-from grpo_core.planning.passes import Pass, activations
+from grpo_core.planning.passes import Pass, activations, planned_pass
 from grpo_core.planning.remedies import remedies
 from grpo_core.planning.shapes import FAMILIES, ForecastError, adapter_parameters, model_shape
 from tests.conftest import config_values
 from tests.grpo_core.allocations import Allocations
 from tests.grpo_core.planning.small_models import MODELS, small_config
-from tests.grpo_core.planning.test_forecast import config_with
+from tests.grpo_core.planning.test_forecast import config_with, plan_of
 from tests.grpo_core.planning.test_passes import LENGTHS, gpu_kernels
 from tests.qwen import planned
 
@@ -61,6 +61,10 @@ def test_parameters_are_those_of_transformers_model(family: str, tied: bool) -> 
     found = shape.parameters, shape.outside, shape.largest_layer
     assert found == (_parameters(model), _parameters(model) - sum(layers), max(layers))
     assert shape.largest_parameter == max(parameter.numel() for parameter in model.parameters())
+    number, taken = (getattr(config, key, 1) for key in ("num_local_experts", "num_experts_per_tok"))
+    number = getattr(config, "num_experts", getattr(config, "n_routed_experts", number))
+    passed = {name: p.numel() * (taken / number if ".experts." in name else 1) for name, p in model.named_parameters()}
+    assert shape.active == sum(passed.values())
 
 
 @pytest.mark.parametrize(
@@ -195,6 +199,19 @@ def test_an_adapter_that_peft_refuses_is_no_remedy_and_hides_no_forecast(limit: 
     assert changes and not any("model.use_peft" in each for each in changes)
 
 
+def test_rows_that_cannot_be_packed_have_their_prompt_each() -> None:
+    """And recurrences see such rows in any case: 8 completions of 512 tokens after 220."""
+    config = config_with(mixed_precision="bf16", max_completion_length=512, num_generations=8)
+    packed, padded = (
+        planned_pass(config, plan_of(config), LENGTHS, model_shape(small_config(family, **changes).to_dict()))
+        for family, changes in (("qwen3_5_text", {}), ("gemma3_text", {"sliding_window": 16}))
+    )
+    assert packed.tokens == padded.tokens == padded.keys == padded.in_rows
+    assert padded.completions / padded.tokens == pytest.approx(512 / 732)
+    assert packed.keys == packed.in_rows + packed.tokens - packed.completions
+    assert packed.in_rows / packed.tokens == pytest.approx(8 * 732 / (220 + 8 * 512))
+
+
 ROWS, GROUP, PROMPT, COMPLETION = 4, 2, 31, 33  # which fill the chunks of recurrences
 
 
@@ -207,12 +224,25 @@ def test_a_pass_keeps_and_takes_what_torch_counts(
     assert 0.8 <= peak / worst <= 1.1
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "exaone4", "cohere2"])
-def test_a_window_that_sequences_exceed_has_its_keys_once_per_query_head(
-    gpu_kernels: None, monkeypatch: pytest.MonkeyPatch, family: str
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gemma3_text", {"sliding_window": 16}),
+        ("exaone4", {"sliding_window": 16}),
+        ("gpt_oss", {"sliding_window": 16}),
+        ("cohere2", {"sliding_window": 16, "vocab_size": 3000}),
+        ("gemma2", {"sliding_window": 16, "vocab_size": 3000}),
+        ("granite", {"logits_scaling": 8.0, "vocab_size": 3000}),
+        ("falcon_h1", {"lm_head_multiplier": 0.5, "vocab_size": 3000}),
+    ],
+)
+def test_what_cannot_be_packed_keeps_what_torch_counts(
+    gpu_kernels: None, monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any]
 ) -> None:
-    kept, told, _, _ = _counted(monkeypatch, family, small_config(family, sliding_window=16))
+    """Windows that sequences exceed, and logits of their own over a large vocabulary."""
+    kept, told, peak, worst = _counted(monkeypatch, family, small_config(family, **changes))
     assert kept == pytest.approx(told, rel=0.1)
+    assert 0.8 <= peak / worst <= 1.1
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe", "gpt_oss", "qwen3_5_text", "bamba", "phi3"])
@@ -248,10 +278,8 @@ def _counted(
 
     shape, tokens = model_shape(small.to_dict()), inputs.tokens
     assert shape.packs(PROMPT + COMPLETION) == policy.packs
-    assert (shape.own_logits, shape.has_recurrence) == (
-        policy.output_layer is None,
-        policy.with_rows or family in FLOAT32,
-    )
+    assert shape.own_logits == (policy.output_layer is None)
+    assert shape.has_recurrence == policy.with_rows or not policy.packs
     number, keyed, longest = tokens.input_ids.numel(), tokens.input_ids.numel(), PROMPT + COMPLETION
     if isinstance(tokens, PackedBatch):  # without the last token of a completion
         assert isinstance(tokens.attention, _Sequences)
