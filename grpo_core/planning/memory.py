@@ -60,7 +60,7 @@ def peak_memory(run: PlannedRun, size: Pass | None = None) -> dict[str, Any]:
     `host_memory_gib`, if the optimizer is offloaded: memory of one machine that its moments take.
     """
     config, shape, lengths, gpu = run.config, run.shape, run.lengths, run.gpu
-    size = size or planned_pass(config, run.plan, lengths)
+    size = size or planned_pass(config, run.plan, lengths, shape)
     held, others, sampled = beside_training(run)
     training = training_parts(run, size)
     total = sum(held.values()) + max(sum(training.values()), *others.values())
@@ -77,6 +77,7 @@ def peak_memory(run: PlannedRun, size: Pass | None = None) -> dict[str, Any]:
             f"{describe_sharing(config, gpu)}{sampled}; of gradients and what a pass needs together, KV cache"
             + " and the base that the adapter is merged into" * bool(others["merged_base"])
             + ", only the largest counts"
+            + "; recurrences as transformers computes them in Python, of which kernels keep less" * shape.has_recurrence
         ),
     }
     if config.train.offload == "optimizer":
@@ -97,19 +98,19 @@ def beside_training(run: PlannedRun) -> tuple[dict[str, float], dict[str, float]
     """Bytes that are always held, bytes of what takes turns with the training, each by their parts, and in words how
     completions are sampled."""
     config, plan, shape, gpu = run.config, run.plan, run.shape, run.gpu
-    weights, prompt, engine = shape.parameters, run.lengths.longest, config.rollout.engine_on(has_gpu=True)
+    weights, engine = shape.parameters, config.rollout.engine_on(has_gpu=True)
     lora, sharded = config.model.use_peft, config.train.sharding != "none"
     half = config.train.mixed_precision == "bf16"
     base = frozen_bytes(config, shape) if lora else 0.0
     w, sharing = width(config), sharing_processes(config, gpu)
     per_process = -(-plan.generation_batch_size // plan.num_processes)
     in_flight = {"vllm": per_process, "transformers": min(per_process, MAX_ROWS)}.get(engine, 0)
-    cache: float = in_flight * (prompt + config.rollout.max_completion_length) * _kv_bytes(config, shape)
+    cache: float = in_flight * cache_bytes(config, shape, longest_sequence(config, run.lengths))
     sampled = f"{in_flight} completions sampled together by {engine}"
     # vllm-server: a copy of the weights that are sent to it, kept while the policy moves; with sharding, and for an
     # adapter sent alone, it is in the host's memory. A restarted server also gets the weights that a 4-bit base stands
     # for. transformers: samples with the trained weights or, with sharding, with a whole copy.
-    alone = lora and shape.experts.layers == 0 and not config.model.lora_modules_to_save
+    alone = lora and not shape.has_experts and not config.model.lora_modules_to_save
     alone = alone and config.model.lora_r <= VLLM_LORA_RANKS[-1]
     engine_weights = {
         "vllm": _vllm_weights(config, shape),
@@ -156,6 +157,8 @@ def training_parts(run: PlannedRun, size: Pass) -> dict[str, float]:
     found = activations(config, shape, size)
     # The logits of a chunk, overwritten by their gradient, the states' gradient, and the float32 sum of the weight's.
     logits = HEAD_BYTES_PER_LOGIT * min(size.completions, chunk_tokens("cuda", shape.vocabulary)) * shape.vocabulary
+    if shape.own_logits:  # of all tokens, and in float32 those of completions, twice
+        logits = (w * size.tokens + 2 * FLOAT * size.completions) * shape.vocabulary
     states, head_gradient = w * shape.hidden * size.completions, FLOAT * head
     worst: list[dict[str, float]] = []
     if config.train.sharding != "none":
@@ -212,7 +215,7 @@ def check_engine_memory(run: PlannedRun) -> None:
     longest = longest_sequence(config, run.lengths)
     blocks = math.ceil(longest / KV_BLOCK) + 1
     weights = _vllm_weights(config, shape) / GIB
-    cache = blocks * KV_BLOCK * _kv_bytes(config, shape) / config.rollout.vllm_tensor_parallel_size / GIB
+    cache = cache_bytes(config, shape, blocks * KV_BLOCK) / config.rollout.vllm_tensor_parallel_size / GIB
     share, needed = config.rollout.memory_share, weights + cache
     if share * gpu.memory_gib > needed:
         return
@@ -274,6 +277,11 @@ def _vllm_weights(config: RunConfig, shape: ModelShape) -> float:
     return width(config) * shape.parameters / config.rollout.vllm_tensor_parallel_size
 
 
-def _kv_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Bytes of keys and values per token."""
-    return 2 * shape.layers * shape.key_value * width(config)
+def cache_bytes(config: RunConfig, shape: ModelShape, tokens: int) -> float:
+    """Bytes that sampling a sequence of that many tokens keeps: keys and values, of its window where a layer has one,
+    and states."""
+    return sum(
+        number
+        * (width(config) * (part.cached * min(tokens, part.window or tokens) + part.convolved) + FLOAT * part.state)
+        for part, number in shape.parts
+    )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_core.config.run import RunConfig
+from grpo_core.planning.architectures.parts import Part
 from grpo_core.planning.plan import Plan
-from grpo_core.planning.shapes import ModelShape, PromptLengths, adapted_inputs
+from grpo_core.planning.shapes import ModelShape, PromptLengths, rank_of
 from grpo_core.planning.sharding import FLOAT, HALF, width
 
-# Projections with a common input.
-SAME_INPUT = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 1, "up_proj": 1, "down_proj": 2}
 UNEVEN = 0.05  # by which a process's tokens may exceed the mean, see `training.batch`
 
 
@@ -23,6 +23,13 @@ class Pass:
     keys: float  # that attention reads: those of each completion, and its prompt's once more
     completions: float  # tokens of completions, whose logits are computed
     alone: bool = False  # it is the only one of its update: gradients come into being while its activations go
+    rows: float = 0.0  # completions
+    longest: float = 0.0  # tokens of one, with its prompt
+
+    @property
+    def in_rows(self) -> float:
+        """Tokens if each completion has its prompt in front of it."""
+        return max(self.tokens, self.rows * self.longest)
 
 
 @dataclass(frozen=True)
@@ -44,15 +51,17 @@ def longest_sequence(config: RunConfig, lengths: PromptLengths) -> int:
     return lengths.longest + config.rollout.max_completion_length
 
 
-def planned_pass(config: RunConfig, plan: Plan, lengths: PromptLengths) -> Pass:
+def planned_pass(config: RunConfig, plan: Plan, lengths: PromptLengths, shape: ModelShape | None = None) -> Pass:
     """The largest pass of a plan: completions of full length after the longest prompts."""
     completion, group = config.rollout.max_completion_length, plan.num_generations
+    longest = longest_sequence(config, lengths)
     whole = update_tokens(plan, lengths.longest, completion)
     tokens = min(plan.max_tokens_per_pass or most_tokens(config, plan, lengths), math.ceil(whole))
-    groups = tokens / (lengths.longest + group * completion)  # with one prompt each
+    packs = shape is None or shape.packs(longest)
+    rows = group * tokens / (lengths.longest + group * completion) if packs else tokens / longest
     # Flash attention, which takes no float32, has the keys of each sequence next to each other.
-    repeated = groups * group * lengths.longest * (width(config) == HALF)
-    return Pass(tokens, tokens + repeated, groups * group * completion, alone=whole <= tokens)
+    repeated = rows * lengths.longest * (width(config) == HALF) * packs
+    return Pass(tokens, tokens + repeated, rows * completion, whole <= tokens, rows, longest)
 
 
 def most_tokens(config: RunConfig, plan: Plan, lengths: PromptLengths) -> int:
@@ -81,42 +90,55 @@ def activations(config: RunConfig, shape: ModelShape, size: Pass) -> Activations
     """Bytes that a pass keeps, which is what autograd saves of transformers' layers, and what it needs besides. Tests
     compare both with torch's own counts."""
     w, h = width(config), shape.hidden
-    # A norm keeps its input in float32, one number of it per token and, if its weight is trained, its result without
-    # the weight.
-    norm = FLOAT + w * (not config.model.use_peft or bool(config.model.lora_modules_to_save))
-    layer = 2 * (norm * h + FLOAT) + _inputs(config, shape)
-    # Queries, attention's output, the logarithm of its sum; in the MLP, gate, its activation and what it multiplies.
-    layer += w * 2 * shape.attention + FLOAT * shape.heads + w * 3 * shape.widest
-    if shape.normed_heads:
-        both = shape.attention + shape.key_value
-        layer += norm * both + FLOAT * shape.heads * both / shape.attention
-    one = size.tokens * layer + size.keys * w * 2 * shape.key_value
+    norm = _norm(config, shape)
+    kept = [(_kept(config, shape, layer, size), number) for layer, number in shape.kinds]
     # The last norm, whose result is kept for completions only, and the rotation's angles.
-    outside = size.tokens * (norm * h + FLOAT + w * 2 * shape.attention / shape.heads) + size.completions * w * h
-    # In an MLP: gradients of the product, of both factors, and of what is around it; the product itself is gone. In 4
-    # bits, the weights of one projection at a time.
-    gradients = size.tokens * w * (2 * shape.widest + 2 * h)
-    gradients += w * h * max(shape.attention, shape.widest) * config.model.load_in_4bit
+    outside = size.tokens * (norm * h + FLOAT + w * 2 * shape.head) + size.completions * w * h
+    # Log-probabilities of the whole vocabulary, and what a cap makes of all tokens' logits.
+    own = FLOAT * size.completions * shape.own_logits + w * size.tokens * shape.caps_logits
+    outside += own * shape.vocabulary
+    # In an MLP: gradients of the product, of both factors, and of what is around it; the product itself is gone. Of
+    # experts, those of the largest weights, and in 4 bits, the weights of one projection at a time.
+    widest = max(2 * w * size.tokens * part.widest + FLOAT * size.in_rows * part.recurred for part, _ in shape.parts)
+    gradients = widest + size.tokens * w * 2 * h
+    if config.model.load_in_4bit or shape.has_experts:
+        gradients += w * max(it.inputs * it.outputs * it.copies for it, _ in shape.linear)
     again = config.train.gradient_checkpointing  # then a layer keeps its input, until it is computed again
     return Activations(
-        layers=shape.layers * (size.tokens * w * h if again else one),
+        layers=sum(number * (size.tokens * w * h if again else one) for one, number in kept),
         outside=outside,
         in_norm=size.tokens * 5 * FLOAT * h,  # gradients and powers of its input
-        in_layer=gradients + one * again,
+        in_layer=gradients + max(one for one, _ in kept) * again,
     )
 
 
-def _inputs(config: RunConfig, shape: ModelShape) -> float:
-    """Bytes per token and layer of what the projections keep of their inputs, each for its weight's gradient or for an
-    adapter's. Attention's output, which it keeps itself, is not among them."""
-    w, model = width(config), config.model
-    everything = w * (2 * shape.hidden + shape.widest)
-    if not model.use_peft:
-        return everything
-    adapted = adapted_inputs(shape, config)
-    between = w * model.lora_r * len(adapted)  # the two matrices of an adapter
-    if model.lora_dropout:  # each adapter has its own input with zeros, and a mask of a byte per element
-        return between + (w + 1) * sum(adapted.values())
-    if shape.experts.layers:
-        return between + everything
-    return between + w * sum({SAME_INPUT[name]: size for name, size in adapted.items() if name != "o_proj"}.values())
+def _norm(config: RunConfig, shape: ModelShape) -> float:
+    """Bytes that a norm keeps of a number: its input in float32, and its result without the weight if that is trained;
+    one number per token comes on top."""
+    trained = not config.model.use_peft or bool(config.model.lora_modules_to_save)
+    return FLOAT + (FLOAT * shape.float_norms or width(config)) * trained
+
+
+def _kept(config: RunConfig, shape: ModelShape, layer: Sequence[Part], size: Pass) -> float:
+    """Bytes that a layer keeps. Linear layers keep their input for their weight's gradient, or for an adapter's."""
+    w, norm, model = width(config), _norm(config, shape), config.model
+    total, inputs = 0.0, {}
+    for part in layer:
+        tokens = size.in_rows if part.chunk else size.tokens
+        if size.longest and part.chunk:
+            tokens *= math.ceil(size.longest / part.chunk) * part.chunk / size.longest
+        total += w * (tokens * part.half + size.keys * part.keys) + FLOAT * tokens * part.single
+        total += tokens * sum(norm * number + FLOAT * statistics for number, statistics in part.norms)
+        total += size.tokens * size.longest * part.score_bytes
+        for linear in part.linear:
+            if model.use_peft:
+                if not (rank := rank_of(linear, config)):
+                    continue
+                # Between the two matrices of an adapter; of experts, peft keeps all weights with their change.
+                experts = linear.copies * linear.inputs * linear.outputs
+                total += w * (experts if linear.copies > 1 else tokens * rank)
+            if model.use_peft and model.lora_dropout:  # an adapter's own input with zeros, and a mask of bytes
+                total += tokens * (w + 1) * linear.inputs
+            elif linear.source:
+                inputs[linear.source] = tokens * w * linear.inputs * linear.taken
+    return total + sum(inputs.values())

@@ -14,6 +14,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.memory import PlannedRun, check_engine_memory, check_host_memory, peak_memory, usable_gib
 from grpo_core.planning.plan import Plan, PlanError, make_plan, plan_inputs
+from grpo_core.planning.shapes import ForecastError
 from grpo_core.planning.tokens_per_pass import choose_tokens
 
 Changes = dict[str, Any]  # section.key → new value
@@ -110,10 +111,10 @@ def _fitting(run: PlannedRun, tried: Iterator[Changes]) -> Iterator[dict[str, An
             changed = dataclasses.replace(run, config=config, plan=plan)
             check_engine_memory(changed)
             check_host_memory(changed)
-        except (ConfigError, PlanError):
+            plan = dataclasses.replace(plan, max_tokens_per_pass=plan.max_tokens_per_pass or choose_tokens(changed))
+            memory, usable = peak_memory(dataclasses.replace(changed, plan=plan)), usable_gib(run.gpu)
+        except (ConfigError, PlanError, ForecastError):  # the last: peft does not adapt all layers of this model
             continue
-        plan = dataclasses.replace(plan, max_tokens_per_pass=plan.max_tokens_per_pass or choose_tokens(changed))
-        memory, usable = peak_memory(dataclasses.replace(changed, plan=plan)), usable_gib(run.gpu)
         if usable is not None and memory["peak_memory_gib"] <= usable:
             yield {
                 "changes": changes,

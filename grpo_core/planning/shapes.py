@@ -3,70 +3,84 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from grpo_core.config.run import RunConfig
+from grpo_core.planning.architectures import families as architectures
+from grpo_core.planning.architectures.parts import ForecastError, Linear, Part
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-
-
-class ForecastError(ValueError):
-    """A quantity that cannot be forecast; the message says why."""
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture of experts in place of one MLP."""
-
-    layers: int  # that have it
-    number: int  # experts per layer
-    taken: int  # by a token
-    intermediate: int  # of one expert
+# Models of text and images, which transformers loads for text with what sees images, or without it.
+WITH_IMAGES, WITHOUT_IMAGES = ("gemma3",), ("qwen3_5", "qwen3_5_moe")
+UNTIED = ("nemotron_h", "kimi_linear")  # whatever their configurations say
+NO_ADAPTER = ("falcon_h1", "nemotron_h", "mamba2")  # on `out_proj`, by peft
+FAMILIES = (*architectures.FAMILIES, *WITH_IMAGES, *WITHOUT_IMAGES)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of the Llama family: grouped-query attention, gated MLP or a mixture of such. Sizes in elements."""
+    """A decoder, as parts of its layers. Sizes in elements."""
 
-    layers: int
+    kinds: tuple[tuple[tuple[Part, ...], int], ...]  # layers of each kind, and their number
     hidden: int
-    heads: int  # query heads
-    attention: int  # query heads · head size
-    key_value: int  # key-value heads · head size
-    intermediate: int  # of the MLP
     vocabulary: int
-    parameters: int
+    head: int  # size of an attention head; 0 without attention
     outside: int  # parameters that are in no layer: embedding, last norm and head; a tied head counts once
-    largest_layer: int  # its parameters
-    normed_heads: bool = False  # queries and keys have norms of their own
-    experts: Experts = Experts(0, 0, 0, 0)
+    is_tied: bool  # the head's weights are the embedding's
+    float_norms: int = 0  # see `Family`
+    own_logits: bool = False  # not those of a linear layer alone
+    caps_logits: bool = False
+    refused: str = ""  # name of a linear layer that peft does not adapt, if it is asked for all
 
-    @property
-    def widest(self) -> int:
-        """Intermediate size that a token passes in one layer: of an MLP, or of all experts that it takes."""
-        plain = self.intermediate if self.experts.layers < self.layers else 0
-        return max(plain, self.experts.taken * self.experts.intermediate)
+    @cached_property
+    def parts(self) -> list[tuple[Part, int]]:
+        """Each part of a layer, and the number of such layers."""
+        return [(part, number) for layer, number in self.kinds for part in layer]
 
-    @property
-    def largest_parameter(self) -> int:
-        """Elements of the largest tensor: embedding, a projection, or the fused gates of a layer's experts."""
-        plain = self.intermediate if self.experts.layers < self.layers else 0
-        widths = (self.vocabulary, self.attention, plain, 2 * self.experts.number * self.experts.intermediate)
-        return self.hidden * max(widths)
+    @cached_property
+    def linear(self) -> list[tuple[Linear, int]]:
+        return [(each, number) for part, number in self.parts for each in part.linear]
 
-    @property
-    def is_tied(self) -> bool:
-        """True if the head's weights are the embedding's."""
-        return self.outside < 2 * self.vocabulary * self.hidden
+    @cached_property
+    def layers(self) -> int:
+        return sum(number for _, number in self.kinds)
 
-    @property
+    @cached_property
+    def parameters(self) -> int:
+        return self.outside + sum(number * part.parameters for part, number in self.parts)
+
+    @cached_property
     def active(self) -> int:
         """Parameters that a token passes: all except those of the experts that it does not take."""
-        it = self.experts
-        return self.parameters - it.layers * (it.number - it.taken) * 3 * self.hidden * it.intermediate
+        return self.outside + sum(number * part.active for part, number in self.parts)
+
+    @cached_property
+    def largest_layer(self) -> int:
+        return max(sum(part.parameters for part in layer) for layer, _ in self.kinds)
+
+    @cached_property
+    def largest_parameter(self) -> int:
+        """Elements of the largest tensor."""
+        return max(self.hidden * self.vocabulary, *(it.inputs * it.outputs * it.copies for it, _ in self.linear))
+
+    @cached_property
+    def has_experts(self) -> bool:
+        return any(it.copies > 1 for it, _ in self.linear)
+
+    @cached_property
+    def has_recurrence(self) -> bool:
+        return any(part.chunk for part, _ in self.parts)
+
+    def packs(self, longest: int) -> bool:
+        """True if sequences of at most that many tokens are packed into one row, see `make_packable`."""
+        parts = [part for part, _ in self.parts]
+        plain = not any(part.score_bytes or (part.chunk and not part.convolved) for part in parts)
+        seen = min((part.window for part in parts if part.window), default=longest)
+        return plain and seen >= longest and not self.own_logits and bool(self.head)
 
 
 @dataclass(frozen=True)
@@ -117,45 +131,41 @@ def config_file(name_or_path: str, revision: str | None, name: str = "config.jso
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
     """Sizes of a model from its config.json. Raises ForecastError for families whose parameters are not known here."""
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise ForecastError(f"model_type {family!r}: memory is forecast for {', '.join(FAMILIES)} only")
-    h, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
-    size = config.get("head_dim") or h // heads
-    q, kv = heads * size, (config.get("num_key_value_heads") or heads) * size
-    intermediate, vocabulary = config["intermediate_size"], config["vocab_size"]
-    biased = family == "qwen2" or config.get("attention_bias", False)
-    attention = 2 * h * q + 2 * h * kv + (q + 2 * kv) * biased + h * (biased and family != "qwen2")
-    normed = family.startswith("qwen3")
-    attention += 2 * size * normed
-    mlp = 3 * h * intermediate + (2 * intermediate + h) * config.get("mlp_bias", False)
-    outside = vocabulary * h * (1 if config.get("tie_word_embeddings", False) else 2) + h
-    experts = _experts(config) if family == "qwen3_moe" else Experts(0, 0, 0, 0)
-    mixture = experts.number * (3 * h * experts.intermediate + h)  # with the router
-    mlps = [mlp] * (layers - experts.layers) + [mixture] * experts.layers
+    family, text = config.get("model_type"), config.get("text_config") or config
+    kind = text.get("model_type", family)
+    if family not in FAMILIES or kind not in architectures.FAMILIES:
+        unknown = kind if family in FAMILIES else family
+        raise ForecastError(f"model_type {unknown!r}: memory is forecast for {', '.join(FAMILIES)} only")
+    own = architectures.FAMILIES[kind]
+    values: dict[str, Any] = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text}
+    values |= {key: value for key, value in own.defaults if values.get(key) is None}
+    layers = Counter(architectures.layers(kind, values))
+    h, vocabulary = values["hidden_size"], values["vocab_size"]
+    tied = bool(values["tie_word_embeddings"]) and kind not in UNTIED
+    capped = bool(values.get("final_logit_softcapping"))
+    attends = any(part.keys for layer in layers for part in layer)
+    scales = (values.get(key, 1) for key in ("logits_scaling", "logit_scale", "lm_head_multiplier"))
     return ModelShape(
-        layers=layers,
+        kinds=tuple(layers.items()),
         hidden=h,
-        heads=heads,
-        attention=q,
-        key_value=kv,
-        intermediate=intermediate,
         vocabulary=vocabulary,
-        parameters=outside + layers * (attention + 2 * h) + sum(mlps),
-        outside=outside,
-        largest_layer=attention + 2 * h + max(mlps),
-        normed_heads=normed,
-        experts=experts,
+        head=(values.get("head_dim") or h // values["num_attention_heads"]) * attends,
+        outside=vocabulary * h * (1 if tied else 2) + h + (_tower(config, h) if family in WITH_IMAGES else 0),
+        is_tied=tied,
+        float_norms=own.float_norms,
+        own_logits=capped or any(scale != 1 for scale in scales),
+        caps_logits=capped,
+        refused="out_proj" * (family in NO_ADAPTER),
     )
 
 
-def _experts(config: Mapping[str, Any]) -> Experts:
-    """The mixtures of a Qwen3 MoE; its other layers have one MLP."""
-    plain, every = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
-    number = config["num_experts" if "num_experts" in config else "num_local_experts"]  # of transformers 4, and 5
-    layers = range(config["num_hidden_layers"]) if number else ()
-    mixtures = [it for it in layers if it not in plain and (it + 1) % every == 0]
-    return Experts(len(mixtures), number, config["num_experts_per_tok"], config["moe_intermediate_size"])
+def _tower(config: Mapping[str, Any], hidden: int) -> int:
+    """Parameters of SigLIP, as Gemma 3 has it, and of what brings its images into the text model."""
+    c = config["vision_config"]
+    h, i, patch, size = c["hidden_size"], c["intermediate_size"], c["patch_size"], c["image_size"]
+    layer = 4 * h * (h + 1) + 2 * h * i + i + h + 4 * h
+    images = h * (c.get("num_channels", 3) * patch**2 + 1 + (size // patch) ** 2 + 2)
+    return c["num_hidden_layers"] * layer + images + h * (hidden + 1)
 
 
 def adapter_parameters(shape: ModelShape, config: RunConfig) -> int:
@@ -163,16 +173,21 @@ def adapter_parameters(shape: ModelShape, config: RunConfig) -> int:
     that are trained whole.
 
     peft fuses the gate and up projections of each expert, with twice the rank, and adapts the router by default. Raises
-    ForecastError for modules other than embedding, head and the norms of layers.
+    ForecastError for modules other than embedding, head and the norms of layers, and for what peft does not adapt.
     """
-    h, q, kv, i, experts = shape.hidden, shape.attention, shape.key_value, shape.intermediate, shape.experts
-    each, plain, mixed = shape.layers, shape.layers - experts.layers, experts.layers * experts.number
-    sizes = {"q_proj": each * (h + q), "k_proj": each * (h + kv), "v_proj": each * (h + kv), "o_proj": each * (q + h)}
-    sizes |= dict.fromkeys(("gate_proj", "up_proj"), plain * (h + i) + mixed * (h + 2 * experts.intermediate))
-    sizes |= {"down_proj": plain * (i + h) + mixed * (experts.intermediate + h)}
-    sizes |= {"gate": experts.layers * (h + experts.number)}
-    adapted = config.model.lora_target_modules or list(sizes)
-    return config.model.lora_r * sum(sizes.get(name, 0) for name in adapted) + _trained_whole(shape, config)
+    names = config.model.lora_target_modules
+    if shape.refused and (names is None or shape.refused in names):
+        raise ForecastError(
+            f"peft adapts no {shape.refused!r} of this family: name other layers in model.lora_target_modules"
+        )
+    each = (number * rank_of(it, config) * it.copies * (it.inputs + it.outputs) for it, number in shape.linear)
+    return sum(each) + _trained_whole(shape, config)
+
+
+def rank_of(layer: Linear, config: RunConfig) -> int:
+    """Rank of the adapter on a linear layer; 0 if there is none."""
+    names = config.model.lora_target_modules
+    return config.model.lora_r * sum(names is None or name in names for name in layer.names)
 
 
 def trains_head(shape: ModelShape, config: RunConfig) -> bool:
@@ -197,11 +212,3 @@ def _trained_whole(shape: ModelShape, config: RunConfig) -> int:
     if shape.is_tied and found >= {"model.embed_tokens", "lm_head"}:
         found.remove("lm_head")
     return sum(sizes[name] for name in found)
-
-
-def adapted_inputs(shape: ModelShape, config: RunConfig) -> dict[str, int]:
-    """Elements per token that go into each adapter of a layer, by the name of the linear layer outside experts."""
-    h, mlp = shape.hidden, shape.experts.layers < shape.layers
-    sizes = dict.fromkeys(("q_proj", "k_proj", "v_proj"), h) | {"o_proj": shape.attention}
-    sizes |= {"gate_proj": h, "up_proj": h, "down_proj": shape.intermediate} if mlp else {}
-    return {name: sizes[name] for name in config.model.lora_target_modules or sizes if name in sizes}

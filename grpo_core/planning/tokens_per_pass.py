@@ -54,7 +54,7 @@ def choose_tokens(run: PlannedRun) -> int | None:
     room = usable * GIB - sum(held.values())
 
     def needed(tokens: int) -> float:
-        size = planned_pass(config, replace(plan, max_tokens_per_pass=tokens), lengths)
+        size = planned_pass(config, replace(plan, max_tokens_per_pass=tokens), lengths, run.shape)
         return sum(training_parts(run, size).values())
 
     longest, most = longest_sequence(config, lengths), most_tokens(config, plan, lengths)

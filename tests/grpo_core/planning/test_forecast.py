@@ -148,7 +148,7 @@ def test_time_without_earlier_runs_names_the_gpu_it_assumes_and_the_source(
     keys: dict[str, Any], operations: int
 ) -> None:
     config = config_with(max_steps=10, max_completion_length=100, mixed_precision="bf16", **keys)
-    billion = dataclasses.replace(qwen("7B"), parameters=10**9)
+    billion = dataclasses.replace(qwen("7B"), kinds=(), outside=10**9)
     lengths = PromptLengths(6.0, 9, "given")
     found = wall_time(config, plan_of(config), lengths, None, billion, Gpu("NVIDIA H200 NVL"))
     assert "assumed, not measured: 11% (published for RL training on one H100 by prime-rl" in found["how"]

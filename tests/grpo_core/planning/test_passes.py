@@ -30,7 +30,7 @@ from grpo_core.planning.hardware import Gpu, named_gpu
 from grpo_core.planning.memory import GIB, beside_training, peak_memory, training_parts, usable_gib
 from grpo_core.planning.passes import Pass, activations, longest_sequence, most_tokens, passes_per_update, planned_pass
 from grpo_core.planning.plan import Plan, read_plan
-from grpo_core.planning.shapes import PromptLengths, adapted_inputs, model_shape
+from grpo_core.planning.shapes import PromptLengths, model_shape, rank_of
 from grpo_core.planning.tokens_per_pass import STEP, choose_tokens, with_tokens_per_pass
 from tests.grpo_core.allocations import Allocations
 from tests.grpo_core.planning.test_forecast import config_with, plan_of
@@ -89,7 +89,8 @@ class _Varlen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output, log_sums = torch.zeros_like(query), torch.zeros(query.shape[1], query.shape[0])
+        output = value.new_zeros(*query.shape[:2], value.shape[2])
+        log_sums = torch.zeros(query.shape[1], query.shape[0])
         ctx.save_for_backward(query, key, value, output, log_sums)
         return output
 
@@ -171,7 +172,8 @@ def test_what_a_pass_keeps_and_takes_is_what_torch_counts(
     shape, tokens = model_shape(FAMILIES[family].to_dict()), inputs.tokens
     assert isinstance(tokens, PackedBatch) and isinstance(tokens.attention, _Sequences)
     size = Pass(tokens.input_ids.shape[1], len(tokens.attention.keys), len(tokens.predicts), alone=passes == 1)
-    masks = size.tokens * shape.layers * sum(adapted_inputs(shape, config).values()) * bool(config.model.lora_dropout)
+    adapted = sum(number * it.inputs for it, number in shape.linear if rank_of(it, config))
+    masks = size.tokens * adapted * bool(config.model.lora_dropout)
     told = activations(config, shape, size).kept + masks  # a CPU's mask has two bytes per element
     worst = sum(training_parts(planned(config, shape, LENGTHS, Gpu("GPU")), size).values()) + masks
     assert kept == pytest.approx(told, rel=0.04 if config.model.use_peft else 0.015 if keys else 0.003)

@@ -42,7 +42,7 @@ def test_the_probe_s_time_is_that_of_sampling_each_prompt_and_is_in_the_total(
 ) -> None:
     sizes = {"max_completion_length": 100, "num_processes": 2, "max_steps": 10, "mixed_precision": "bf16"}
     values = config_values(Path("model"), Path("data"), **{**sizes, **keys})
-    billion = dataclasses.replace(qwen("7B"), parameters=10**9)
+    billion = dataclasses.replace(qwen("7B"), kinds=(), outside=10**9)
 
     def found(probe: int) -> dict[str, Any]:
         config = parse_config({**values, "data": {**values["data"], "curriculum": {"probe": probe}}})

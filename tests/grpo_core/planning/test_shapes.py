@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from grpo_core.config.files import parse_config
 from grpo_core.model.loading import with_adapter
-from grpo_core.planning.shapes import ForecastError, adapted_inputs, adapter_parameters, model_shape, trains_head
+from grpo_core.planning.shapes import ForecastError, adapter_parameters, model_shape, rank_of, trains_head
 from tests.conftest import config_values
 from tests.qwen import SIZES, qwen
 
@@ -47,7 +47,6 @@ def test_a_token_passes_the_experts_that_it_takes() -> None:
     """Six layers of eight experts, of which a token takes two, each with three matrices of 256 by 96."""
     shape = model_shape(Qwen3MoeConfig(**SIZES, **EXPERTS).to_dict())
     assert shape.parameters - shape.active == 6 * (8 - 2) * 3 * 256 * 96
-    assert shape.widest == 2 * 96
     dense = model_shape(Qwen2Config(**SIZES).to_dict())
     assert dense.active == dense.parameters
 
@@ -93,8 +92,9 @@ def test_what_goes_into_adapters_is_the_inputs_of_their_layers(targets: list[str
     config = parse_config(config_values(Path("model"), Path("data"), use_peft=True, lora_target_modules=targets))
     model = with_adapter(AutoModelForCausalLM.from_config(shape), config.model)
     adapted = [module for module in model.modules() if hasattr(module, "lora_dropout")]
-    expected = sum(module.in_features for module in adapted) // shape.num_hidden_layers
-    assert sum(adapted_inputs(model_shape(shape.to_dict()), config).values()) == expected
+    expected = sum(module.in_features for module in adapted)
+    linear = model_shape(shape.to_dict()).linear
+    assert sum(number * it.inputs for it, number in linear if rank_of(it, config)) == expected
 
 
 def test_qwen2_5_7b_has_the_parameters_of_its_model_card() -> None:

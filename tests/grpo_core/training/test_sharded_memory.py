@@ -64,10 +64,11 @@ def test_each_process_takes_the_memory_of_its_share_and_never_loads_more(
 ) -> None:
     """Anonymous memory, as the kernel counts it: while weights are loaded, before an update, at an update's peak."""
     measured = _measured(workload, tmp_path, processes, precision)
-    shape = model_shape(json.loads((tmp_path / "workload" / "model" / "config.json").read_text()))
+    values = json.loads((tmp_path / "workload" / "model" / "config.json").read_text())
+    shape = model_shape(values)
     share, layer = FLOAT * shape.parameters / processes, FLOAT * shape.largest_layer
     # Per token and layer: norms and residuals, and what is computed between them.
-    working = FLOAT * TOKENS / processes * shape.layers * (11 * shape.hidden + 4 * shape.widest)
+    working = FLOAT * TOKENS / processes * shape.layers * (11 * shape.hidden + 4 * values["intermediate_size"])
     if processes > 1:
         keys = {"sharding": "full", "num_processes": processes, "mixed_precision": precision}
         config = parse_config(config_values(tmp_path, tmp_path, **keys))
