@@ -127,6 +127,7 @@ class RunConfig(Section):
             )
         self._check_machines()
         self._check_environment()
+        self._check_routing()
         if self.rollout.max_staleness and not self.algorithm.vllm_importance_sampling_correction:
             raise ValueError(
                 f"rollout.max_staleness={self.rollout.max_staleness} trains on samples of an earlier policy; "
@@ -277,6 +278,26 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.vllm_tensor_parallel_size={self.rollout.vllm_tensor_parallel_size} with an environment or "
                 "tools: processes that sample together take no turns on the way; set rollout.engine to 'vllm-server'"
+            )
+
+    def _check_routing(self) -> None:
+        """Raises ValueError if other keys cannot be combined with what reads the routers of a mixture of experts."""
+        algorithm = self.algorithm
+        if algorithm.reads_routers and self.train.torch_compile:
+            raise ValueError(
+                f"algorithm.router_aux_loss_coef={algorithm.router_aux_loss_coef:g} and algorithm.routing_replay="
+                f"{json.dumps(algorithm.routing_replay)} with train.torch_compile=true: routers are not read in "
+                "compiled layers; set train.torch_compile to false"
+            )
+        if algorithm.routing_replay and self.rollout.engine == "vllm-server":
+            raise ValueError(
+                "algorithm.routing_replay=true with rollout.engine='vllm-server': servers do not send the experts that "
+                "they took; set rollout.engine to 'vllm' or 'transformers'"
+            )
+        if algorithm.routing_replay and self.environment.is_used:
+            raise ValueError(
+                "algorithm.routing_replay=true with an environment or tools: the experts of a conversation's turns are "
+                "not kept; remove one of the two"
             )
 
     def _check_judging_sets(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,11 +22,12 @@ from grpo_core.data.prompts import Prompts
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.distributed import any_process, from_main
 from grpo_core.environments.setting import Setting
-from grpo_core.errors import TrainingError
+from grpo_core.errors import ConfigError, TrainingError
 from grpo_core.model.checkpoint_fit import left_out
 from grpo_core.model.loading import copy_of_trainable_state, load_model, with_adapter
 from grpo_core.model.logprobs import FUSED
 from grpo_core.model.policy import Policy
+from grpo_core.model.routing import routers_of
 from grpo_core.model.sharded import sharding
 from grpo_core.planning.adapter import check_adapter
 from grpo_core.planning.plan import Plan, load_plan
@@ -34,6 +36,7 @@ from grpo_core.rewards.contract import rewards_of
 from grpo_core.rollout.collect import Scoring
 from grpo_core.rollout.conversations import ConversationsAhead
 from grpo_core.rollout.loading import check_lengths, fallbacks, make_engine, read_prompts, start_configured
+from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Engine, Lookahead
 from grpo_core.training.optimizer import learning_rate, make_optimizer
 from grpo_core.training.out_of_memory import OutOfMemoryRetry, first_limit
@@ -138,11 +141,12 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     start = copy_of_trainable_state(policy.model) if config.model.adapter and config.algorithm.beta else None
     model_path = config.model.name_or_path
     engine = None if is_recorded else make_engine(config, model_path, policy.model, tokenizer, max_length)
+    notes = _read_routers(policy, engine, config)
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     reference = _reference(config, accelerator, max_length)
     optimizer = make_optimizer(model, config.train)
     if accelerator.is_main_process:
-        for note in [*left_out(model_path, config.model.revision, base), *fallbacks(engine, policy)]:
+        for note in [*left_out(model_path, config.model.revision, base), *fallbacks(engine, policy), *notes]:
             print(note, flush=True)
     return Session(
         config=config,
@@ -188,6 +192,30 @@ def _policy(model: Any, config: RunConfig, accelerator: Accelerator, max_length:
         )
     policy.packs = not any_process(not policy.packs)  # processes divide rows by the cost of a pass, so they must agree
     return policy
+
+
+def _read_routers(policy: Policy, engine: Engine | None, config: RunConfig) -> list[str]:
+    """Let the policy's routers be read if keys ask for that, or if their choices can be compared with the engine's.
+    Returns notes to print. Raises ConfigError if a key asks for routers and there are none, or cannot be read."""
+    keys, notes = config.algorithm, list[str]()
+    compares = isinstance(engine, TransformersEngine) and not config.environment.is_used
+    if keys.reads_routers or ((compares or engine is None) and not config.train.torch_compile):
+        try:
+            policy.routers = routers_of(policy.model)
+        except ConfigError as error:
+            if keys.reads_routers:
+                raise
+            notes.append(f"the engine's choice of experts is not compared with the trainer's: {error}")
+    if keys.reads_routers and policy.routers is None:
+        raise ConfigError(
+            f"algorithm.router_aux_loss_coef={keys.router_aux_loss_coef:g} and algorithm.routing_replay="
+            f"{json.dumps(keys.routing_replay)} are for mixtures of experts, and {type(policy.master).__name__} has no "
+            "routers: set them to 0 and false, or choose a mixture"
+        )
+    policy.replays_routes = keys.routing_replay
+    if policy.routers and isinstance(engine, TransformersEngine) and compares:
+        engine.keep_routes()
+    return notes
 
 
 def _first_rates(run: Path, config: RunConfig, num_prompts: int) -> PassRates | None:
