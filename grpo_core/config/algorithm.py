@@ -139,6 +139,6 @@ class AlgorithmConfig(Section):
         return self.beta > 0 or self.has_entropy_bonus or self.router_aux_loss_coef > 0
 
     @property
-    def reads_routers(self) -> bool:
-        """True if the policy has to be a mixture of experts whose routers can be read."""
-        return self.routing_replay or self.router_aux_loss_coef > 0
+    def router_keys(self) -> list[str]:
+        """Keys that are set for mixtures of experts whose routers can be read."""
+        return [key for key in ("router_aux_loss_coef", "routing_replay") if getattr(self, key)]

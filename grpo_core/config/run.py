@@ -282,23 +282,19 @@ class RunConfig(Section):
 
     def _check_routing(self) -> None:
         """Raises ValueError if other keys cannot be combined with what reads the routers of a mixture of experts."""
-        algorithm = self.algorithm
-        if algorithm.reads_routers and self.train.torch_compile:
+        reading = [f"algorithm.{key}={json.dumps(getattr(self.algorithm, key))}" for key in self.algorithm.router_keys]
+        if reading and self.train.torch_compile:
             raise ValueError(
-                f"algorithm.router_aux_loss_coef={algorithm.router_aux_loss_coef:g} and algorithm.routing_replay="
-                f"{json.dumps(algorithm.routing_replay)} with train.torch_compile=true: routers are not read in "
-                "compiled layers; set train.torch_compile to false"
+                f"{' and '.join(reading)} with train.torch_compile=true: routers are not read in compiled layers; set "
+                "train.torch_compile to false"
             )
-        if algorithm.routing_replay and self.rollout.engine == "vllm-server":
-            raise ValueError(
-                "algorithm.routing_replay=true with rollout.engine='vllm-server': servers do not send the experts that "
-                "they took; set rollout.engine to 'vllm' or 'transformers'"
-            )
-        if algorithm.routing_replay and self.environment.is_used:
-            raise ValueError(
-                "algorithm.routing_replay=true with an environment or tools: the experts of a conversation's turns are "
-                "not kept; remove one of the two"
-            )
+        elsewhere = {"rollout.engine='vllm-server'": self.rollout.engine == "vllm-server"}
+        for what, applies in {**elsewhere, "an environment or tools": self.environment.is_used}.items():
+            if self.algorithm.routing_replay and applies:
+                raise ValueError(
+                    f"algorithm.routing_replay=true with {what}: the experts that are taken there are not kept; set it "
+                    "to false, or sample with rollout.engine='transformers' or 'vllm' and without environment and tools"
+                )
 
     def _check_judging_sets(self) -> None:
         """Raises ValueError if a promotion would judge by the prompts on which the training chooses its model."""

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from jaxtyping import Int16, Int64
 from torch import Tensor, nn
@@ -18,8 +19,8 @@ def number_prompts(prompts: Iterable[Sequence[int]]) -> Tensor:
     return torch.tensor([numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts])
 
 
-def pad(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-    """Rows of different lengths as one tensor, zeros on the right. (B, T)"""
+def pad(rows: Sequence[Sequence[float] | np.ndarray], dtype: torch.dtype) -> Tensor:
+    """Rows of different lengths as one tensor, zeros on the right. (B, T, …)"""
     return nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
-from torch import Tensor, nn
 
 from grpo_core.algorithm.advantages import Advantages, group_advantages, sample_std
 from grpo_core.config.algorithm import AlgorithmConfig
@@ -207,6 +206,7 @@ def generation_batch(
     if not sampling_logprobs.isfinite().all():
         raise NotFiniteError(f"rollout {index}: the policy's log-probabilities of its own samples are not finite")
     trained = [_trained_mask(completion, config.algorithm) for completion in completions]
+    routes: Any = [completion.routes for completion in completions if completion.routes is not None]
     return GenerationBatch(
         index=index,
         scheduled_rows=schedule.prompts(index),
@@ -222,15 +222,8 @@ def generation_batch(
         sampled_rows=torch.tensor([sample.row for sample in sampled]),
         passed=torch.from_numpy(passed(_matrix(sampled), config, _sources(sampled, schedule.plan))),
         metrics=metrics,
-        routes=_routes(completions),
+        routes=pad(routes, torch.int16) if len(routes) == len(completions) else None,
     )
-
-
-def _routes(completions: Sequence[Completion]) -> Tensor | None:
-    """The engine's experts of all tokens, (B, prompt + completion, F); None if it does not say."""
-    if any(completion.routes is None for completion in completions):
-        return None
-    return nn.utils.rnn.pad_sequence([torch.as_tensor(completion.routes) for completion in completions], True)
 
 
 def _metrics_of(places: Sequence[int], samples: Sequence[Sample], advantages: Advantages, g: int) -> dict[str, float]:

@@ -60,14 +60,7 @@ class GroupCache:
     graphs."""
 
     def __init__(
-        self,
-        model: Any,
-        prompts: list[list[int]],
-        copies: list[int],
-        max_tokens: int,
-        *,
-        captures: bool = False,
-        routers: Routers | None = None,
+        self, model: Any, prompts: list[list[int]], copies: list[int], max_tokens: int, *, captures: bool = False
     ):
         self.model, self.decoder = model, decoder(model)
         device = next(model.parameters()).device
@@ -82,7 +75,8 @@ class GroupCache:
         self.first = torch.zeros_like(self.positions)  # (B,) place of each completion's first token
         self.next = torch.zeros(1, dtype=torch.int64, device=device)  # place of the next token of all completions
         self.step, self.capacity = 0, 0
-        self.captures, self.routers = captures, routers
+        self.captures = captures
+        self.routers: Routers | None = None
         self.block = GRAPH_TOKENS if captures else 1  # tokens of completions that are read at a time
         self.max_tokens = -(-max_tokens // self.block) * self.block
         self.graph: Any = None

@@ -83,19 +83,11 @@ def replay(index: int, config: RunConfig, plan: Plan) -> tuple[GenerationBatch, 
     kept = [table[name].to_pylist() if name in table.column_names else None for name in OPTIONAL]
     masks, ages, routes = (found or [None] * len(table) for found in kept)
     scores = np.array([table[f"rewards/{it.name}"].to_numpy() for it in config.rewards], dtype=np.float64)  # null → NaN
+    lengths = (len(ids) + len(more) for ids, more in zip(*(table[name] for name in names[1:4:2]), strict=True))
+    routes = [it and np.array(it, np.int16).reshape(n, -1) for it, n in zip(routes, lengths, strict=True)]
     rows = zip(*(table[name].to_pylist() for name in names), masks, ages, routes, scores.T.tolist(), strict=True)
-
-    def routed(experts: list[int] | None, tokens: int) -> np.ndarray | None:
-        return None if experts is None else np.array(experts, np.int16).reshape(tokens, -1)
-
     samples = [
-        Sample(
-            row,
-            prompt_ids,
-            Completion(ids, logprobs, truncated, mask, age, routes=routed(experts, len(prompt_ids) + len(ids))),
-            text,
-            rewards,
-        )
+        Sample(row, prompt_ids, Completion(ids, logprobs, truncated, mask, age, routes=experts), text, rewards)
         for row, prompt_ids, text, ids, logprobs, truncated, mask, age, experts, rewards in rows
     ]
     seconds = {"time/generate": 0.0, "time/score": 0.0}

@@ -37,8 +37,9 @@ class Rows:
     routes: Tensor  # (B, (T + 1) · F) int16, F experts of each token, see routing.choices; (B, 0) if they are not kept
 
 
-def begin_rows(requests: Mapping[int, Request], sampling: Sampling, logits: Tensor, experts: int) -> Rows:
-    """Make the rows of numbered requests before their first token, whose logits these are. (B, V). `experts`: F."""
+def begin_rows(requests: Mapping[int, Request], sampling: Sampling, logits: Tensor, chosen: Tensor | None) -> Rows:
+    """Make the rows of numbered requests before their first token, whose logits these are. (B, V). `chosen`: experts of
+    tokens of their prompts, if they are kept. (…, F)"""
     device = logits.device
     limits, places = [], []
     for number, request in requests.items():
@@ -60,7 +61,7 @@ def begin_rows(requests: Mapping[int, Request], sampling: Sampling, logits: Tens
         ended,
         ~ended,
         seen.to(device),
-        torch.zeros(len(limits), points.shape[1] * experts, dtype=torch.int16, device=device),
+        logits.new_zeros(len(limits), 0 if chosen is None else points.shape[1] * chosen.shape[1], dtype=torch.int16),
     )
 
 
@@ -113,16 +114,15 @@ def completions(rows: Rows, prompt_routes: Mapping[int, np.ndarray]) -> list[tup
     `prompt_routes`: (P, F) by request; empty if they are not kept."""
     columns = (rows.places, rows.tokens, rows.logprobs, rows.lengths, rows.ended)
     found = zip(*(column.tolist() for column in columns), rows.routes.cpu().numpy(), strict=True)
-
-    def routes(number: int, own: np.ndarray, n: int) -> np.ndarray | None:
-        if (before := prompt_routes.get(number)) is None:
-            return None
-        return np.concatenate([before, own.reshape(-1, before.shape[1])[:n]])
-
     return [
-        (number, i, Completion(ids[:n], logprobs[:n], truncated=not ended, routes=routes(number, own, n)))
+        (number, i, Completion(ids[:n], logprobs[:n], not ended, routes=_joined(prompt_routes.get(number), own, n)))
         for (number, i), ids, logprobs, n, ended, own in found
     ]
+
+
+def _joined(before: np.ndarray | None, own: np.ndarray, n: int) -> np.ndarray | None:
+    """A prompt's experts, then those of a completion of n tokens; None if they are not kept."""
+    return None if before is None else np.concatenate([before, own.reshape(-1, before.shape[1])[:n]])
 
 
 def _columns(rows: Rows) -> list[Tensor]:

@@ -24,7 +24,7 @@ from grpo_core.config.memory_bounds import MAX_ROWS
 from grpo_core.errors import EngineError
 from grpo_core.model.loading import whole_weights
 from grpo_core.model.precision import in_float32
-from grpo_core.model.routing import Routers, choices, reading, routers_of
+from grpo_core.model.routing import Routers, choices, reading
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.checksums import bit_sums, differences, noted, read, refuse_lost
 from grpo_core.rollout.group_cache import GroupCache, why_not_captured, why_not_plain, why_not_shared
@@ -68,16 +68,6 @@ class TransformersEngine:
 
     def close(self) -> None:
         pass
-
-    def keep_routes(self) -> None:
-        """Give the experts that are chosen with the completions, if the model is a mixture. Raises ConfigError if its
-        routers cannot be read."""
-        self.routers = routers_of(self.model)
-
-    @property
-    def kept_experts(self) -> int:
-        """Experts that are kept per token."""
-        return len(self.routers.layers) * self.routers.chosen if self.routers else 0
 
     def _use_model(self, model: Any) -> None:
         """Sample with this model from now on. Raises EngineError if cached prompts change the model's output."""
@@ -132,7 +122,7 @@ class TransformersEngine:
                 waiting, pause = waiting[len(new) :], JOIN_STEPS
                 new_cache = self._make_cache([*new.values()], sampling)
                 new_logits = new_cache.prefill()
-                new_rows = begin_rows(new, sampling, new_logits, self.kept_experts)
+                new_rows = begin_rows(new, sampling, new_logits, new_cache.chosen)
                 if self.routers:
                     prompt_of = zip(new_rows.places[:, 0].tolist(), new_cache.group.tolist(), strict=True)
                     routes |= {number: new_cache.prompt_routes[place] for number, place in prompt_of}
@@ -184,8 +174,11 @@ class TransformersEngine:
         copies = [sum(request.num_completions for request in members) for members in alike]
         longest = max(token_limit(request, sampling) for request in requests)
         if not self.shares_cache:
-            return PlainCache(self.model, prompts, copies, longest, self.pad_id, routers=self.routers)
-        return GroupCache(self.model, prompts, copies, longest, captures=self.captures, routers=self.routers)
+            cache: Any = PlainCache(self.model, prompts, copies, longest, self.pad_id)
+        else:
+            cache = GroupCache(self.model, prompts, copies, longest, captures=self.captures)
+        cache.routers = self.routers
+        return cache
 
 
 def _next_requests(requests: Sequence[tuple[int, Request]], rows: int) -> dict[int, Request]:
@@ -205,17 +198,10 @@ class PlainCache:
     per completion, padded on the left. If layers carry a state, prompts are read without padding, in a pass for each
     length: few architectures keep padding out of all their states."""
 
-    def __init__(
-        self,
-        model: Any,
-        prompts: list[list[int]],
-        copies: list[int],
-        max_tokens: int,
-        pad_id: int,
-        *,
-        routers: Routers | None = None,
-    ):
-        self.model, self.prompts, self.pad_id, self.routers = model, prompts, pad_id, routers
+    routers: Routers | None = None
+
+    def __init__(self, model: Any, prompts: list[list[int]], copies: list[int], max_tokens: int, pad_id: int):
+        self.model, self.prompts, self.pad_id = model, prompts, pad_id
         self.prompt_routes: dict[int, np.ndarray] = {}
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.argument = "cache_params" if "cache_params" in signature(base.forward).parameters else "past_key_values"
@@ -230,8 +216,8 @@ class PlainCache:
             found = self._read([self.prompts[each] for each in part])
             if self.chosen is not None:
                 given = self.chosen.cpu().unflatten(0, (len(part), -1)).numpy()
-                ends = zip(part.tolist(), given, strict=True)
-                self.prompt_routes |= {each: experts[-len(self.prompts[each]) :] for each, experts in ends}
+                for each, experts in zip(part.tolist(), given, strict=True):
+                    self.prompt_routes[each] = experts[-len(self.prompts[each]) :]
             logits.append(found[0])
             if not place:
                 _, self.cache, self.mask, self.positions = found
@@ -281,17 +267,12 @@ class PlainCache:
         positions, cache = (mask.cumsum(1) - 1).clamp(min=0), whole_cache(self.model.config)
         return self._step(cache, mask, ids.to(mask.device), positions), cache, mask, positions[:, -1]
 
-    def _step(self, cache: Any, mask: Tensor, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def _step(self, cache: Any, mask: Any, input_ids: Tensor, positions: Tensor) -> Tensor:
+        # Without attention nothing is masked, and Mamba would multiply a state by all of it.
+        mask = mask if any(hasattr(layer, "keys") for layer in cache.layers) else None
+        options = {"use_cache": True, "logits_to_keep": 1, self.argument: cache}
         with reading(self.routers) as seen:
-            output = self.model(
-                input_ids=input_ids,
-                # Without attention nothing is masked, and Mamba would multiply a state by all of it.
-                attention_mask=mask if any(hasattr(layer, "keys") for layer in cache.layers) else None,
-                position_ids=positions,
-                use_cache=True,
-                logits_to_keep=1,
-                **{self.argument: cache},
-            )
+            output = self.model(input_ids=input_ids, attention_mask=mask, position_ids=positions, **options)
         self.chosen = choices(seen) if seen else None
         return output.logits[:, -1].float()
 

@@ -107,11 +107,9 @@ def _routed_logprobs(
 
     known = policy.routers is not None and batch.routes is not None
     logprobs, entropy, *differences = _computed(session, policy, batch, needed, compute, 2 + known)
-    tokens = (batch.completion_mask * needed[:, None]).sum().item()
-    if not differences or not tokens:
-        return logprobs, entropy, {}
-    share = (differences[0] * batch.completion_mask).sum().item() / tokens
-    return logprobs, entropy, {"sampling/routing_difference": share}
+    tokens = (batch.completion_mask * needed[:, None]).sum().clamp(min=1)
+    shares = [((each * batch.completion_mask).sum() / tokens).item() for each in differences]
+    return logprobs, entropy, dict(zip(["sampling/routing_difference"], shares, strict=False))
 
 
 @phase("reference log-probabilities")

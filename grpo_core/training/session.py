@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -141,12 +141,12 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     start = copy_of_trainable_state(policy.model) if config.model.adapter and config.algorithm.beta else None
     model_path = config.model.name_or_path
     engine = None if is_recorded else make_engine(config, model_path, policy.model, tokenizer, max_length)
-    notes = _read_routers(policy, engine, config)
+    _read_routers(policy, engine, config)
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     reference = _reference(config, accelerator, max_length)
     optimizer = make_optimizer(model, config.train)
     if accelerator.is_main_process:
-        for note in [*left_out(model_path, config.model.revision, base), *fallbacks(engine, policy), *notes]:
+        for note in [*left_out(model_path, config.model.revision, base), *fallbacks(engine, policy)]:
             print(note, flush=True)
     return Session(
         config=config,
@@ -194,28 +194,22 @@ def _policy(model: Any, config: RunConfig, accelerator: Accelerator, max_length:
     return policy
 
 
-def _read_routers(policy: Policy, engine: Engine | None, config: RunConfig) -> list[str]:
-    """Let the policy's routers be read if keys ask for that, or if their choices can be compared with the engine's.
-    Returns notes to print. Raises ConfigError if a key asks for routers and there are none, or cannot be read."""
-    keys, notes = config.algorithm, list[str]()
-    compares = isinstance(engine, TransformersEngine) and not config.environment.is_used
-    if keys.reads_routers or ((compares or engine is None) and not config.train.torch_compile):
-        try:
+def _read_routers(policy: Policy, engine: Engine | None, config: RunConfig) -> None:
+    """Let the policy's routers be read if keys ask for that, or if their choices may be compared with the engine's.
+    Raises ConfigError if a key asks for routers and there are none, or cannot be read."""
+    asking = config.algorithm.router_keys
+    samples = isinstance(engine, TransformersEngine) and not config.environment.is_used
+    if asking or ((samples or engine is None) and not config.train.torch_compile):
+        with nullcontext() if asking else suppress(ConfigError):
             policy.routers = routers_of(policy.model)
-        except ConfigError as error:
-            if keys.reads_routers:
-                raise
-            notes.append(f"the engine's choice of experts is not compared with the trainer's: {error}")
-    if keys.reads_routers and policy.routers is None:
+    if asking and policy.routers is None:
         raise ConfigError(
-            f"algorithm.router_aux_loss_coef={keys.router_aux_loss_coef:g} and algorithm.routing_replay="
-            f"{json.dumps(keys.routing_replay)} are for mixtures of experts, and {type(policy.master).__name__} has no "
-            "routers: set them to 0 and false, or choose a mixture"
+            f"algorithm.{asking[0]} is for mixtures of experts, and {type(policy.master).__name__} has no routers: "
+            f"remove {' and '.join(asking)}, or choose a mixture"
         )
-    policy.replays_routes = keys.routing_replay
-    if policy.routers and isinstance(engine, TransformersEngine) and compares:
-        engine.keep_routes()
-    return notes
+    policy.replays_routes = config.algorithm.routing_replay
+    if isinstance(engine, TransformersEngine) and samples and policy.routers:
+        engine.routers = routers_of(engine.model)
 
 
 def _first_rates(run: Path, config: RunConfig, num_prompts: int) -> PassRates | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -71,12 +72,8 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
 
     balance = None
     if config.algorithm.router_aux_loss_coef > 0:
-
-        def count(parts: list[Tensor]) -> Tensor:
-            return _choice_counts(session, prepared(parts))
-
+        count = partial(_choice_counts, session, prepared)
         balance = sum_over_processes(session.memory.run(batch.sequences, count, share_prompts=session.policy.packs))
-
     tally = session.memory.run(batch.sequences, accumulate, share_prompts=session.policy.packs)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     average_gradients(parameters)
@@ -157,7 +154,7 @@ class _Tally:
         totals = dict(zip(self.sums, found, strict=False))
         tokens, kept, kept_entropy = (totals.pop(name) for name in ("tokens", "kept_tokens", "kept_entropy"))
         loss = totals.pop("loss") / session.accelerator.num_processes
-        of_routers = {name: totals.pop(name) for name in ("aux_loss",) if name in totals}  # a sum over all passes
+        of_update = {name: totals.pop(name) for name in ("aux_loss",) if name in totals}
         extreme = zip(self.maxima, found[len(self.sums) :], strict=True)
         highest = {name: value for name, value in extreme if math.isfinite(value)}
         lowest = {name: -highest.pop(name) for name in [*highest] if name.endswith("min")}
@@ -167,15 +164,19 @@ class _Tally:
             means["sampling/effective_sample_share"] = mean**2 / square if square else 0.0
         if kept:
             means["kept_entropy"] = kept_entropy / kept
-        return {"loss": loss, **of_routers, **means, **highest, **lowest, "grad_norm": norm}
+        return {"loss": loss, **of_update, **means, **highest, **lowest, "grad_norm": norm}
 
 
 @torch.no_grad()
-def _choice_counts(session: Session, passes: Sequence[tuple[PassInputs, MicroBatch]]) -> Tensor:
+def _choice_counts(
+    session: Session,
+    prepared: Callable[[list[Tensor]], list[tuple[PassInputs, MicroBatch]]],
+    parts: list[Tensor],
+) -> Tensor:
     """How often this process's passes choose each expert, over all layers. (E,)"""
     policy, counts = session.policy, list[Tensor]()
     assert policy.routers is not None
-    for inputs, batch in passes:
+    for inputs, batch in prepared(parts):
         with policy.routing(inputs) as seen:
             policy(inputs)
         trained = batch.mask.flatten()[inputs.places]

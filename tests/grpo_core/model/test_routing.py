@@ -33,8 +33,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {**TWO, "num_local_experts": 8},
     "GptOss": {**TWO, "num_local_experts": 8, "head_dim": 32},
     "DeepseekV3": {
-        **{**TWO, **DEEPSEEK, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 16},
-        **{"first_k_dense_replace": 1, "num_hidden_layers": 3, "num_key_value_heads": 2},
+        **TWO,
+        **DEEPSEEK,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
     },
     "Glm4Moe": {**FINE, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0},
     "Qwen3_5MoeText": {**FINE, **HYBRID, "num_experts": 8},
@@ -75,7 +82,7 @@ def _experts_given(model: Any) -> Iterator[list[Tensor]]:
 
 def _sampled(model: Any) -> list[tuple[list[int], Completion]]:
     engine = TransformersEngine(model, make_tokenizer())
-    engine.keep_routes()
+    engine.routers = routers_of(model)
     requests = [Request(ids, COPIES, seed) for ids, seed in zip(PROMPTS, (1, 20), strict=True)]
     finished: dict[int, list[Completion]] = {}
     for some in engine.generate(requests, Sampling(max_tokens=9, temperature=1.0)):
