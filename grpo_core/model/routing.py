@@ -64,6 +64,15 @@ def routers_of(model: Any) -> Routers | None:
     return routers
 
 
+def check_routers(model: Any, keys: Sequence[str]) -> None:
+    """Raises ConfigError if keys of `algorithm` are set that need a mixture of experts, and the model is none."""
+    if keys and not _recorded(decoder(model)):
+        raise ConfigError(
+            f"algorithm.{keys[0]} is for mixtures of experts, and {type(model).__name__} has no routers: remove "
+            f"{' and '.join(keys)}, or choose a mixture"
+        )
+
+
 @contextmanager
 def reading(routers: Routers | None, taken: Tensor | None = None) -> Iterator[Seen]:
     """Inside, for one pass and its backward pass, the routers' logits and choices are noted, and the experts `taken`

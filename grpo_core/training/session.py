@@ -27,7 +27,7 @@ from grpo_core.model.checkpoint_fit import left_out
 from grpo_core.model.loading import copy_of_trainable_state, load_model, with_adapter
 from grpo_core.model.logprobs import FUSED
 from grpo_core.model.policy import Policy
-from grpo_core.model.routing import routers_of
+from grpo_core.model.routing import check_routers, routers_of
 from grpo_core.model.sharded import sharding
 from grpo_core.planning.adapter import check_adapter
 from grpo_core.planning.plan import Plan, load_plan
@@ -202,11 +202,7 @@ def _read_routers(policy: Policy, engine: Engine | None, config: RunConfig) -> N
     if asking or ((samples or engine is None) and not config.train.torch_compile):
         with nullcontext() if asking else suppress(ConfigError):
             policy.routers = routers_of(policy.model)
-    if asking and policy.routers is None:
-        raise ConfigError(
-            f"algorithm.{asking[0]} is for mixtures of experts, and {type(policy.master).__name__} has no routers: "
-            f"remove {' and '.join(asking)}, or choose a mixture"
-        )
+    check_routers(policy.model, asking)
     policy.replays_routes = config.algorithm.routing_replay
     if isinstance(engine, TransformersEngine) and samples and policy.routers:
         engine.routers = routers_of(engine.model)
