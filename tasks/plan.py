@@ -48,6 +48,8 @@ def _work(context: Context) -> dict[str, Any]:
     if config.rollout.engine == "recorded":
         check_recording(config, plan, context.run)
         check_tokens(config, plan, load_tokenizer(config.model), FileRows(data.prompts))
+    if config.algorithm.router_keys:
+        _check_routers(config)
     get_run_logger().info(
         "%d updates of %d completions, %d per prompt; prompts dropped per epoch: %d",
         plan.max_steps,
@@ -89,6 +91,17 @@ def _work(context: Context) -> dict[str, Any]:
         table.append({"quantity": "epoch 1 takes", "value": taken, "how": "pass rates of the base model"})
     show_table("plan", table, "What the training will do, take and need")
     return {"plan": figures, "sources": sources, "forecasts": forecasts}
+
+
+def _check_routers(config: RunConfig) -> None:
+    """Raises ConfigError if the model is no mixture of experts, and keys are set that are for those alone."""
+    from transformers import AutoConfig  # with torch, which no other plan needs
+
+    from grpo_core.model.pretrained import from_pretrained, without_weights
+    from grpo_core.model.routing import check_routers
+
+    model = without_weights(from_pretrained(AutoConfig, config.model.name_or_path, config.model.revision))
+    check_routers(model, config.algorithm.router_keys)
 
 
 def _first_epoch(config: RunConfig, plan: Plan, run: Path) -> tuple[list[float], str]:

@@ -71,6 +71,13 @@ class AlgorithmConfig(Section):
     """Upper bound of the correction."""
     vllm_importance_sampling_clip_min: float | None = Field(None, gt=0)
     """Lower bound of the correction; default: none."""
+    router_aux_loss_coef: float = Field(0.0, ge=0)
+    """Mixtures of experts: weight of the loss that balances the routers' use of experts (Switch Transformers,
+    arXiv:2101.03961); 0 leaves it out. It costs one more forward pass of the update's rows. TRL's default is the
+    model's own value."""
+    routing_replay: bool = False
+    """Mixtures of experts: training passes take the experts that the engine took when it sampled, with gate weights
+    from the policy's own router logits (arXiv:2510.11370), for the update and for old log-probabilities."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus; with use_adaptive_entropy, its first value."""
     use_adaptive_entropy: bool = False
@@ -125,3 +132,13 @@ class AlgorithmConfig(Section):
     @property
     def has_entropy_bonus(self) -> bool:
         return self.use_adaptive_entropy or self.entropy_coef > 0
+
+    @property
+    def trains_every(self) -> bool:
+        """True if completions without an advantage have a gradient too."""
+        return self.beta > 0 or self.has_entropy_bonus or self.router_aux_loss_coef > 0
+
+    @property
+    def router_keys(self) -> list[str]:
+        """Keys that are set for mixtures of experts whose routers can be read."""
+        return [key for key in ("router_aux_loss_coef", "routing_replay") if getattr(self, key)]

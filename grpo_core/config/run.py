@@ -127,6 +127,7 @@ class RunConfig(Section):
             )
         self._check_machines()
         self._check_environment()
+        self._check_routing()
         if self.rollout.max_staleness and not self.algorithm.vllm_importance_sampling_correction:
             raise ValueError(
                 f"rollout.max_staleness={self.rollout.max_staleness} trains on samples of an earlier policy; "
@@ -278,6 +279,22 @@ class RunConfig(Section):
                 f"rollout.vllm_tensor_parallel_size={self.rollout.vllm_tensor_parallel_size} with an environment or "
                 "tools: processes that sample together take no turns on the way; set rollout.engine to 'vllm-server'"
             )
+
+    def _check_routing(self) -> None:
+        """Raises ValueError if other keys cannot be combined with what reads the routers of a mixture of experts."""
+        reading = [f"algorithm.{key}={json.dumps(getattr(self.algorithm, key))}" for key in self.algorithm.router_keys]
+        if reading and self.train.torch_compile:
+            raise ValueError(
+                f"{' and '.join(reading)} with train.torch_compile=true: routers are not read in compiled layers; set "
+                "train.torch_compile to false"
+            )
+        elsewhere = {"rollout.engine='vllm-server'": self.rollout.engine == "vllm-server"}
+        for what, applies in {**elsewhere, "an environment or tools": self.environment.is_used}.items():
+            if self.algorithm.routing_replay and applies:
+                raise ValueError(
+                    f"algorithm.routing_replay=true with {what}: the experts that are taken there are not kept; set it "
+                    "to false, or sample with rollout.engine='transformers' or 'vllm' and without environment and tools"
+                )
 
     def _check_judging_sets(self) -> None:
         """Raises ValueError if a promotion would judge by the prompts on which the training chooses its model."""

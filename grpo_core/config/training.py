@@ -58,6 +58,11 @@ class HealthConfig(Section):
     effective_sample_share_action: StalenessAction = "warn"
     """What to do when this limit is broken: warn, stop the training, roll back, or continue with half the
     rollout.max_staleness."""
+    max_routing_difference: float = Field(0.2, gt=0, le=1)
+    """Limit, of mixtures of experts: highest share of layers in which the trainer's routers choose other experts for a
+    token than the engine's did, with the same weights."""
+    routing_difference_action: HealthAction = "warn"
+    """What to do when this limit is broken: warn, stop the training, or roll back."""
     max_failed_conversations: float = Field(0.1, gt=0, le=1)
     """Limit: highest share of conversations in which a tool hangs or ends its process, or the environment fails."""
     failed_conversations_action: HealthAction = "stop"

@@ -117,6 +117,11 @@ def _check_file(file: Path, config: RunConfig, plan: Plan) -> None:
             f"{file} has completions of up to {known['max_completion_length']} tokens; "
             f"rollout.max_completion_length={longest} has to be at least that"
         )
+    if config.algorithm.routing_replay and "routed_experts" not in schema.names:
+        raise ConfigError(
+            f"{file} does not say which experts the engine took: set algorithm.routing_replay to false, or record it "
+            "again with true"
+        )
     scored = [name.removeprefix("rewards/") for name in schema.names if name.startswith("rewards/")]
     if unknown := [reward.name for reward in config.rewards if reward.name not in scored]:
         raise ConfigError(

@@ -112,6 +112,17 @@ def pack_batch(sequences: Sequences, kind: Kind, *, with_rows: bool = False) -> 
     return PackedBatch(ids[None], positions[None], predicts, attention, rows)
 
 
+def packed_places(sequences: Sequences, size: int) -> Tensor:
+    """Place among the B · L of the sequences of each of a packed batch's `size` tokens: a prompt's, in its first row;
+    any of padding. (size,)"""
+    firsts, _ = prompts_of(sequences)
+    prompt, prompt_position = _ragged(sequences.prompt_lengths[firsts])
+    row, offset = _ragged((sequences.completion_lengths - 1).clamp(min=0))
+    rows = torch.cat([torch.tensor(firsts)[prompt], row])
+    places = rows * sequences.input_ids.shape[1] + torch.cat([prompt_position, sequences.prompt_lengths[row] + offset])
+    return nn.functional.pad(places, (0, size - len(places)))
+
+
 def packed_states(decoder: Any, batch: PackedBatch) -> Tensor:
     """Return the hidden states that predict the completion tokens, row by row. `decoder`: after `use_attention`, on the
     batch's device. (tokens, h)"""

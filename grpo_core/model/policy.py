@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float32, Int, Int64
+from jaxtyping import Float, Float32, Int, Int16, Int64
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.utils.checkpoint import checkpoint
@@ -22,9 +22,10 @@ from grpo_core.errors import ConfigError
 from grpo_core.model.capabilities import check_recomputing, decoder, make_packable, plain_output_layer, why_not_packed
 from grpo_core.model.loading import adapter_dropouts
 from grpo_core.model.logprobs import chosen_logprobs, gives_float32_logits, over_logits
-from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
+from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_places, packed_states
 from grpo_core.model.packed_rows import takes_rows
 from grpo_core.model.precision import in_float32, refresh, working_copy
+from grpo_core.model.routing import Routers, Seen, difference, reading
 from grpo_core.model.sequences import Sequences
 from grpo_core.model.sharded import call_as_forward, forward, is_sharded
 from grpo_core.model.to_device import to_device
@@ -61,6 +62,7 @@ class PassInputs:
     targets: Int64[Tensor, " N"]  # the completion tokens, row by row
     places: Int64[Tensor, " N"]  # of each among the B · T
     shape: tuple[int, int]  # (B, T)
+    routes: Int16[Tensor, "M F"] | None = None  # the engine's experts of each token, see routing.choices
 
 
 class Policy(nn.Module):
@@ -86,6 +88,8 @@ class Policy(nn.Module):
         self.is_sharded = is_sharded(master)
         self.model = model = working_copy(master) if bf16 and not self.is_sharded else master
         self.temperature, self.max_length = temperature, max_length
+        self.routers: Routers | None = None  # of a mixture, if they are to be read
+        self.replays_routes = False
         self.output_layer = plain_output_layer(model)
         self.rounds_logits = bf16 and not gives_float32_logits(model)
         on_gpu = next(model.parameters()).is_cuda
@@ -146,11 +150,17 @@ class Policy(nn.Module):
             tokens: PackedBatch | PaddedRows = pack_batch(sequences, self.attention, with_rows=self.with_rows)
         else:
             tokens = PaddedRows(sequences.input_ids, rows * sequences.input_ids.shape[1] + columns - 1)
+        routes = None
+        if sequences.routes is not None:
+            routes = sequences.routes.flatten(0, 1)
+            if self.packs:
+                routes = routes[packed_places(sequences, tokens.input_ids.shape[1])]
         inputs = PassInputs(
             tokens,
             targets=sequences.input_ids[rows, columns],
             places=rows * width + offsets,
             shape=(len(lengths), width),
+            routes=routes,
         )
         return to_device(inputs, next(self.model.parameters()).device)
 
@@ -191,6 +201,18 @@ class Policy(nn.Module):
                     inputs.tokens,
                 )
         return _in_rows(found, inputs)
+
+    def routing(self, inputs: PassInputs) -> AbstractContextManager[Seen]:
+        """Inside, for a pass over these inputs and its backward pass, what the routers choose is noted, if they are
+        read, and with `replays_routes` the engine's experts are taken instead."""
+        return reading(self.routers, inputs.routes if self.replays_routes else None)
+
+    def routing_difference(self, seen: Seen, inputs: PassInputs) -> Float32[Tensor, "B T"] | None:
+        """Share of the layers whose routers choose other experts than the engine's did, where each completion token is
+        predicted; 0 past its end. None if the engine's are not known."""
+        if inputs.routes is None or not seen:
+            return None
+        return _in_rows(difference(seen, inputs.routes)[inputs.tokens.predicts], inputs)
 
     def _own_logits(self, tokens: PackedBatch | PaddedRows) -> Float32[Tensor, "N V"]:
         """Logits of the completion tokens by the model's own forward pass."""

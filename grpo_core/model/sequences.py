@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
-from jaxtyping import Int64
+from jaxtyping import Int16, Int64
 from torch import Tensor, nn
 
 
@@ -18,8 +19,8 @@ def number_prompts(prompts: Iterable[Sequence[int]]) -> Tensor:
     return torch.tensor([numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts])
 
 
-def pad(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-    """Rows of different lengths as one tensor, zeros on the right. (B, T)"""
+def pad(rows: Sequence[Sequence[float] | np.ndarray], dtype: torch.dtype) -> Tensor:
+    """Rows of different lengths as one tensor, zeros on the right. (B, T, …)"""
     return nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
 
 
@@ -34,6 +35,7 @@ class Sequences:
     prompt_lengths: Int64[Tensor, " B"]
     completion_lengths: Int64[Tensor, " B"]  # their largest is T
     prompt_of: Int64[Tensor, " B"]  # number of the prompt's token ids, not of its dataset row: see number_prompts
+    routes: Int16[Tensor, "B L F"] | None = None  # the engine's experts of each token, see routing.choices
 
     @property
     def lengths(self) -> Tensor:
@@ -41,8 +43,10 @@ class Sequences:
 
     def take(self, rows: Tensor) -> Sequences:
         """Select rows, padded to the longest of them."""
-        chosen = Sequences(*(values[rows] for values in vars(self).values()))
-        return replace(chosen, input_ids=chosen.input_ids[:, : int(chosen.lengths.max())])
+        chosen = replace(self, **{name: values[rows] for name, values in vars(self).items() if values is not None})
+        width = int(chosen.lengths.max())
+        routes = None if chosen.routes is None else chosen.routes[:, :width]
+        return replace(chosen, input_ids=chosen.input_ids[:, :width], routes=routes)
 
     def tokens_of(self, rows: Tensor, *, share_prompts: bool) -> int:
         """Number of tokens in a pass over these rows: each prompt once with `share_prompts`, otherwise with padding."""

@@ -206,6 +206,7 @@ def generation_batch(
     if not sampling_logprobs.isfinite().all():
         raise NotFiniteError(f"rollout {index}: the policy's log-probabilities of its own samples are not finite")
     trained = [_trained_mask(completion, config.algorithm) for completion in completions]
+    routes: Any = [completion.routes for completion in completions if completion.routes is not None]
     return GenerationBatch(
         index=index,
         scheduled_rows=schedule.prompts(index),
@@ -221,6 +222,7 @@ def generation_batch(
         sampled_rows=torch.tensor([sample.row for sample in sampled]),
         passed=torch.from_numpy(passed(_matrix(sampled), config, _sources(sampled, schedule.plan))),
         metrics=metrics,
+        routes=pad(routes, torch.int16) if len(routes) == len(completions) else None,
     )
 
 

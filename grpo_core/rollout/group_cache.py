@@ -36,6 +36,7 @@ from grpo_core.model.capabilities import (
     shortened,
     shown,
 )
+from grpo_core.model.routing import Routers, choices, reading
 
 NAME = "grpo_group_cache"
 FIRST_CAPACITY = 64  # initial capacity, in tokens of a completion
@@ -75,6 +76,7 @@ class GroupCache:
         self.next = torch.zeros(1, dtype=torch.int64, device=device)  # place of the next token of all completions
         self.step, self.capacity = 0, 0
         self.captures = captures
+        self.routers: Routers | None = None
         self.block = GRAPH_TOKENS if captures else 1  # tokens of completions that are read at a time
         self.max_tokens = -(-max_tokens // self.block) * self.block
         self.graph: Any = None
@@ -95,6 +97,9 @@ class GroupCache:
             logits = self._forward(self.input_ids, positions)
         finally:
             hook.remove()
+        if self.chosen is not None:
+            given = self.chosen.cpu().unflatten(0, self.input_ids.shape).numpy()
+            self.prompt_routes = [experts[:n] for experts, n in zip(given, self.lengths.tolist(), strict=True)]
         return logits[self.group]
 
     def decode(self, token: Tensor) -> Tensor:
@@ -207,8 +212,10 @@ class GroupCache:
         hidden = ((places < self.first[:, None]) | (places > self.next))[:, None, None]
         self.own_bias = torch.zeros(hidden.shape, device=positions.device).masked_fill(hidden, -torch.inf)
         options = {"use_cache": False, "logits_to_keep": 1, "group_cache": self}
-        with _attention_of_ours(self.decoder.config):
-            return self.model(input_ids=input_ids, position_ids=positions, **options).logits[:, -1].float()
+        with _attention_of_ours(self.decoder.config), reading(self.routers) as seen:
+            logits = self.model(input_ids=input_ids, position_ids=positions, **options).logits[:, -1].float()
+        self.chosen = choices(seen) if seen else None
+        return logits
 
     def _replay(self, token: Tensor) -> Tensor:
         """Run a step as a CUDA graph, without Python's overhead. It is captured again when shapes change."""

@@ -19,8 +19,8 @@ from grpo_core.environments.setting import Setting, make_setting
 from grpo_core.model.capabilities import check_padding
 from grpo_core.model.loading import load_model
 from grpo_core.model.policy import Policy
-from grpo_core.model.positions import check_context
 from grpo_core.model.precision import in_float32, with_precision_of
+from grpo_core.model.pretrained import check_context
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.types import Engine
 from grpo_core.rollout.waiting import longest_wait, phase_limits

@@ -18,10 +18,13 @@ from grpo_core.rollout.collect import Sample, generation_batch
 from grpo_core.rollout.types import Completion, GenerationBatch
 from grpo_core.system.progress import phase
 
+OPTIONAL = ("trained_tokens", "ages", "routed_experts")
 
-def token_columns(samples: Sequence[Sample]) -> dict[str, pa.Array]:
+
+def token_columns(samples: Sequence[Sample], *, with_routes: bool) -> dict[str, pa.Array]:
     """Columns that training on the samples needs beside texts and rewards. `sampling_logprobs`: the engine's, float32;
-    `trained_tokens`: of conversations, 1 per token that the policy sampled, 0 per token of the environment."""
+    `trained_tokens`: of conversations, 1 per token that the policy sampled, 0 per token of the environment;
+    `routed_experts`: the engine's, token by token of prompt and completion, layer by layer."""
     completions = [sample.completion for sample in samples]
     found = {
         "row": pa.array([sample.row for sample in samples], pa.int64()),
@@ -31,6 +34,8 @@ def token_columns(samples: Sequence[Sample]) -> dict[str, pa.Array]:
     }
     if masks := [completion.mask for completion in completions if completion.mask is not None]:
         found["trained_tokens"] = _lists(masks, np.int8)  # of all, since all are conversations
+    if with_routes:
+        found["routed_experts"] = _lists([each.routes.ravel() for each in completions], np.int16)  # type: ignore
     return found
 
 
@@ -75,13 +80,15 @@ def replay(index: int, config: RunConfig, plan: Plan) -> tuple[GenerationBatch, 
     """
     table = read_batch(config.rollout, index)
     names = ["row", "prompt_ids", "completion", "completion_ids", "sampling_logprobs", "truncated"]
-    optional = [table[name].to_pylist() if name in table.column_names else None for name in ("trained_tokens", "ages")]
-    masks, ages = (found or [None] * len(table) for found in optional)
+    kept = [table[name].to_pylist() if name in table.column_names else None for name in OPTIONAL]
+    masks, ages, routes = (found or [None] * len(table) for found in kept)
     scores = np.array([table[f"rewards/{it.name}"].to_numpy() for it in config.rewards], dtype=np.float64)  # null → NaN
-    rows = zip(*(table[name].to_pylist() for name in names), masks, ages, scores.T.tolist(), strict=True)
+    lengths = (len(ids) + len(more) for ids, more in zip(*(table[name] for name in names[1:4:2]), strict=True))
+    routes = [it and np.array(it, np.int16).reshape(n, -1) for it, n in zip(routes, lengths, strict=True)]
+    rows = zip(*(table[name].to_pylist() for name in names), masks, ages, routes, scores.T.tolist(), strict=True)
     samples = [
-        Sample(row, prompt_ids, Completion(ids, logprobs, truncated, mask, age), text, rewards)
-        for row, prompt_ids, text, ids, logprobs, truncated, mask, age, rewards in rows
+        Sample(row, prompt_ids, Completion(ids, logprobs, truncated, mask, age, routes=experts), text, rewards)
+        for row, prompt_ids, text, ids, logprobs, truncated, mask, age, experts, rewards in rows
     ]
     seconds = {"time/generate": 0.0, "time/score": 0.0}
     return generation_batch(index, Schedule(plan, config.seed), config, samples, samples, seconds), samples

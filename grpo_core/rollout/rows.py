@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers.decoders import DecodeStream
 from torch import Tensor, nn
@@ -33,10 +34,12 @@ class Rows:
     ended: Tensor  # (B,) bool, by an end token
     going: Tensor  # (B,) bool, neither ended nor at the limit
     seen: Tensor  # (B, V) bool, tokens of prompt and completion so far; (B, 0) without a repetition penalty
+    routes: Tensor  # (B, (T + 1) · F) int16, F experts of each token, see routing.choices; (B, 0) if they are not kept
 
 
-def begin_rows(requests: Mapping[int, Request], sampling: Sampling, logits: Tensor) -> Rows:
-    """Make the rows of numbered requests before their first token, whose logits these are. (B, V)"""
+def begin_rows(requests: Mapping[int, Request], sampling: Sampling, logits: Tensor, chosen: Tensor | None) -> Rows:
+    """Make the rows of numbered requests before their first token, whose logits these are. (B, V). `chosen`: experts of
+    tokens of their prompts, if they are kept. (…, F)"""
     device = logits.device
     limits, places = [], []
     for number, request in requests.items():
@@ -58,6 +61,7 @@ def begin_rows(requests: Mapping[int, Request], sampling: Sampling, logits: Tens
         ended,
         ~ended,
         seen.to(device),
+        logits.new_zeros(len(limits), 0 if chosen is None else points.shape[1] * chosen.shape[1], dtype=torch.int16),
     )
 
 
@@ -81,6 +85,14 @@ def advance(
     return token, before & ~rows.going
 
 
+def note_routes(rows: Rows, chosen: Tensor) -> None:
+    """Keep the experts that were chosen for each row's last token, in place. Rows that have ended only write where
+    nothing is read. (B, F)"""
+    width = chosen.shape[1]
+    at = (rows.lengths[:, None] - 1) * width + torch.arange(width, device=chosen.device)
+    rows.routes.scatter_(1, at, chosen)
+
+
 def select(rows: Rows, which: Tensor) -> Rows:
     """Return only these rows. (B,) bool"""
     return Rows(*(column[which] for column in _columns(rows)))
@@ -97,13 +109,20 @@ def join(rows: Rows, others: Rows) -> Rows:
     return Rows(*columns)
 
 
-def completions(rows: Rows) -> list[tuple[int, int, Completion]]:
-    """Return what has been drawn: per row the request's number, the completion's number in it, and the completion."""
+def completions(rows: Rows, prompt_routes: Mapping[int, np.ndarray]) -> list[tuple[int, int, Completion]]:
+    """Return what has been drawn: per row the request's number, the completion's number in it, and the completion.
+    `prompt_routes`: (P, F) by request; empty if they are not kept."""
     columns = (rows.places, rows.tokens, rows.logprobs, rows.lengths, rows.ended)
+    found = zip(*(column.tolist() for column in columns), rows.routes.cpu().numpy(), strict=True)
     return [
-        (number, i, Completion(ids[:n], logprobs[:n], truncated=not ended))
-        for (number, i), ids, logprobs, n, ended in zip(*(column.tolist() for column in columns), strict=True)
+        (number, i, Completion(ids[:n], logprobs[:n], not ended, routes=_joined(prompt_routes.get(number), own, n)))
+        for (number, i), ids, logprobs, n, ended, own in found
     ]
+
+
+def _joined(before: np.ndarray | None, own: np.ndarray, n: int) -> np.ndarray | None:
+    """A prompt's experts, then those of a completion of n tokens; None if they are not kept."""
+    return None if before is None else np.concatenate([before, own.reshape(-1, before.shape[1])[:n]])
 
 
 def _columns(rows: Rows) -> list[Tensor]:

@@ -14,6 +14,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
@@ -23,10 +24,11 @@ from grpo_core.config.memory_bounds import MAX_ROWS
 from grpo_core.errors import EngineError
 from grpo_core.model.loading import whole_weights
 from grpo_core.model.precision import in_float32
+from grpo_core.model.routing import Routers, choices, reading
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.checksums import bit_sums, differences, noted, read, refuse_lost
 from grpo_core.rollout.group_cache import GroupCache, why_not_captured, why_not_plain, why_not_shared
-from grpo_core.rollout.rows import Rows, StopTexts, advance, begin_rows, completions, join, select
+from grpo_core.rollout.rows import Rows, StopTexts, advance, begin_rows, completions, join, note_routes, select
 from grpo_core.rollout.types import Completion, Finished, Request, Sampling, Stream, token_limit
 
 JOIN_STEPS = 8  # at least, between two joins, which prefill prompts and copy the cache: about as long as a few steps
@@ -44,6 +46,7 @@ class TransformersEngine:
         padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)  # any token would do: it is masked
         self.pad_id = next(token for token in padding if token is not None)
         self.tokenizer, self.max_length = tokenizer, max_length
+        self.routers: Routers | None = None  # of a mixture, if the experts that they choose go with completions
         self._use_model(model)
         # Both, as in vLLM: a chat model often ends its turns with another token than its tokenizer names.
         named = getattr(model.generation_config, "eos_token_id", None)
@@ -104,6 +107,7 @@ class TransformersEngine:
         waiting: list[tuple[int, Request]] = []
         asked: list[Request] = []
         drawn: defaultdict[int, dict[int, Completion]] = defaultdict(dict)  # of requests that are not finished
+        routes: dict[int, np.ndarray] = {}  # of their prompts
         rows: Rows | None = None
         cache: Any = None
         logits = torch.empty(0)  # (B, V)
@@ -118,7 +122,10 @@ class TransformersEngine:
                 waiting, pause = waiting[len(new) :], JOIN_STEPS
                 new_cache = self._make_cache([*new.values()], sampling)
                 new_logits = new_cache.prefill()
-                new_rows = begin_rows(new, sampling, new_logits)
+                new_rows = begin_rows(new, sampling, new_logits, new_cache.chosen)
+                if self.routers:
+                    prompt_of = zip(new_rows.places[:, 0].tolist(), new_cache.group.tolist(), strict=True)
+                    routes |= {number: new_cache.prompt_routes[place] for number, place in prompt_of}
                 if stops:
                     stops.begin(new)
                 if rows:
@@ -133,9 +140,10 @@ class TransformersEngine:
             before, going = going, int(rows.going.sum())
             finished: list[Finished] = []
             if going < before:
-                for number, i, completion in completions(select(rows, done)):
+                for number, i, completion in completions(select(rows, done), routes):
                     drawn[number][i] = completion
                     if len(drawn[number]) == asked[number].num_completions:
+                        routes.pop(number, None)
                         finished.append((number, [one for _, one in sorted(drawn.pop(number).items())]))
             more = (yield finished) or ()
             pause -= 1
@@ -146,6 +154,8 @@ class TransformersEngine:
                     cache.keep(rows.going)
                     token, rows = token[rows.going], select(rows, rows.going)
                 logits = cache.decode(token)
+                if self.routers:
+                    note_routes(rows, cache.chosen)
 
     @torch.no_grad()
     def compute_logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
@@ -164,8 +174,11 @@ class TransformersEngine:
         copies = [sum(request.num_completions for request in members) for members in alike]
         longest = max(token_limit(request, sampling) for request in requests)
         if not self.shares_cache:
-            return PlainCache(self.model, prompts, copies, longest, self.pad_id)
-        return GroupCache(self.model, prompts, copies, longest, captures=self.captures)
+            cache: Any = PlainCache(self.model, prompts, copies, longest, self.pad_id)
+        else:
+            cache = GroupCache(self.model, prompts, copies, longest, captures=self.captures)
+        cache.routers = self.routers
+        return cache
 
 
 def _next_requests(requests: Sequence[tuple[int, Request]], rows: int) -> dict[int, Request]:
@@ -185,8 +198,11 @@ class PlainCache:
     per completion, padded on the left. If layers carry a state, prompts are read without padding, in a pass for each
     length: few architectures keep padding out of all their states."""
 
+    routers: Routers | None = None
+
     def __init__(self, model: Any, prompts: list[list[int]], copies: list[int], max_tokens: int, pad_id: int):
         self.model, self.prompts, self.pad_id = model, prompts, pad_id
+        self.prompt_routes: dict[int, np.ndarray] = {}
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.argument = "cache_params" if "cache_params" in signature(base.forward).parameters else "past_key_values"
         self.group = torch.arange(len(prompts)).repeat_interleave(torch.tensor(copies))
@@ -198,6 +214,10 @@ class PlainCache:
         logits: list[Tensor] = []
         for place, part in enumerate(parts):
             found = self._read([self.prompts[each] for each in part])
+            if self.chosen is not None:
+                given = self.chosen.cpu().unflatten(0, (len(part), -1)).numpy()
+                for each, experts in zip(part.tolist(), given, strict=True):
+                    self.prompt_routes[each] = experts[-len(self.prompts[each]) :]
             logits.append(found[0])
             if not place:
                 _, self.cache, self.mask, self.positions = found
@@ -247,16 +267,13 @@ class PlainCache:
         positions, cache = (mask.cumsum(1) - 1).clamp(min=0), whole_cache(self.model.config)
         return self._step(cache, mask, ids.to(mask.device), positions), cache, mask, positions[:, -1]
 
-    def _step(self, cache: Any, mask: Tensor, input_ids: Tensor, positions: Tensor) -> Tensor:
-        output = self.model(
-            input_ids=input_ids,
-            # Without attention nothing is masked, and Mamba would multiply a state by all of it.
-            attention_mask=mask if any(hasattr(layer, "keys") for layer in cache.layers) else None,
-            position_ids=positions,
-            use_cache=True,
-            logits_to_keep=1,
-            **{self.argument: cache},
-        )
+    def _step(self, cache: Any, mask: Any, input_ids: Tensor, positions: Tensor) -> Tensor:
+        # Without attention nothing is masked, and Mamba would multiply a state by all of it.
+        mask = mask if any(hasattr(layer, "keys") for layer in cache.layers) else None
+        options = {"use_cache": True, "logits_to_keep": 1, self.argument: cache}
+        with reading(self.routers) as seen:
+            output = self.model(input_ids=input_ids, attention_mask=mask, position_ids=positions, **options)
+        self.chosen = choices(seen) if seen else None
         return output.logits[:, -1].float()
 
 

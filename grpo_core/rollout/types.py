@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 from torch import Tensor, nn
 
 
@@ -62,7 +63,9 @@ class Completion:
     over the whole vocabulary, whatever top-k, top-p and min-p have left out. `mask`: of a conversation, 1 per token
     that the policy sampled and 0 per token of the environment, whose log-probability is given as 0; None: the policy
     sampled all of them. `ages`: hand-overs of weights since the token was sampled; None: 0 for all of them.
-    `versions`: the weights that sampled the token, counted by hand-overs; None: the engine does not say.
+    `versions`: the weights that sampled the token, counted by hand-overs; None: the engine does not say. `routes`: the
+    experts that a mixture took for each token of prompt and completion, (tokens, L · K) int16, see `routing.choices`;
+    any for the last token, which nothing reads. None: the engine does not say.
     """
 
     ids: list[int]
@@ -71,6 +74,7 @@ class Completion:
     mask: list[int] | None = None
     ages: list[int] | None = None
     versions: list[int] | None = None
+    routes: np.ndarray | None = None
 
     @property
     def sampled_tokens(self) -> int:
@@ -163,6 +167,7 @@ class GenerationBatch:
     sampled_rows: Tensor  # (Q,) int64, dataset rows of the sampled completions
     passed: Tensor  # (Q,) float64, how far these passed: 0 to 1, NaN if not scored
     metrics: dict[str, float]  # rewards, lengths, seconds
+    routes: Tensor | None = field(default=None, kw_only=True)  # (B, prompt + completion, F) int16, see Completion
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -57,7 +58,8 @@ def join(batch: GenerationBatch, rows: Sequence[int]) -> Sequences:
     row, offset = (torch.arange(width) < lengths[:, None]).nonzero(as_tuple=True)
     ids[row, prompt_lengths[row] + offset] = batch.completion_ids[torch.tensor(rows)[row], offset]
     ids = ids[:, : int((prompt_lengths + lengths).max())]
-    return Sequences(ids, prompt_lengths, lengths, number_prompts(prompts))
+    routes = None if batch.routes is None else batch.routes[rows][:, : ids.shape[1]]
+    return Sequences(ids, prompt_lengths, lengths, number_prompts(prompts), routes)
 
 
 def update_batch(parts: Sequence[tuple[Rollout, int]], plan: Plan, config: RunConfig) -> MicroBatch:
@@ -120,7 +122,8 @@ def concatenate(batches: Sequence[MicroBatch]) -> MicroBatch:
         return batches[0]
 
     columns = dataclasses.fields(Sequences)
-    parts = {field.name: _stack([getattr(batch.sequences, field.name) for batch in batches]) for field in columns}
+    found = {field.name: [getattr(batch.sequences, field.name) for batch in batches] for field in columns}
+    parts: dict[str, Any] = {name: None if each[0] is None else _stack(each) for name, each in found.items()}
     rows = zip(parts["input_ids"].tolist(), parts["prompt_lengths"].tolist(), strict=True)
     parts["prompt_of"] = number_prompts(ids[:length] for ids, length in rows)
     names = [field.name for field in dataclasses.fields(MicroBatch) if field.name != "sequences"]
@@ -272,4 +275,5 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
     if tensors[0].ndim == 1:
         return torch.cat(list(tensors))
     width = max(tensor.shape[1] for tensor in tensors)
-    return torch.cat([nn.functional.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors])
+    deeper = [0, 0] * (tensors[0].ndim - 2)
+    return torch.cat([nn.functional.pad(tensor, [*deeper, 0, width - tensor.shape[1]]) for tensor in tensors])

@@ -128,6 +128,12 @@ def _rules(c: HealthConfig) -> list[_Rule]:
             "algorithm.vllm_importance_sampling_mode = 'token_truncate'",
         ),
         _Rule(
+            "routing_difference", "sampling/routing_difference", 1, c.max_routing_difference, c.patience,
+            c.routing_difference_action,
+            "trainer and engine send tokens through different experts, which makes such trainings collapse. Set "
+            "algorithm.routing_replay = true, or use the same precision on both sides",
+        ),
+        _Rule(
             "failed_conversations", "conversations/failed", 1, c.max_failed_conversations, c.patience,
             c.failed_conversations_action,
             "tools hang or end their process, or environments fail; these conversations have no reward, or the policy "

@@ -105,7 +105,8 @@ class TrainingLog:
         if self.session.sampler and self.session.sampler.lookahead:
             columns["scheduled_batch"] = [sample.turn for sample in samples]
             columns["ages"] = pa.array([sample.completion.ages for sample in samples], pa.list_(pa.int64()))
-        columns |= token_columns(samples) | conversation_columns(samples)
+        columns |= token_columns(samples, with_routes=self.session.config.algorithm.routing_replay)
+        columns |= conversation_columns(samples)
         for position, reward in enumerate(self.session.config.rewards):
             values = [sample.rewards[position] for sample in samples]
             columns[f"rewards/{reward.name}"] = pa.array(values, pa.float64(), from_pandas=True)  # NaN → null: None

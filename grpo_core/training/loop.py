@@ -135,6 +135,8 @@ def advance(session: Session, state: TrainingState, log: TrainingLog) -> Trainin
         raise broken
     state = adapt_entropy(config.algorithm, state, kept_entropy).with_update(seconds, session.memory.reduced)
     move_reference(session, state)
+    if state.rollout is not None and not config.algorithm.routing_replay:
+        state = replace(state, rollout=replace(state.rollout, routes=None))  # they have been compared
     return replace(state, unrecorded=metrics)
 
 

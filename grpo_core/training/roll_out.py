@@ -43,8 +43,11 @@ def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollou
         batch, samples, left = *replay(index, session.config, session.plan), list[Group]()
     else:
         batch, samples, left = _sample(session, session.sampler, index, state)
-    old_logprobs, keep = _old_logprobs(session, batch)
+    old_logprobs, keep, difference = _old_logprobs(session, batch)
     ref_logprobs = _ref_logprobs(session, batch)
+    if not session.plan.on_policy:
+        read = session.config.algorithm.routing_replay  # else they have been compared
+        batch = replace(batch, metrics=batch.metrics | difference, routes=batch.routes if read else None)
     if session.sampler is not None and index == 0 and (keys := truncating_keys(session.config)):
         batch = replace(batch, metrics=batch.metrics | _truncation_metrics(session, batch, keys))
     return Rollout(**vars(batch), old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, keep=keep), samples, left
@@ -72,22 +75,41 @@ def _sample(
 
 
 @phase("old log-probabilities")
-def _old_logprobs(session: Session, batch: GenerationBatch) -> tuple[Tensor | None, Tensor | None]:
-    """Return the policy's log-probabilities before the first update, and the mask of the tokens of highest entropy.
-
-    (B, T) each; None if no update reads them.
+def _old_logprobs(session: Session, batch: GenerationBatch) -> tuple[Tensor | None, Tensor | None, dict[str, float]]:
+    """Return the policy's log-probabilities before the first update, and the mask of the tokens of highest entropy,
+    (B, T) each, None if no update reads them; and the metric of how far the engine's routing differs from the policy's.
     """
     plan, algorithm = session.plan, session.config.algorithm
     in_loss = batch.completion_mask.sum(1) > 0
     if algorithm.top_entropy_quantile < 1:
-        logprobs, entropy = compute_logprobs(session, session.policy, batch, in_loss)
+        logprobs, entropy, difference = _routed_logprobs(session, batch, in_loss)
         keep = top_entropy_mask(entropy, batch.completion_mask, algorithm.top_entropy_quantile)
-        return None if plan.on_policy else logprobs, keep
+        return None if plan.on_policy else logprobs, keep, difference
     if plan.on_policy:
-        return None, None
-    trains_every = algorithm.beta > 0 or algorithm.has_entropy_bonus  # completions without an advantage too
-    read = in_loss if trains_every else has_gradient(batch.advantages, batch.completion_mask)
-    return compute_logprobs(session, session.policy, batch, read)[0], None
+        return None, None, {}
+    read = in_loss if algorithm.trains_every else has_gradient(batch.advantages, batch.completion_mask)
+    logprobs, _, difference = _routed_logprobs(session, batch, read)
+    return logprobs, None, difference
+
+
+def _routed_logprobs(
+    session: Session, batch: GenerationBatch, needed: Tensor
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Do as `compute_logprobs` with the policy, whose passes take the engine's experts if the training replays them.
+    Also returns the metric of how far the engine's routing differs; empty if it is not known."""
+    policy = session.policy
+
+    def compute(inputs: PassInputs) -> Tensor:
+        with policy.routing(inputs) as seen:
+            figures = [*policy(inputs)]
+            difference = policy.routing_difference(seen, inputs)
+        return torch.stack(figures if difference is None else [*figures, difference])
+
+    known = policy.routers is not None and batch.routes is not None
+    logprobs, entropy, *differences = _computed(session, policy, batch, needed, compute, 2 + known)
+    tokens = (batch.completion_mask * needed[:, None]).sum().clamp(min=1)
+    shares = [((each * batch.completion_mask).sum() / tokens).item() for each in differences]
+    return logprobs, entropy, dict(zip(["sampling/routing_difference"], shares, strict=False))
 
 
 @phase("reference log-probabilities")

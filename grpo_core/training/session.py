@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,11 @@ from grpo_core.data.prompts import Prompts
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.distributed import any_process, from_main
 from grpo_core.environments.setting import Setting
-from grpo_core.errors import TrainingError
+from grpo_core.errors import ConfigError, TrainingError
 from grpo_core.model.loading import copy_of_trainable_state, load_model, with_adapter
 from grpo_core.model.logprobs import FUSED
 from grpo_core.model.policy import Policy
+from grpo_core.model.routing import check_routers, routers_of
 from grpo_core.model.sharded import sharding
 from grpo_core.planning.adapter import base_notes, check_adapter
 from grpo_core.planning.plan import Plan, load_plan
@@ -33,6 +35,7 @@ from grpo_core.rewards.contract import rewards_of
 from grpo_core.rollout.collect import Scoring
 from grpo_core.rollout.conversations import ConversationsAhead
 from grpo_core.rollout.loading import check_lengths, fallbacks, make_engine, read_prompts, start_configured
+from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Engine, Lookahead
 from grpo_core.training.optimizer import learning_rate, make_optimizer
 from grpo_core.training.out_of_memory import OutOfMemoryRetry, first_limit
@@ -137,6 +140,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     start = copy_of_trainable_state(policy.model) if config.model.adapter and config.algorithm.beta else None
     model_path = config.model.name_or_path
     engine = None if is_recorded else make_engine(config, model_path, policy.model, tokenizer, max_length)
+    _read_routers(policy, engine, config)
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     reference = _reference(config, accelerator, max_length)
     optimizer = make_optimizer(model, config.train)
@@ -187,6 +191,20 @@ def _policy(model: Any, config: RunConfig, accelerator: Accelerator, max_length:
         )
     policy.packs = not any_process(not policy.packs)  # processes divide rows by the cost of a pass, so they must agree
     return policy
+
+
+def _read_routers(policy: Policy, engine: Engine | None, config: RunConfig) -> None:
+    """Let the policy's routers be read if keys ask for that, or if their choices may be compared with the engine's.
+    Raises ConfigError if a key asks for routers and there are none, or cannot be read."""
+    asking = config.algorithm.router_keys
+    samples = isinstance(engine, TransformersEngine) and not config.environment.is_used
+    if asking or ((samples or engine is None) and not config.train.torch_compile):
+        with nullcontext() if asking else suppress(ConfigError):
+            policy.routers = routers_of(policy.model)
+    check_routers(policy.model, asking)
+    policy.replays_routes = config.algorithm.routing_replay
+    if isinstance(engine, TransformersEngine) and samples and policy.routers:
+        engine.routers = routers_of(engine.model)
 
 
 def _first_rates(run: Path, config: RunConfig, num_prompts: int) -> PassRates | None:

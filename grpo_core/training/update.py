@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from grpo_core.distributed import (
 )
 from grpo_core.errors import NotFiniteError
 from grpo_core.model.policy import PassInputs
+from grpo_core.model.routing import balance_loss, choice_counts
 from grpo_core.system.progress import moved, phase
 from grpo_core.training.batch import MicroBatch, idle_row, own_rows, take
 from grpo_core.training.interrupt import commit
@@ -48,23 +51,29 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
         batch,
         accelerator.process_index,
         accelerator.num_processes,
-        without_advantage=batch.ref_logprobs is not None or config.algorithm.has_entropy_bonus,
+        without_advantage=config.algorithm.trains_every,
         share_prompts=session.policy.packs,
     )
+
+    def prepared(parts: list[Tensor]) -> list[tuple[PassInputs, MicroBatch]]:
+        """All ahead, so that no pass waits for the CPU: what the model reads, and what the loss reads."""
+        rows = [take(batch, part) for part in parts]
+        if session.policy.is_sharded:  # all processes gather the weights for each pass
+            rows += [idle_row(batch)] * (max_over_processes(len(rows)) - len(rows))
+        return [(session.policy.prepare(some.sequences), some.to(accelerator.device)) for some in rows]
 
     def accumulate(parts: list[Tensor]) -> _Tally:
         session.policy.zero_grad()  # of both copies: memory may have run out between the two
         tally = _Tally(accelerator.device)
-        rows = [take(batch, part) for part in parts]
-        if session.policy.is_sharded:  # all processes gather the weights for each pass
-            rows += [idle_row(batch)] * (max_over_processes(len(rows)) - len(rows))
-        # All ahead, so that no pass waits for the CPU: what the model reads, and what the loss reads.
-        passes = [(session.policy.prepare(some.sequences), some.to(accelerator.device)) for some in rows]
-        for inputs, some in passes:
-            _forward_backward(session, inputs, some, entropy_coef, tally)
+        for inputs, some in prepared(parts):
+            _forward_backward(session, inputs, some, entropy_coef, tally, balance)
             moved()
         return tally
 
+    balance = None
+    if config.algorithm.router_aux_loss_coef > 0:
+        count = partial(_choice_counts, session, prepared)
+        balance = sum_over_processes(session.memory.run(batch.sequences, count, share_prompts=session.policy.packs))
     tally = session.memory.run(batch.sequences, accumulate, share_prompts=session.policy.packs)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     average_gradients(parameters)
@@ -145,6 +154,7 @@ class _Tally:
         totals = dict(zip(self.sums, found, strict=False))
         tokens, kept, kept_entropy = (totals.pop(name) for name in ("tokens", "kept_tokens", "kept_entropy"))
         loss = totals.pop("loss") / session.accelerator.num_processes
+        of_update = {name: totals.pop(name) for name in ("aux_loss",) if name in totals}
         extreme = zip(self.maxima, found[len(self.sums) :], strict=True)
         highest = {name: value for name, value in extreme if math.isfinite(value)}
         lowest = {name: -highest.pop(name) for name in [*highest] if name.endswith("min")}
@@ -154,19 +164,43 @@ class _Tally:
             means["sampling/effective_sample_share"] = mean**2 / square if square else 0.0
         if kept:
             means["kept_entropy"] = kept_entropy / kept
-        return {"loss": loss, **means, **highest, **lowest, "grad_norm": norm}
+        return {"loss": loss, **of_update, **means, **highest, **lowest, "grad_norm": norm}
+
+
+@torch.no_grad()
+def _choice_counts(
+    session: Session,
+    prepared: Callable[[list[Tensor]], list[tuple[PassInputs, MicroBatch]]],
+    parts: list[Tensor],
+) -> Tensor:
+    """How often this process's passes choose each expert, over all layers. (E,)"""
+    policy, counts = session.policy, list[Tensor]()
+    assert policy.routers is not None
+    for inputs, batch in prepared(parts):
+        with policy.routing(inputs) as seen:
+            policy(inputs)
+        trained = batch.mask.flatten()[inputs.places]
+        counts.append(choice_counts(seen, inputs.tokens.predicts, trained, policy.routers.experts))
+        moved()
+    return torch.stack(counts).sum(0)
 
 
 def _forward_backward(
-    session: Session, inputs: PassInputs, batch: MicroBatch, entropy_coef: float, tally: _Tally
+    session: Session,
+    inputs: PassInputs,
+    batch: MicroBatch,
+    entropy_coef: float,
+    tally: _Tally,
+    balance: Tensor | None,
 ) -> None:
-    """Add one pass's gradient to the accumulated one, and its figures to the tally."""
+    """Add one pass's gradient to the accumulated one, and its figures to the tally. `balance`: `_choice_counts` of the
+    whole update, if its routers are balanced."""
     algorithm, mask, policy = session.config.algorithm, batch.mask, session.policy
     exact = None
     if policy.dropouts:
-        with torch.no_grad():
+        with torch.no_grad(), policy.routing(inputs):
             exact = policy(inputs)
-    with policy.dropout():
+    with policy.dropout(), policy.routing(inputs) as seen:
         logprobs, entropy = policy(inputs, entropy_gradient=entropy_coef > 0)
         if exact is not None:  # values without dropout, gradients with it: what is added to the values is exactly 0
             logprobs, entropy = exact[0] + (logprobs - logprobs.detach()), exact[1] + (entropy - entropy.detach())
@@ -184,7 +218,13 @@ def _forward_backward(
         loss = (batch.weights * losses.loss).sum()
         if entropy_coef > 0:
             loss = loss - entropy_coef * (batch.entropy_weights * entropy).sum()
+        if balance is not None:
+            aux_loss = balance_loss(seen, inputs.tokens.predicts, mask.flatten()[inputs.places], balance)
+            # Gradients are averaged over the processes, and this is a sum.
+            loss = loss + algorithm.router_aux_loss_coef * session.accelerator.num_processes * aux_loss
+            tally.sums["aux_loss"] += aux_loss.detach()
         loss.backward()
+        routing_difference = policy.routing_difference(seen, inputs)
 
     kept = mask if batch.keep is None else mask * batch.keep
     difference = (old_logprobs - batch.sampling_logprobs).abs()
@@ -193,6 +233,8 @@ def _forward_backward(
     tally.sums["kept_tokens"] += kept.sum()
     tally.add("kept_entropy", entropy.detach(), kept)
     tally.add("entropy", entropy.detach(), mask)
+    if routing_difference is not None and session.plan.on_policy:  # with the weights that sampled
+        tally.add("sampling/routing_difference", routing_difference, mask)
     tally.add("sampling/sampling_logp_difference/mean", difference, mask)
     tally.highest("sampling/sampling_logp_difference/max", difference, mask)
     tally.highest("log_ratio/max", (logprobs.detach() - batch.sampling_logprobs).abs(), mask)

@@ -46,8 +46,7 @@ def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
     with importing():
         from transformers import AutoConfig, logging
 
-        from grpo_core.model.positions import usable_positions
-        from grpo_core.model.pretrained import check_causal, from_pretrained
+        from grpo_core.model.pretrained import check_causal, from_pretrained, usable_positions
 
     logging.set_verbosity_error()  # else it warns of each text that is longer than the model's context
     try:

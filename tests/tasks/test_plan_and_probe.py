@@ -89,6 +89,14 @@ def test_a_recording_that_the_training_could_not_take_is_refused(
         stage._work(Context(load_config(run / "config.toml"), run, run / "plan.json.partial"))
 
 
+def test_keys_of_mixtures_are_refused_by_the_plan_of_another_model(model_folder: Path, tmp_path: Path) -> None:
+    keys = {"routing_replay": True, "router_aux_loss_coef": 0.1}
+    run = make_run(tmp_path / "run", with_keys(config_values(model_folder, tmp_path), **keys))
+    _validated(run, 24)
+    with pytest.raises(ConfigError, match="Qwen2ForCausalLM has no routers: remove router_aux_loss_coef and routing_r"):
+        stage._work(Context(load_config(run / "config.toml"), run, run / "plan.json.partial"))
+
+
 @pytest.fixture
 def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr("tasks.stages.run.get_run_logger", lambda: logging.getLogger("test"))  # there is no flow run

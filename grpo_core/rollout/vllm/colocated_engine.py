@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from peft import PeftModel
@@ -28,6 +29,7 @@ from grpo_core.distributed import from_main, gathered_in_block
 from grpo_core.errors import EngineError, TrainingError
 from grpo_core.model.four_bit import is_quantised
 from grpo_core.model.loading import base_weights, in_checkpoint_layout, whole_weights
+from grpo_core.model.routing import routers_of
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.checksums import Received, note_loading, noted, place, refuse_lost
 from grpo_core.rollout.requests import training_sampling, vllm_parameters
@@ -64,12 +66,20 @@ class VLLMEngine:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(config.rollout.cpu_kv_cache_gib))
             # vLLM would pin the threads that it shares with the trainer to one core.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if on_cpu and config.algorithm.routing_replay:
+            raise EngineError(
+                "algorithm.routing_replay=true with vLLM on a CPU, where it does not say which experts it took: set "
+                "rollout.engine to 'transformers'"
+            )
         from vllm import LLM
 
         adapted = isinstance(model, PeftModel) and sends_adapter_alone(config.model)
         options: dict[str, Any] = {}
         if adapted:
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": supported_rank(config.model.lora_r)}
+        self.expert_layers: list[int] | None = None  # layers whose experts are given with completions
+        if config.algorithm.routing_replay and (routers := routers_of(model)):
+            options["enable_return_routed_experts"], self.expert_layers = True, routers.layers
         if on_cpu:
             # After a part of a prompt vLLM turns a seeded request's random stream back, which a CPU's cannot do.
             options["enable_chunked_prefill"] = False
@@ -251,7 +261,11 @@ class VLLMEngine:
                     count += len(more)
                     outputs = [output for output in self.llm.llm_engine.step() if output.finished]
                     finished = [(numbers.pop(output.request_id), output) for output in outputs]
-                    mine = [(number - own.start, _completions(output)) for number, output in finished if number in own]
+                    mine = [
+                        (number - own.start, _completions(output, self.expert_layers))
+                        for number, output in finished
+                        if number in own
+                    ]
                     sent = yield mine
                     if sent and self.block > 1:
                         raise ValueError("processes that share an engine take no further requests while they sample")
@@ -312,12 +326,24 @@ def _name_shared_memory() -> None:
     communicator.make_group_name = staticmethod(lambda group: f"{plain(group)}-{name}")
 
 
-def _completions(output: Any) -> list[Completion]:
+def _completions(output: Any, expert_layers: list[int] | None) -> list[Completion]:
+    """vLLM's completions of a request, with the experts of these layers."""
+
+    def routes(completion: Any) -> np.ndarray | None:
+        if expert_layers is None:
+            return None
+        tokens = len(output.prompt_token_ids) + len(completion.token_ids)
+        given = completion.routed_experts[:, expert_layers].reshape(len(completion.routed_experts), -1)
+        found = np.zeros((tokens, given.shape[1]), np.int16)
+        found[: len(given)] = given[:tokens]  # the last token has none
+        return found
+
     return [
         Completion(
             ids=list(completion.token_ids),
             logprobs=completion.logprobs.logprobs,
             truncated=completion.finish_reason == "length",
+            routes=routes(completion),
         )
         for completion in sorted(output.outputs, key=lambda completion: completion.index)
     ]

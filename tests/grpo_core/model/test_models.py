@@ -18,7 +18,7 @@ from grpo_core.model.capabilities import check_padding
 from grpo_core.model.loading import load_model
 from grpo_core.model.packed_rows import Gather
 from grpo_core.model.policy import Policy
-from grpo_core.model.positions import check_context
+from grpo_core.model.pretrained import check_context
 from grpo_core.model.sequences import Sequences
 from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Request, Sampling

@@ -19,6 +19,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
@@ -75,11 +76,17 @@ def plain_training(run: Path) -> tuple[list[tuple[float, float]], Any]:
     )
     current, steps = -1, list[tuple[float, float]]()
     for step, micro_steps in enumerate(_updates(config, plan)):
-        loss = torch.zeros((), dtype=torch.float64)
+        loss, routed = torch.zeros((), dtype=torch.float64), list[tuple[Tensor, ...]]()
         for index, place in micro_steps:
             if index != current:
                 current, batch = index, _Batch(run, config, plan, index, model, base)
             loss = loss + batch.loss(model, place, len(micro_steps))
+            if config.algorithm.router_aux_loss_coef:
+                routed += [batch.router_logits(model, row) for row in batch.order[place].flatten().tolist()]
+        if routed:
+            logits = tuple(torch.cat(of_layer) for of_layer in zip(*routed, strict=True))
+            experts, chosen = model.config.num_experts, model.config.num_experts_per_tok
+            loss = loss + config.algorithm.router_aux_loss_coef * load_balancing_loss_func(logits, experts, chosen)
         warm, whole = plan.warmup_steps, len(metrics_of(run))
         rate = keys.learning_rate * (step / warm if step < warm else (whole - step) / (whole - warm))
         optimizer.zero_grad()
@@ -149,6 +156,12 @@ class _Batch:
         logprobs = (logits / self.config.rollout.temperature).log_softmax(-1)
         chosen, entropy = logprobs[range(len(ids)), ids], -(logprobs.exp() * logprobs).sum(-1)
         return chosen[self.masks[row]], entropy[self.masks[row]]
+
+    def router_logits(self, model: Any, row: int) -> tuple[Tensor, ...]:
+        """Of each layer, where the trained tokens are predicted. (tokens, E)"""
+        prompt, ids = (self.rows[row][name] for name in ("prompt_ids", "completion_ids"))
+        output = model(input_ids=torch.tensor([prompt + ids]), output_router_logits=True)
+        return tuple(logits[len(prompt) - 1 : -1][self.masks[row]] for logits in output.router_logits)
 
     def loss(self, model: Any, place: int, micro_steps: int) -> Tensor:
         """Share of a micro-step in the loss of its update; its gradient is right, too."""

@@ -146,6 +146,10 @@ def drawn_run(folder: Path, models: dict[str, Path], number: int, draw: random.R
     if kind == "adapter":  # which a sharded training cannot start from
         given = {} if options.get("sharding", "none") != "none" else {"adapter": str(models["adapter"])}
         options |= LORA | given
+    if kind == "experts":
+        options |= {"router_aux_loss_coef": 0.3, "mask_truncated_completions": False}  # else no token may be trained
+        if not keys:  # over a frozen base, routers included
+            options |= LORA | {"lora_target_modules": ["q_proj"]}
     if options["repetition_penalty"] != 1:
         options["vllm_importance_sampling_correction"] = True  # else refused
     options |= draw.choice(TRUNCATIONS)
