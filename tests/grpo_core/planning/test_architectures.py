@@ -21,7 +21,7 @@ from grpo_core.model.packed_attention import PackedBatch
 from grpo_core.model.packed_attention import _Varlen as _Sequences
 from grpo_core.model.sequences import Sequences
 from grpo_core.planning.hardware import Gpu
-from grpo_core.planning.memory import cache_bytes, training_parts
+from grpo_core.planning.memory import cache_bytes, peak_memory, training_parts
 from grpo_core.planning.passes import Pass, activations, planned_pass
 from grpo_core.planning.remedies import remedies
 from grpo_core.planning.shapes import FAMILIES, ForecastError, adapter_parameters, model_shape
@@ -84,7 +84,7 @@ def test_a_model_of_text_and_images_has_what_is_loaded_for_text(family: str, tex
         ("qwen3_next", {"full_attention_interval": 2}),
         ("gemma3_text", {"sliding_window_pattern": 4}),
         ("nemotron_h", {"hybrid_override_pattern": "M-*E", "layers_block_type": None}),
-        ("lfm2", {"full_attn_idxs": [1]}),
+        ("lfm2", {"full_attn_idxs": [1], "block_ff_dim": 300}),
         ("kimi_linear", {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3, 4], "head_dim": 24}}),
     ],
 )
@@ -195,6 +195,7 @@ def test_adapter_parameters_are_those_of_peft_s_adapter(family: str, targets: li
 def test_an_adapter_that_peft_refuses_is_no_remedy_and_hides_no_forecast(limit: int | None) -> None:
     config = config_with(mixed_precision="bf16", engine="vllm-server", max_tokens_per_pass=limit)
     run = planned(config, model_shape(CONFIG_MAPPING["falcon_h1"]().to_dict()), LENGTHS, Gpu("GPU", 80))
+    assert "; recurrences as transformers computes them in Python, of which kernels" in peak_memory(run)["how"]
     changes = [remedy["changes"] for remedy in remedies(run)]
     assert changes and not any("model.use_peft" in each for each in changes)
 
