@@ -76,7 +76,7 @@ FAMILIES = {
     "minimax": Family(recurrence=recurrences.lightning, adapted=AS_MIXTRAL, interval=2),
     "falcon_h1": Family(recurrence=recurrences.mamba2, beside=True),
     "bamba": Family(recurrence=recurrences.mamba2),
-    "nemotron_h": Family(recurrence=recurrences.mamba2, norms=1, float_norms=1, mlp=("up_proj", "down_proj")),
+    "nemotron_h": Family("", recurrence=recurrences.mamba2, norms=1, float_norms=1, mlp=("up_proj", "down_proj")),
     "mamba2": Family(recurrence=recurrences.mamba2, norms=1),
     "kimi_linear": Family(recurrence=recurrences.kimi),
     "jamba": Family(recurrence=recurrences.mamba, adapted=((), (), ("router",))),

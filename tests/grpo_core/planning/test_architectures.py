@@ -51,10 +51,16 @@ def test_every_family_is_held_against_its_model() -> None:
     assert {*FAMILIES} == {*MODELS, "qwen3_5", "qwen3_5_moe", "gemma3"}
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+BIASES = ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "conv_bias", "projectors_bias", "qkv_bias")
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, BIASES], ids=["untied", "tied", "biased"])
 @pytest.mark.parametrize("family", MODELS)
-def test_parameters_are_those_of_transformers_model(family: str, tied: bool) -> None:
-    config = small_config(family, tie_word_embeddings=tied)
+def test_parameters_are_those_of_transformers_model(family: str, changes: Any) -> None:
+    if changes is BIASES:  # each the other way round
+        default = small_config(family)
+        changes = {key: not getattr(default, key) for key in BIASES if hasattr(default, key)}
+    config = small_config(family, **{"tie_word_embeddings": False, **changes})
     model = _model(config)
     layers = [_parameters(layer) for layer in model.get_decoder().layers]
     shape = model_shape(config.to_dict())
