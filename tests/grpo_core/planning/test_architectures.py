@@ -20,6 +20,7 @@ from grpo_core.model.loading import with_adapter
 from grpo_core.model.packed_attention import PackedBatch
 from grpo_core.model.packed_attention import _Varlen as _Sequences
 from grpo_core.model.sequences import Sequences
+from grpo_core.planning.architectures.families import FAMILIES as ARCHITECTURES
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.memory import cache_bytes, peak_memory, training_parts
 from grpo_core.planning.passes import Pass, activations, planned_pass
@@ -102,6 +103,14 @@ def test_keys_of_older_checkpoints_mean_the_same_layers(family: str, own: dict[s
     shape = model_shape({**written, **{key: value for key, value in own.items() if value is not None}})
     assert shape == model_shape(config.to_dict())
     assert shape.parameters == _parameters(_model(config))
+
+
+@pytest.mark.parametrize("family", [family for family, it in ARCHITECTURES.items() if it.defaults])
+def test_keys_that_checkpoints_leave_out_have_the_values_of_their_class(family: str) -> None:
+    whole = CONFIG_MAPPING[family]().to_dict()
+    left_out = dict(ARCHITECTURES[family].defaults)
+    assert {key: whole[key] for key in left_out} == left_out
+    assert model_shape({key: whole[key] for key in whole if key not in left_out}) == model_shape(whole)
 
 
 def test_families_that_are_not_known_are_not_guessed() -> None:
