@@ -76,7 +76,7 @@ FAMILIES = {
     "minimax": Family(recurrence=recurrences.lightning, adapted=AS_MIXTRAL, interval=2),
     "falcon_h1": Family(recurrence=recurrences.mamba2, beside=True),
     "bamba": Family(recurrence=recurrences.mamba2),
-    "nemotron_h": Family(recurrence=recurrences.mamba2, norms=1, float_norms=1, mlp=("up_proj", "down_proj")),
+    "nemotron_h": Family("", recurrence=recurrences.mamba2, norms=1, float_norms=1, mlp=("up_proj", "down_proj")),
     "mamba2": Family(recurrence=recurrences.mamba2, norms=1),
     "kimi_linear": Family(recurrence=recurrences.kimi),
     "jamba": Family(recurrence=recurrences.mamba, adapted=((), (), ("router",))),
@@ -153,7 +153,7 @@ def _attention(it: Family, c: Config, window: int | None) -> Part:
         half=q * (1 if eager else 2 + it.gated),
         single=heads * (1 + it.sinks),
         keys=2 * kv * (groups if eager else 1),
-        score_bytes=heads * (8 if capped else 2 * it.sinks),
+        score_bytes=heads * (8 if capped else 2 * it.sinks),  # in bfloat16
         window=window,
         cached=2 * kv,
     )
@@ -196,10 +196,11 @@ def _experts(c: Config) -> int:
 
 
 def _mlp_size(c: Config) -> int:
-    if not c.get("block_auto_adjust_ff_dim"):
-        return c["intermediate_size"]
-    size = int(c.get("block_ffn_dim_multiplier", 1.0) * int(2 * c["intermediate_size"] / 3))  # LFM2
-    return -(-size // c["block_multiple_of"]) * c["block_multiple_of"]
+    size = c.get("block_ff_dim") or c["intermediate_size"]
+    if c.get("block_auto_adjust_ff_dim"):  # LFM2
+        size = int(c.get("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+        size = -(-size // c["block_multiple_of"]) * c["block_multiple_of"]
+    return size
 
 
 def _mlp(it: Family, c: Config, size: int) -> Part:

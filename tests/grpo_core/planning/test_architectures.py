@@ -20,8 +20,9 @@ from grpo_core.model.loading import with_adapter
 from grpo_core.model.packed_attention import PackedBatch
 from grpo_core.model.packed_attention import _Varlen as _Sequences
 from grpo_core.model.sequences import Sequences
+from grpo_core.planning.architectures.families import FAMILIES as ARCHITECTURES
 from grpo_core.planning.hardware import Gpu
-from grpo_core.planning.memory import cache_bytes, training_parts
+from grpo_core.planning.memory import cache_bytes, peak_memory, training_parts
 from grpo_core.planning.passes import Pass, activations, planned_pass
 from grpo_core.planning.remedies import remedies
 from grpo_core.planning.shapes import FAMILIES, ForecastError, adapter_parameters, model_shape
@@ -51,10 +52,16 @@ def test_every_family_is_held_against_its_model() -> None:
     assert {*FAMILIES} == {*MODELS, "qwen3_5", "qwen3_5_moe", "gemma3"}
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+BIASES = ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "conv_bias", "projectors_bias", "qkv_bias")
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, BIASES], ids=["untied", "tied", "biased"])
 @pytest.mark.parametrize("family", MODELS)
-def test_parameters_are_those_of_transformers_model(family: str, tied: bool) -> None:
-    config = small_config(family, tie_word_embeddings=tied)
+def test_parameters_are_those_of_transformers_model(family: str, changes: Any) -> None:
+    if changes is BIASES:  # each the other way round
+        default = small_config(family)
+        changes = {key: not getattr(default, key) for key in BIASES if hasattr(default, key)}
+    config = small_config(family, **{"tie_word_embeddings": False, **changes})
     model = _model(config)
     layers = [_parameters(layer) for layer in model.get_decoder().layers]
     shape = model_shape(config.to_dict())
@@ -84,7 +91,7 @@ def test_a_model_of_text_and_images_has_what_is_loaded_for_text(family: str, tex
         ("qwen3_next", {"full_attention_interval": 2}),
         ("gemma3_text", {"sliding_window_pattern": 4}),
         ("nemotron_h", {"hybrid_override_pattern": "M-*E", "layers_block_type": None}),
-        ("lfm2", {"full_attn_idxs": [1]}),
+        ("lfm2", {"full_attn_idxs": [1], "block_ff_dim": 300}),
         ("kimi_linear", {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3, 4], "head_dim": 24}}),
     ],
 )
@@ -96,6 +103,14 @@ def test_keys_of_older_checkpoints_mean_the_same_layers(family: str, own: dict[s
     shape = model_shape({**written, **{key: value for key, value in own.items() if value is not None}})
     assert shape == model_shape(config.to_dict())
     assert shape.parameters == _parameters(_model(config))
+
+
+@pytest.mark.parametrize("family", [family for family, it in ARCHITECTURES.items() if it.defaults])
+def test_keys_that_checkpoints_leave_out_have_the_values_of_their_class(family: str) -> None:
+    whole = CONFIG_MAPPING[family]().to_dict()
+    left_out = dict(ARCHITECTURES[family].defaults)
+    assert {key: whole[key] for key in left_out} == left_out
+    assert model_shape({key: whole[key] for key in whole if key not in left_out}) == model_shape(whole)
 
 
 def test_families_that_are_not_known_are_not_guessed() -> None:
@@ -195,6 +210,7 @@ def test_adapter_parameters_are_those_of_peft_s_adapter(family: str, targets: li
 def test_an_adapter_that_peft_refuses_is_no_remedy_and_hides_no_forecast(limit: int | None) -> None:
     config = config_with(mixed_precision="bf16", engine="vllm-server", max_tokens_per_pass=limit)
     run = planned(config, model_shape(CONFIG_MAPPING["falcon_h1"]().to_dict()), LENGTHS, Gpu("GPU", 80))
+    assert "; recurrences as transformers computes them in Python, of which kernels" in peak_memory(run)["how"]
     changes = [remedy["changes"] for remedy in remedies(run)]
     assert changes and not any("model.use_peft" in each for each in changes)
 
