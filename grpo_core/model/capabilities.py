@@ -59,8 +59,8 @@ def decoder(model: Any) -> Any:
 def plain_output_layer(model: Any) -> nn.Linear | None:
     """Return the linear layer that alone turns the decoder's output into logits.
 
-    None for models that scale or cap their logits, or whose output layer is adapted or has a bias: there the model
-    itself has to make them. A layer that is trained whole beside an adapter is found in peft's wrapper, whose weight is
+    None for models that scale or cap their logits, whose output layer is adapted or has a bias, or whose states have
+    another precision: there the model itself has to make them. A layer that is trained whole beside an adapter is found in peft's wrapper, whose weight is
     the base's while the adapter is disabled.
     """
     layer: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -69,8 +69,14 @@ def plain_output_layer(model: Any) -> nn.Linear | None:
     if getattr(model.config.get_text_config(), "final_logit_softcapping", None):
         return None
     ids, inner = torch.arange(4, device=layer.weight.device)[None], decoder(model)
-    found = call_as_forward(model, lambda ids: layer(inner(input_ids=ids).last_hidden_state), ids)
-    return layer if torch.allclose(found, forward(model, input_ids=ids).logits) else None
+
+    def logits(ids: Tensor) -> Tensor | None:
+        states = inner(input_ids=ids).last_hidden_state
+        return layer(states).float() if states.dtype == layer.weight.dtype else None
+
+    found = call_as_forward(model, logits, ids)
+    same = found is not None and torch.allclose(found, forward(model, input_ids=ids).logits.float())
+    return layer if same else None
 
 
 def attends_to_all(config: Any, max_length: float = math.inf, *, or_carries: bool = False) -> bool:

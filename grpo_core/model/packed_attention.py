@@ -183,7 +183,9 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, sequences: _Varlen, scale: float) -> Tensor:
-    """(H, N, d), (K, N, d), (K, N, d) → (N, H, d)"""
+    """(H, N, d), (K, N, d), (K, N, e) → (N, H, e)"""
+    size = value.shape[-1]  # latent attention's is smaller than that of queries and keys, and kernels want the same
+    value = nn.functional.pad(value, (0, query.shape[-1] - size)) if size < query.shape[-1] else value
     keys, values = (Repeat.apply(x.transpose(0, 1), sequences.keys) for x in (key, value))
     mixed: Any = varlen_attn(
         query.transpose(0, 1),
@@ -197,11 +199,11 @@ def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, sequences: _Varlen
         window_size=(-1, 0),  # causal: a sequence's last query sees all of its keys
         **SHARED_KEYS,
     )
-    return mixed
+    return mixed[..., :size]
 
 
 def _attend_padded(query: Tensor, key: Tensor, value: Tensor, blocks: _Padded, scale: float) -> Tensor:
-    """(H, N, d), (K, N, d), (K, N, d) → (N, H, d)"""
+    """(H, N, d), (K, N, d), (K, N, e) → (N, H, e)"""
     count = len(blocks.prompt_slots)
     (q1, q2), (k1, k2), (v1, v2) = ((x.transpose(0, 1)[:count], x.transpose(0, 1)[count:]) for x in (query, key, value))
 
@@ -222,7 +224,7 @@ def _attend_padded(query: Tensor, key: Tensor, value: Tensor, blocks: _Padded, s
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """softmax(q kᵀ · scale) v, causal without a mask. (B, H, T, d), (B, K, S, d), (B, K, S, d) → (B, H, T, d)"""
+    """softmax(q kᵀ · scale) v, causal without a mask. (B, H, T, d), (B, K, S, d), (B, K, S, e) → (B, H, T, e)"""
     rows, heads, tokens, size = query.shape
     groups, keys = key.shape[1], key.shape[2]
     if keys > SHORT.get(query.dtype, 0):
@@ -235,8 +237,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, s
     queries = query.reshape(rows * groups, -1, size)
     scores = torch.bmm(queries * scale, key.reshape(rows * groups, keys, size).transpose(1, 2))
     p = scores.view(rows, heads, tokens, keys).masked_fill(~mask, -torch.inf).softmax(-1)
-    mixed = torch.bmm(p.view(rows * groups, -1, keys), value.reshape(rows * groups, keys, size))
-    return mixed.view(rows, heads, tokens, size)
+    mixed = torch.bmm(p.view(rows * groups, -1, keys), value.reshape(rows * groups, keys, -1))
+    return mixed.view(rows, heads, tokens, -1)
 
 
 def _spread(x: Tensor, slots: Tensor, rows: int, width: int) -> Tensor:

@@ -42,6 +42,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
     "lfm2": ({"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}, True),
     "zamba2": ({}, True),
     "mamba": ({}, False),
+    "mamba2": ({}, False),
+    "deepseek_v3": ({}, True),  # without a state, and values narrower than keys
 }
 
 
@@ -84,6 +86,17 @@ def test_log_probabilities_and_gradient_are_those_of_bare_rows(
     assert torch.allclose(logprobs, expected_logprobs, atol=1e-4)
     assert torch.allclose(entropy, expected_entropy, atol=1e-4)
     assert distance(_gradient(policy.model), expected_gradient) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", FAMILIES, indirect=True)
+def test_bfloat16_packs_as_float32_does_and_differs_by_rounding(folder: Path, request: pytest.FixtureRequest) -> None:
+    policy = Policy(load_model(folder), TEMPERATURE, max_length=_max_length(), bf16=True)
+    assert policy.packs == FAMILIES[_family(request)][1], policy.why_not
+    sequences = _sequences()
+    expected, _, _ = _bare_rows(folder, sequences, TEMPERATURE)
+    logprobs, _ = policy(policy.prepare(sequences))
+    assert 0 < (logprobs - expected).abs().mean() < 0.1
 
 
 @pytest.mark.slow
