@@ -37,6 +37,8 @@ SIZES = {
 
 QWEN = {
     "0.5B": _config(896, 24, 14, 4864, small=True),
+    # Qwen3.5-0.8B by its width, depth and vocabulary, as if all its layers attended.
+    "0.8B": _config(1024, 24, 16, 3584, small=True) | {"vocab_size": 248_320},
     "1.5B": _config(1536, 28, 12, 8960, small=True),
     "3B": _config(2048, 36, 16, 11008, small=True),
     "7B": _config(3584, 28, 28, 18944),
