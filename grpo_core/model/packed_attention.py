@@ -39,6 +39,7 @@ class PackedBatch:
     predicts: Tensor  # (completion tokens,) position among the N whose hidden state predicts each, row by row
     attention: _Padded | _Varlen | _Members
     rows: Rows | None  # for layers that carry a state
+    places: Tensor  # (N,) of each token among those of the sequences; a prompt's, in the first of its rows
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,9 @@ def pack_batch(sequences: Sequences, kind: Kind, *, with_rows: bool = False) -> 
     prompt, prompt_position = _ragged(prompts)
     row, offset = _ragged(completions)
     position = sequences.prompt_lengths[row] + offset
-    first_rows = torch.tensor(firsts)
-    ids = torch.cat([sequences.input_ids[first_rows[prompt], prompt_position], sequences.input_ids[row, position]])
     positions = torch.cat([prompt_position, position])
+    places = torch.cat([torch.tensor(firsts)[prompt], row]) * sequences.input_ids.shape[1] + positions
+    ids = sequences.input_ids.flatten()[places]
 
     ends, starts = prompts.cumsum(0) - 1, len(prompt) + completions.cumsum(0) - completions
     target_row, target = _ragged(sequences.completion_lengths)
@@ -102,25 +103,14 @@ def pack_batch(sequences: Sequences, kind: Kind, *, with_rows: bool = False) -> 
         padding = max(-len(ids) % FLEX_BLOCK, 2 * FLEX_BLOCK - len(ids))
         group = nn.functional.pad(torch.cat([prompt, of_row[row]]), (0, padding), value=-1)
         member = nn.functional.pad(torch.cat([torch.full_like(prompt, -1), row]), (0, padding), value=-2)
-        ids, positions = nn.functional.pad(ids, (0, padding)), nn.functional.pad(positions, (0, padding))
+        ids, positions, places = (nn.functional.pad(each, (0, padding)) for each in (ids, positions, places))
         attention: _Padded | _Varlen | _Members = _Members(group, member)
     elif kind == "varlen":
         attention = _varlen(prompts, completions, of_row)
     else:
         attention = _padded(prompts, completions, of_row, (prompt, prompt_position), (row, offset))
     rows = lay_in_rows(prompts, completions, of_row, len(ids)) if with_rows else None
-    return PackedBatch(ids[None], positions[None], predicts, attention, rows)
-
-
-def packed_places(sequences: Sequences, size: int) -> Tensor:
-    """Place among the B · L of the sequences of each of a packed batch's `size` tokens: a prompt's, in its first row;
-    any of padding. (size,)"""
-    firsts, _ = prompts_of(sequences)
-    prompt, prompt_position = _ragged(sequences.prompt_lengths[firsts])
-    row, offset = _ragged((sequences.completion_lengths - 1).clamp(min=0))
-    rows = torch.cat([torch.tensor(firsts)[prompt], row])
-    places = rows * sequences.input_ids.shape[1] + torch.cat([prompt_position, sequences.prompt_lengths[row] + offset])
-    return nn.functional.pad(places, (0, size - len(places)))
+    return PackedBatch(ids[None], positions[None], predicts, attention, rows, places)
 
 
 def packed_states(decoder: Any, batch: PackedBatch) -> Tensor:

@@ -22,7 +22,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.model.capabilities import check_recomputing, decoder, make_packable, plain_output_layer, why_not_packed
 from grpo_core.model.loading import adapter_dropouts
 from grpo_core.model.logprobs import chosen_logprobs, gives_float32_logits, over_logits
-from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_places, packed_states
+from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
 from grpo_core.model.packed_rows import takes_rows
 from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.routing import Routers, Seen, difference, reading
@@ -151,10 +151,9 @@ class Policy(nn.Module):
         else:
             tokens = PaddedRows(sequences.input_ids, rows * sequences.input_ids.shape[1] + columns - 1)
         routes = None
-        if sequences.routes is not None:
+        if self.routers is not None and sequences.routes is not None:
             routes = sequences.routes.flatten(0, 1)
-            if self.packs:
-                routes = routes[packed_places(sequences, tokens.input_ids.shape[1])]
+            routes = routes[tokens.places] if isinstance(tokens, PackedBatch) else routes
         inputs = PassInputs(
             tokens,
             targets=sequences.input_ids[rows, columns],

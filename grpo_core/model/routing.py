@@ -37,6 +37,7 @@ class Routers:
     layers: list[int]
     experts: int = 0
     chosen: int = 0
+    given_at: int | None = None  # place of the choice in what a router gives, if it is there
     seen: Seen | None = None
     taken: Tensor | None = None  # (L, N, K) experts to take instead of those that the routers choose
 
@@ -143,15 +144,20 @@ def _forward(routers: Routers, place: int, index: int, own: Callable[..., Any], 
     """A router's forward pass; what is computed again for a backward pass is not noted again."""
     if routers.seen is None:
         return own(*arguments, **keys)
+    if routers.given_at is not None and routers.taken is None:  # watching `topk` costs time in each step of sampling
+        output = own(*arguments, **keys)
+        routers.seen.setdefault(place, (output[index].flatten(0, -2), output[routers.given_at]))
+        return output
     with _Choice(routers.experts, None if routers.taken is None else routers.taken[place]) as choice:
         output = own(*arguments, **keys)
     if place not in routers.seen:
-        logits = output[index] if isinstance(output, tuple) else output
-        logits = logits.reshape(-1, logits.shape[-1])
+        logits = (output[index] if isinstance(output, tuple) else output).flatten(0, -2)
         among_all = [chosen for shape, chosen in choice.noted if shape == logits.shape]
         if len(among_all) != 1:
             raise _unreadable(routers, f"a router does not take one topk among all {logits.shape[1]}")
         routers.seen[place] = logits, among_all[0]
+        if not routers.experts and isinstance(output, tuple):
+            routers.given_at = next((at for at, it in enumerate(output) if it is among_all[0]), None)
     return output
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -72,8 +71,10 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
 
     balance = None
     if config.algorithm.router_aux_loss_coef > 0:
-        count = partial(_choice_counts, session, prepared)
-        balance = sum_over_processes(session.memory.run(batch.sequences, count, share_prompts=session.policy.packs))
+        counts = session.memory.run(
+            batch.sequences, lambda parts: _choice_counts(session, prepared(parts)), share_prompts=session.policy.packs
+        )
+        balance = sum_over_processes(counts)
     tally = session.memory.run(batch.sequences, accumulate, share_prompts=session.policy.packs)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     average_gradients(parameters)
@@ -168,15 +169,11 @@ class _Tally:
 
 
 @torch.no_grad()
-def _choice_counts(
-    session: Session,
-    prepared: Callable[[list[Tensor]], list[tuple[PassInputs, MicroBatch]]],
-    parts: list[Tensor],
-) -> Tensor:
+def _choice_counts(session: Session, passes: Sequence[tuple[PassInputs, MicroBatch]]) -> Tensor:
     """How often this process's passes choose each expert, over all layers. (E,)"""
     policy, counts = session.policy, list[Tensor]()
     assert policy.routers is not None
-    for inputs, batch in prepared(parts):
+    for inputs, batch in passes:
         with policy.routing(inputs) as seen:
             policy(inputs)
         trained = batch.mask.flatten()[inputs.places]

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from grpo_core.config.run import RunConfig
-from grpo_core.errors import ConfigError
+from grpo_core.errors import ConfigError, EngineError
+from grpo_core.model.loading import load_model
 from grpo_core.training import loop, roll_out
 from grpo_core.training.loop import train
 from tests.conftest import config_values, make_model, make_run, with_keys
@@ -105,6 +106,20 @@ def test_replay_takes_the_engine_s_experts_in_old_log_probabilities_and_in_the_u
     assert metrics_of(run)[0][DIFFERENCE] > 0.2, "what the trainer would have chosen"
 
 
+def same(prompts: list[str], completion_ids: list[list[int]]) -> list[float]:
+    return [1.0] * len(prompts)
+
+
+def test_routers_are_balanced_over_completions_without_an_advantage_too(values: dict[str, Any], tmp_path: Path) -> None:
+    values["rewards"] = [{"function": f"{__name__}:same"}]
+    run = trained_run(tmp_path / "run", values, router_aux_loss_coef=0.3, max_steps=2, num_iterations=2)
+    for row in metrics_of(run):
+        assert row["frac_reward_zero_std"] == 1
+        assert row["loss"] == pytest.approx(0.3 * row["aux_loss"], rel=1e-5)
+        assert row["grad_norm"] > 1e-3
+        assert row["sampling/sampling_logp_difference/max"] < 1e-3, "their old log-probabilities are computed"
+
+
 @pytest.mark.slow
 def test_a_replaying_training_that_is_killed_ends_as_the_undisturbed_one(
     values: dict[str, Any], tmp_path: Path
@@ -172,3 +187,11 @@ def test_vllm_s_experts_are_those_of_the_layers_that_have_routers() -> None:
     assert found.routes.tolist() == [[2, 3, 4, 5], [8, 9, 10, 11], [14, 15, 16, 17], [20, 21, 22, 23], [0, 0, 0, 0]]
     (plain,) = _completions(output, None)
     assert plain.routes is None
+
+
+def test_vllm_on_a_cpu_is_refused_with_replay(mixture: Path, values: dict[str, Any]) -> None:
+    from grpo_core.rollout.vllm.colocated_engine import VLLMEngine
+
+    config = RunConfig.model_validate(with_keys(values, routing_replay=True, engine="vllm"))
+    with pytest.raises(EngineError, match="vLLM on a CPU, where it does not say which experts it took"):
+        VLLMEngine(config, mixture, load_model(mixture), 16)
