@@ -60,8 +60,8 @@ def plain_output_layer(model: Any) -> nn.Linear | None:
     """Return the linear layer that alone turns the decoder's output into logits.
 
     None for models that scale or cap their logits, whose output layer is adapted or has a bias, or whose states have
-    another precision: there the model itself has to make them. A layer that is trained whole beside an adapter is found in peft's wrapper, whose weight is
-    the base's while the adapter is disabled.
+    another precision: there the model itself has to make them. A layer that is trained whole beside an adapter is found
+    in peft's wrapper, whose weight is the base's while the adapter is disabled.
     """
     layer: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if type(getattr(layer, "original_module", layer)) not in (nn.Linear, Float32Logits) or layer.bias is not None:
