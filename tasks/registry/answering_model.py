@@ -23,10 +23,15 @@ class AnsweringModel(mlflow.pyfunc.PythonModel):
         on_gpu, precision = torch.cuda.is_available(), self.settings["precision"]
         half = precision == "bf16" or (precision == "auto" and on_gpu and torch.cuda.get_device_capability() >= (8, 0))
         # Fused attention would ignore a cap on attention's scores (Gemma 2).
-        capped = getattr(AutoConfig.from_pretrained(folder).get_text_config(), "attn_logit_softcapping", None)
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        capped = getattr(
+            AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config(),
+            "attn_logit_softcapping",
+            None,
+        )
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             folder,
+            trust_remote_code=False,
             dtype=torch.bfloat16 if half else torch.float32,
             attn_implementation="eager" if capped else None,
         )

@@ -42,6 +42,7 @@ ASK_MLFLOW = {
     "schedule": ["CONFIG", "--cron", "0 2 * * *"],
     "up": [],
     "serve": [],
+    "serve-model": ["sums@champion"],
     "worker": ["cpu"],
 }
 DO_NOT = {
