@@ -58,6 +58,11 @@ def serve_model(
     key = os.environ.get(KEY, "")
     if host not in ("127.0.0.1", "localhost") and not key:
         refuse(f"--host {host}: others can reach it there; set a key in ${KEY}, which requests then need")
+    if not key.isascii():
+        refuse(f"the key in ${KEY} has characters that no header can have; take letters, digits and signs of ASCII")
+    own = {"--host", "--port", "--model", "--served-model-name", "--api-key"}
+    if taken := own & {each.partition("=")[0] for each in vllm_options or []}:
+        refuse(f"{min(taken)} after -- is not vLLM's here: {', '.join(sorted(own))} are set by grpo serve-model")
     with importing():
         from flows.serving.model_check import check_served
         from flows.serving.model_proxy import Front, serve_front
@@ -69,12 +74,16 @@ def serve_model(
     refuse_taken({"--port": port})
     with answering():
         client = connect()
-        first = load_version(name, find_number(client, name, wanted))
+        first = load_version(client, name, find_number(client, name, wanted))
 
     def to_serve(current: Server | None) -> Version | None:
+        if current is None:
+            return first
+        if wanted.isdigit():
+            return None
         with answering():
-            number = find_number(client, name, wanted) if current else first.number
-            return None if current and current.version.number == number else load_version(name, number)
+            number = find_number(client, name, wanted)
+            return None if current.version.number == number else load_version(client, name, number)
 
     def compare() -> None:
         with answering():

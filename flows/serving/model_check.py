@@ -45,8 +45,8 @@ def check_served(url: str, key: str, version: Version, recorded: Recorded) -> An
         base_url=url, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=None, trust_env=False
     ) as client:
         for row in samples.iter_rows(named=True):
-            limit = own_limit(config, row)
-            text, tokens = _ask(client, version.name, row["prompt"], {"max_tokens": limit} if limit else {})
+            limit = min(own_limit(config, row) or config.evaluation_length, config.evaluation_length)
+            text, tokens = _ask(client, version.name, row["prompt"], limit)
             wanted = row["trained/completion"]
             if text == wanted:
                 equal += 1
@@ -60,9 +60,9 @@ def check_served(url: str, key: str, version: Version, recorded: Recorded) -> An
 Tokens = list[tuple[str, float]]  # text of each, and by how much it is more likely than the second
 
 
-def _ask(client: httpx2.Client, name: str, prompt: Any, further: dict[str, Any]) -> tuple[str, Tokens]:
-    """The greedy answer to a prompt, and its tokens."""
-    body = {"model": name, "temperature": 0, **further}
+def _ask(client: httpx2.Client, name: str, prompt: Any, limit: int) -> tuple[str, Tokens]:
+    """The greedy answer to a prompt, of at most so many tokens, and its tokens."""
+    body: dict[str, Any] = {"model": name, "temperature": 0, "max_tokens": limit}
     if is_conversation(prompt):
         path, body = (
             "/v1/chat/completions",

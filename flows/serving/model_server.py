@@ -8,19 +8,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import mlflow
 from mlflow import MlflowClient
 from mlflow.models import Model
 from mlflow.pyfunc import FLAVOR_NAME
+from mlflow.utils.file_utils import local_file_uri_to_path
 
 from flows.serving.children import Child, start_child
 from flows.serving.ports import HOST
+from grpo_core.config.training import BF16_CAPABILITY
 from grpo_core.errors import GrpoError
+from grpo_core.planning.hardware import capability, find_gpu
+from grpo_core.system.files import publish
 from tasks.processes.machine import free_port
 from tasks.processes.run import training_python
-from tasks.processes.training_machine import training_packages, trains_on_gpu
+from tasks.processes.training_machine import training_packages
 from tasks.registry.lookup import if_there
+from tasks.stages.files import remove
 from tasks.stages.run_directory import storage_root
 
 ENDING_SECONDS = 20  # for a server to end
@@ -31,7 +37,7 @@ NAMES = {
     "top_k": "top_k",
     "stop": "stop",
 }
-DTYPES = {"bf16": "bfloat16", "no": "float32", "auto": "auto"}
+DTYPES = {"bf16": "bfloat16", "no": "float32"}
 
 
 @dataclass(frozen=True)
@@ -69,12 +75,19 @@ def find_number(client: MlflowClient, name: str, wanted: str) -> str:
     return str(found.version)
 
 
-def load_version(name: str, number: str) -> Version:
-    """Find a version's files, and how it answers. Raises GrpoError for a version that does not say how."""
-    folder = Path(mlflow.artifacts.download_artifacts(f"models:/{name}/{number}"))
+def load_version(client: MlflowClient, name: str, number: str) -> Version:
+    """Find a version's files, and how it answers. Files of another machine's store are copied into the storage once.
+    Raises GrpoError for a version that does not say how."""
+    location = client.get_model_version_download_uri(name, number)
+    if location.startswith(("file:", "/")):
+        folder = Path(local_file_uri_to_path(location))
+    elif not (folder := _copies() / _file_name(name, number)).exists():
+        remove(partial := folder.with_name(f"{folder.name}.partial"))
+        partial.mkdir(parents=True)
+        publish(Path(mlflow.artifacts.download_artifacts(location, dst_path=str(partial))), folder)
+        remove(partial)
     card = Model.load(folder)
-    settings = card.flavors[FLAVOR_NAME].get("config") or {}
-    schema = card.get_params_schema()
+    settings, schema = card.flavors.get(FLAVOR_NAME, {}).get("config") or {}, card.get_params_schema()
     if "template" not in settings or schema is None:
         raise GrpoError(
             f"{name} version {number} does not say how it answers: an earlier release has registered it. `grpo stage "
@@ -82,6 +95,14 @@ def load_version(name: str, number: str) -> Version:
         )
     sampling = {NAMES[param.name]: param.default for param in schema.params}
     return Version(name, number, folder / "model", sampling, settings)
+
+
+def _copies() -> Path:
+    return storage_root() / "served"
+
+
+def _file_name(name: str, number: str) -> str:
+    return f"{quote(name, safe='')}-{number}"
 
 
 def start_server(version: Version, options: Sequence[str]) -> Server:
@@ -93,43 +114,51 @@ def start_server(version: Version, options: Sequence[str]) -> Server:
             "models serve`"
         )
     port, precision = free_port(), version.settings["precision"]
-    dtype = DTYPES[precision if trains_on_gpu() or precision != "auto" else "no"]
+    if precision == "auto":
+        found = capability(find_gpu())
+        precision = "bf16" if found and found >= BF16_CAPABILITY else "no"
     module = ["vllm.entrypoints.openai.api_server", "--model", str(version.folder), "--served-model-name", version.name]
-    module += ["--host", HOST, "--port", str(port), "--dtype", dtype]
+    module += ["--host", HOST, "--port", str(port), "--dtype", DTYPES[precision]]
     module += ["--generation-config", "vllm", *options]  # not what the base's file says: a request says it
-    log = storage_root() / "served" / f"{version.name}-{version.number}.log"
+    log = _copies() / f"{_file_name(version.name, version.number)}-{os.getpid()}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **os.environ}
+    log.unlink(missing_ok=True)
+    own = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"}  # the proxy asks for a key
     child = start_child(
         f"the server of {version.name} version {version.number}",
         module,
         ENDING_SECONDS,
         log,
-        environment,
+        {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONSAFEPATH": "1", **own},
         python=training_python(),
     )
     return Server(version, f"http://{HOST}:{port}", child)
 
 
 def end_server(server: Server) -> None:
+    """End a server, and remove a copy of its version's files."""
     server.child.process.terminate()
     server.child.process.wait()
+    if server.version.folder.is_relative_to(_copies()):
+        remove(server.version.folder.parent)
 
 
 def as_evaluated(version: Version, body: dict[str, Any]) -> dict[str, Any]:
-    """A request with what it does not say itself: the evaluation's sampling and, for messages, the run's system prompt,
-    chat template variables and tools."""
-    found = {**version.sampling, **body}
-    if "max_completion_tokens" in body:
-        del found["max_tokens"]
-    messages = body.get("messages")
-    if not messages:
+    """A request with what it does not say itself, or says by null: the evaluation's sampling and, for messages, the
+    run's system prompt, chat template variables and tools. What has another form than OpenAI's stays as it is: the
+    server says what is wrong."""
+    said = {name: value for name, value in body.items() if value is not None}
+    found = {**version.sampling, **said}
+    if "max_completion_tokens" in said:
+        found.pop("max_tokens")
+    messages, asked = said.get("messages"), said.get("chat_template_kwargs", {})
+    if not (isinstance(messages, list) and messages and isinstance(messages[0], dict) and isinstance(asked, dict)):
         return found
     variables = json.loads(version.settings["template"])
     tools = variables.pop("tools", None)
-    if tools and "tools" not in body:
-        found |= {"tools": tools, "tool_choice": "none"}
-    found["chat_template_kwargs"] = {**variables, **body.get("chat_template_kwargs", {})}
+    if tools and "tools" not in said:
+        found |= {"tools": tools, "tool_choice": said.get("tool_choice", "none")}
+    found["chat_template_kwargs"] = {**variables, **asked}
     if (system := version.settings["system_prompt"]) and messages[0].get("role") != "system":
         found["messages"] = [{"role": "system", "content": system}, *messages]
     return found

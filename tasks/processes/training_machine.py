@@ -23,11 +23,6 @@ def training_packages(names: Collection[str]) -> dict[str, str]:
     return {name: installed[name] for name in names if name in installed}
 
 
-def trains_on_gpu() -> bool:
-    """True if trainings on this machine have a GPU."""
-    return bool(_ask()["on_gpu"])
-
-
 def training_version() -> str:
     """Versions that have to be the same on all machines of a training."""
     return str(_ask()["version"])

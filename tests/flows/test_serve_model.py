@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,10 @@ def test_a_request_has_what_the_evaluation_had_unless_it_says_otherwise() -> Non
     }
     found = as_evaluated(version("1"), own)
     assert {key: found[key] for key in own} == own
+    nothing = dict.fromkeys((*SAMPLING, "max_completion_tokens", "chat_template_kwargs"))
+    assert as_evaluated(version("1"), {"prompt": "1+1=", **nothing}) == {"prompt": "1+1=", **SAMPLING}
+    for wrong in ({"messages": "1+1"}, {"messages": ["1+1"]}, {"messages": [user], "chat_template_kwargs": "x"}):
+        assert as_evaluated(version("1"), wrong) == {**SAMPLING, **wrong}
     tools = [{"type": "function", "function": {"name": "add"}}]
     shown = as_evaluated(version("1", template=json.dumps({"tools": tools})), {"messages": [user]})
     assert (shown["tools"], shown["tool_choice"]) == (tools, "none")
@@ -57,7 +61,7 @@ class Serving:
     def __init__(self, folder: Path, **options: Any):
         check_may_serve()
         [self.port] = free_ports(1)
-        self.folder, self.wanted, self.said, self.servers = folder, "1", list[str](), list[Server]()
+        self.folder, self.wanted, self.said, self.servers, self.asked = folder, "1", list[str](), list[Server](), 0
         self.front = Front(self.start, self.to_serve, self.said.append, **options)
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -70,6 +74,9 @@ class Serving:
         return self.servers[-1]
 
     def to_serve(self, current: Server | None) -> Version | None:
+        self.asked += 1
+        if self.wanted == "gone":
+            raise OSError("the disk is full")
         return None if current and current.version.number == self.wanted else version(self.wanted)
 
     def served_by(self, **asked: Any) -> str:
@@ -127,19 +134,55 @@ def test_a_version_whose_server_does_not_start_leaves_the_old_one_serving(tmp_pa
         wait_for(lambda: any("is served as before" in text for text in serving.said))
         assert serving.served_by() == "1"
         assert any("RuntimeError: no memory is left" in text for text in serving.said)
+        assert [each.version.number for each in serving.servers] == ["1", "broken", "broken", "1"]
+        asked = serving.asked
+        wait_for(lambda: serving.asked > asked + 3)
+        assert len(serving.servers) == 4  # it is not tried for ever
         serving.wanted = "2"
         wait_for(lambda: serving.front.current and serving.front.current.version.number == "2")
         assert serving.served_by() == "2"
 
 
 @pytest.mark.served
-def test_a_server_that_dies_is_started_again_and_requests_wait_for_it(tmp_path: Path) -> None:
+def test_a_server_that_dies_is_started_again_though_nobody_says_which_version(tmp_path: Path) -> None:
     serving = Serving(tmp_path)
     with running(serving):
+        serving.wanted = "gone"
+        wait_for(lambda: "the disk is full. Version 1 is served as before" in serving.said)
         [server] = psutil.Process(serving.servers[0].child.process.pid).children()
         server.kill()
         wait_for(lambda: len(serving.servers) == 2)
         assert serving.served_by() == "1"
+    assert serving.said.count("the disk is full. Version 1 is served as before") <= 2
+
+
+@pytest.mark.served
+def test_only_what_completes_and_describes_is_passed_on_to_this_server_alone(tmp_path: Path) -> None:
+    serving = Serving(tmp_path)
+    [elsewhere] = free_ports(1)
+    with running(serving), socket.create_server(("127.0.0.1", elsewhere)) as other:
+        for path in (f"//127.0.0.1:{elsewhere}/v1/completions", "/v1/responses", "/sleep", "/v1/completions/../load"):
+            with socket.create_connection(("127.0.0.1", serving.port)) as raw:
+                raw.sendall(
+                    f"POST {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{{}}".encode()
+                )
+                assert b"".join(iter(lambda: raw.recv(4096), b"")).startswith(b"HTTP/1.1 404"), path
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            other.accept()
+
+
+@pytest.mark.served
+def test_a_promotion_is_followed_while_an_old_request_still_runs(tmp_path: Path) -> None:
+    serving = Serving(tmp_path)
+    with running(serving), ThreadPoolExecutor(1) as client:
+        slow = client.submit(serving.served_by, seconds=15.0)
+        wait_for(lambda: serving.servers[0].in_flight == 1)
+        for number in ("2", "3"):
+            serving.wanted = number
+            wait_for(lambda number=number: serving.front.current.version.number == number)
+        assert not slow.done()
+        assert slow.result() == "1"
 
 
 @pytest.mark.served
@@ -155,4 +198,7 @@ def test_answers_come_in_parts_and_a_client_that_goes_away_is_not_waited_for(tmp
         asked["json"] |= {"seconds": 30.0}
         with httpx2.stream("POST", f"{serving.url}/v1/completions", **asked) as answer:
             next(answer.iter_text())
+        wait_for(lambda: serving.servers[0].in_flight == 0, 20)
+        with suppress(httpx2.ReadTimeout):
+            httpx2.post(f"{serving.url}/v1/completions", json={"seconds": 60.0}, headers=header, timeout=1)
         wait_for(lambda: serving.servers[0].in_flight == 0, 20)

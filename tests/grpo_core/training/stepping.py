@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from grpo_core.config.files import parse_config
 from grpo_core.data.curriculum import no_rates
 from grpo_core.data.prompts import Prompts
+from grpo_core.model import saving
 from grpo_core.model.policy import Policy
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.planning.sampling_ahead import choose_groups
@@ -174,6 +175,7 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator, folder: Pat
         mock.patch.object(trainer, "load_session", return_value=session),
         mock.patch.object(trainer, "fingerprint", return_value=""),
         mock.patch.object(trainer, "rehearse_end"),  # of a model that transformers does not know
+        mock.patch.object(saving, "_carry_over"),
         mock.patch.object(accelerator, "end_training"),
         mock.patch.object(trainer, "update_batch", wraps=trainer.update_batch) as batches,
     ):

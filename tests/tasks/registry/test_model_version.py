@@ -51,12 +51,12 @@ def answer(run: Path) -> str:
     return complete(run / "training" / "model")
 
 
-def complete(folder: Path) -> str:
+def complete(folder: Path, tokens: int = 4) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     prompt = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
-    ids = model.generate(prompt, max_new_tokens=4, do_sample=False)[0, prompt.shape[1] :]
+    ids = model.generate(prompt, max_new_tokens=tokens, do_sample=False)[0, prompt.shape[1] :]
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 
@@ -157,16 +157,18 @@ def test_the_version_says_what_it_needs_takes_and_where_it_comes_from(version: A
     assert (logged.status.value, logged.params) == ("READY", {"train.max_steps": "4"})
 
 
-def test_mlflow_answers_with_the_completion_alone_by_the_sampling_of_the_evaluation(version: Any, answer: str) -> None:
-    model = mlflow.pyfunc.load_model("models:/sums/1")
+def test_mlflow_answers_with_the_completion_alone_by_the_sampling_of_the_evaluation(
+    version: Any, answer: str, run: Path
+) -> None:
+    model, short = mlflow.pyfunc.load_model("models:/sums/1"), complete(run / "training" / "model", 2)
     assert model.predict(PROMPT) == [answer]
-    assert model.predict(["1+1=", PROMPT], params={"max_new_tokens": 2})[1] == answer[:2]
-    stop = answer[1:2]
+    assert model.predict(["1+1=", PROMPT], params={"max_new_tokens": 2})[1] == short != answer
+    stop = answer[1]
     assert model.predict(PROMPT, params={"stop": [stop]}) == [answer[: answer.index(stop)]]
     assert len({*model.predict([PROMPT] * 20, params={"temperature": 9.0})}) > 1
     body = json.dumps({"inputs": [PROMPT], "params": {"max_new_tokens": 2}})
     served = invocations(body, "application/json", model, model.metadata.get_input_schema())
-    assert (served.status, json.loads(served.response)) == (200, {"predictions": [answer[:2]]})
+    assert (served.status, json.loads(served.response)) == (200, {"predictions": [short]})
 
 
 @pytest.mark.e2e
