@@ -75,7 +75,8 @@ def in_own_process(family: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"not_tried": f"its small copy takes more than {SECONDS} s"}
     if done.returncode:
-        return {"not_tried": done.stderr.strip().splitlines()[-1][:120]}
+        said = done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"]
+        return {"not_tried": said[-1][:120]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -144,10 +145,10 @@ def page(found: dict[str, dict[str, Any]]) -> str:
     lines = [
         "# Models",
         "",
-        f"Which families of models train here: **{len(trained)} of the {len(tried)} tried of "
-        f"transformers {transformers.__version__} train exactly; {len(sampled)} of them are sampled from by the engine "
-        f"`transformers`, {len(packed)} are packed.** Written by `python -m benchmarks.families`, which tries a small",
-        "copy of each, with random weights, in float32 on a CPU. vLLM and GPUs were not tried here.",
+        f"Which families of models train here: **{len(trained)} of the {len(tried)} tried of transformers",
+        f"{transformers.__version__} train exactly; {len(sampled)} of them are sampled from by the engine `transformers`,",
+        f"{len(packed)} are packed.** Written by `python -m benchmarks.families`, which tries a small copy of each, with",
+        "random weights, in float32 on a CPU. vLLM and GPUs were not tried here.",
         "",
         "*trains*: log-probabilities and gradients are those of plain passes over single rows (to 1e-4). *packs*: a",
         "prompt is computed once for its completions, and nothing is padded; otherwise rows are. *samples*: with its",

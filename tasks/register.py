@@ -115,7 +115,8 @@ def _work(context: Context) -> dict[str, Any]:
     for file in (path for path in evaluation.rglob("*") if path.is_file()):
         # One by one, which replaces files: `log_artifacts` would set times, which only a file's owner may.
         client.log_artifact(run_id, str(file), str(run_files.EVALUATION / file.relative_to(evaluation).parent))
-    cost = {name.replace("/", "."): f"{value:.6g}" for name, value in run_cost(run, config).metrics.items()}
+    costs = run_cost(run, config)
+    cost = {name.replace("/", "."): f"{value:.6g}" for name, value in costs.metrics.items()}
     tags = {
         **_tags(config, run, report),
         **cost,
@@ -134,7 +135,7 @@ def _work(context: Context) -> dict[str, Any]:
         _example(run),
         tags,
         description,
-        lambda version: ask_version(config, run, version, log),
+        lambda version: ask_version(config, run, version, costs.gpu_hours is not None, log),
     )
     _log_evaluation(client, context, tracked, report, model_id)
     if traced := _trace_evaluation(context, tracked, report, model_id, number):

@@ -38,11 +38,12 @@ class Answering:
 def answering_of(config: RunConfig, *, conversational: bool, tools: Sequence[Any] | None) -> Answering:
     """How a version of a run answers, by its configuration. `tools`: JSON schemas of those that the model was shown."""
     model, evaluation = config.model, config.evaluation
+    system_prompts = {source.system_prompt or "" for source in config.data.sources or [config.data]}
     return Answering(
         base=f"{model.name_or_path}@{model.revision}" if model.revision else model.name_or_path,
         settings={
             "conversational": conversational,
-            "system_prompt": config.data.system_prompt or "",
+            "system_prompt": system_prompts.pop() if len(system_prompts) == 1 else "",  # else a request says its own
             "template": json.dumps({**config.data.chat_template_kwargs, **({"tools": tools} if tools else {})}),
             "precision": config.train.mixed_precision,
         },

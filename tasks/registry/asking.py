@@ -7,39 +7,39 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from grpo_core.config.run import RunConfig
-from grpo_core.system.memory import GIB, gib_text
+from grpo_core.planning.nvidia import visible_devices
+from grpo_core.system.memory import GIB, available_memory, gib_text
 from tasks.processes.gpus.locks import one_free_gpu
-from tasks.processes.run import ProcessError, run_process
+from tasks.processes.run import ProcessError, TimeLimitError, run_process
 from tasks.stages.files import remove
 
 COMPARED, AGREEING, TIES = "served.compared", "served.agreeing", "served.ties"  # tags: numbers of prompts
 FAILED = "served.failed"  # tag: why the version could not be asked
 LONGEST = 500  # characters of a tag
-WEIGHTS, MEMORY = ".safetensors", 1.5  # bytes of memory per byte of weights, for the version and what asks it
+MEMORY = 2.2  # bytes per byte of weights: the version's, and the trained policy's if an answer differs
+MOST_SECONDS = 300.0  # for loading, and the answer that is under way after the last
 
 
-def ask_version(config: RunConfig, run: Path, version: Path, log: Any) -> dict[str, Any]:
-    """Tags that say how many held-out prompts the version answers as in the evaluation. Its disagreement, or its
-    failure, is logged, and no error: only a promotion needs it."""
+def ask_version(config: RunConfig, run: Path, version: Path, on_gpu: bool, log: Any) -> dict[str, Any]:
+    """Tags that say how many held-out prompts the version answers as in the evaluation, which was made on a GPU or not.
+    Its disagreement, or its failure, is logged, and no error: only a promotion needs it."""
     if not config.registry.served_prompts:
-        return {}
-    weights = sum(file.stat().st_size for file in version.rglob("*" + WEIGHTS))
-    if weights * MEMORY > (free := psutil.virtual_memory().available):
-        log.warning(
-            "the version is not asked as MLflow asks it: its weights take %s, and of this machine's memory %s are free",
-            gib_text(weights / GIB),
-            gib_text(free / GIB),
-        )
         return {}
     output = version.with_name(version.name + ".asked.json")
     try:
-        with one_free_gpu():
-            run_process(["-m", "tasks.registry.agreement", str(run), str(version), str(output)], log.info)
+        with one_free_gpu() as none_free:
+            if on_gpu and (none_free or not visible_devices()):
+                none_free = none_free or "this machine has none"
+                return _not_asked(log, f"it was evaluated on a GPU, and none is free: {none_free}")
+            if why := _too_much(config, version):
+                return _not_asked(log, why)
+            command = ["-m", "tasks.registry.agreement", str(run), str(version), str(output)]
+            run_process(command, log.info, limit=MOST_SECONDS)
         found = json.loads(output.read_text())
-    except ProcessError as error:
+    except (ProcessError, TimeLimitError) as error:
+        if isinstance(error, TimeLimitError) or error.restartable or "out of memory" in str(error):
+            return _not_asked(log, str(error))
         log.warning("the version could not be asked as MLflow asks it: %s", error)
         return {FAILED: str(error)[-LONGEST:]}
     finally:
@@ -53,6 +53,23 @@ def ask_version(config: RunConfig, run: Path, version: Path, log: Any) -> dict[s
         found["compared"],
     )
     return {COMPARED: found["compared"], AGREEING: agreeing, TIES: found["ties"]}
+
+
+def _not_asked(log: Any, why: str) -> dict[str, Any]:
+    log.warning("the version is not asked as MLflow asks it: %s", why)
+    return {}
+
+
+def _too_much(config: RunConfig, version: Path) -> str:
+    """Why this machine does not ask the version; "" if it does."""
+    if len(config.environment.factories) > 1:
+        return "its environments have tools of their own, and MLflow shows it those that all of them have"
+    weights = sum(file.stat().st_size for file in (version / "model").rglob("*.safetensors"))
+    if weights * MEMORY > (free := available_memory()):
+        return (
+            f"its weights take {gib_text(weights / GIB)}, and {gib_text(free / GIB)} of this machine's memory are free"
+        )
+    return ""
 
 
 def disagreement(tags: Mapping[str, str], least: float) -> str:
