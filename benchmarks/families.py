@@ -160,7 +160,10 @@ def page(found: dict[str, dict[str, Any]]) -> str:
         *(row(family, it) for family, it in tried.items()),
     ]
     if others := sorted(found.keys() - tried.keys()):
-        lines += ["", f"Of these, no small copy of transformers' own configuration was made or run: {', '.join(others)}."]
+        lines += [
+            "",
+            f"Of these, no small copy of transformers' own configuration was made or run: {', '.join(others)}.",
+        ]
     return "\n".join(lines) + "\n"
 
 
