@@ -209,7 +209,7 @@ class Policy(nn.Module):
     def routing_difference(self, seen: Seen, inputs: PassInputs) -> Float32[Tensor, "B T"] | None:
         """Share of the layers whose routers choose other experts than the engine's did, where each completion token is
         predicted; 0 past its end. None if the engine's are not known."""
-        if inputs.routes is None or not seen:
+        if self.routers is None or inputs.routes is None or not seen or inputs.routes.shape[1] != self.routers.width:
             return None
         return _in_rows(difference(seen, inputs.routes)[inputs.tokens.predicts], inputs)
 

@@ -41,6 +41,11 @@ class Routers:
     seen: Seen | None = None
     taken: Tensor | None = None  # (L, N, K) experts to take instead of those that the routers choose
 
+    @property
+    def width(self) -> int:
+        """Experts that a token takes in all layers, L · K."""
+        return len(self.layers) * self.chosen
+
 
 def routers_of(model: Any) -> Routers | None:
     """Let the routers of a model be read by `reading`; None if it has none. Not undone: outside of it nothing changes.
@@ -83,6 +88,11 @@ def reading(routers: Routers | None, taken: Tensor | None = None) -> Iterator[Se
         yield seen
         return
     routers.seen = seen
+    if taken is not None and taken.shape[1] != routers.width:
+        raise ConfigError(
+            f"the recorded completions have {taken.shape[1]} experts per token, and {routers.model} chooses "
+            f"{routers.width}: they are another model's. Set algorithm.routing_replay to false"
+        )
     if taken is not None:
         routers.taken = taken.long().unflatten(1, (len(routers.layers), -1)).transpose(0, 1)
     try:

@@ -90,10 +90,11 @@ def base_notes(model: ModelConfig) -> list[str]:
     """A sentence about a base that takes more than text; none for others, and if its config.json is not here."""
     try:
         values = json.loads(config_file(model.name_or_path, model.revision).read_text())
-    except (ForecastError, ValueError):
+        kind = values.get("model_type")
+    except (ForecastError, ValueError, AttributeError):
         return []
     return [
-        f"{model.name_or_path} is a multimodal model ({values['model_type']}): its language model is trained on text, "
+        f"{model.name_or_path} is a multimodal model ({kind}): its language model is trained on text, "
         "and what else it holds is saved as it is"
     ] * any(values.get(part) for part in MODALITIES)
 

@@ -143,11 +143,11 @@ def _fitting(config: RunConfig, plan: Plan, most: int, longest_prompt: int, gpu:
     lengths = PromptLengths(longest_prompt, longest_prompt, "")
     try:
         shape = load_shape(config.model.name_or_path, config.model.revision)
-    except ForecastError:  # nothing is known of its memory
+        run = PlannedRun(config, plan, shape, lengths, gpu)
+        if plan.max_tokens_per_pass and "warning" not in peak_memory(run):
+            return most
+        chosen = choose_tokens(run)
+    except ForecastError:  # its memory is not known
         return most
-    run = PlannedRun(config, plan, shape, lengths, gpu)
-    if plan.max_tokens_per_pass and "warning" not in peak_memory(run):
-        return most
-    chosen = choose_tokens(run)
     assert chosen is not None
     return min(chosen, most)

@@ -198,7 +198,7 @@ def _read_routers(policy: Policy, engine: Engine | None, config: RunConfig) -> N
     Raises ConfigError if a key asks for routers and there are none, or cannot be read."""
     asking = config.algorithm.router_keys
     samples = isinstance(engine, TransformersEngine) and not config.environment.is_used
-    if asking or ((samples or engine is None) and not config.train.torch_compile):
+    if asking or (samples and not config.train.torch_compile):
         with nullcontext() if asking else suppress(ConfigError):
             policy.routers = routers_of(policy.model)
     check_routers(policy.model, asking)

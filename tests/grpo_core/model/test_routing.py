@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +226,22 @@ def test_a_family_whose_routers_cannot_be_read_is_refused_by_name(family: str, t
 
 def test_a_model_without_experts_has_no_routers(model_folder: Path) -> None:
     assert routers_of(load_model(model_folder)) is None
+
+
+def test_recorded_experts_of_another_model_are_refused_if_they_are_to_be_taken_and_else_not_compared(
+    tmp_path: Path,
+) -> None:
+    policy = Policy(_model(tmp_path, "Mixtral"), 1.0)
+    policy.routers = routers_of(policy.model)
+    assert policy.routers is not None
+    bare = Sequences(torch.tensor([[3, 4, 5]]), torch.tensor([1]), torch.tensor([2]), torch.tensor([0]))
+    inputs = policy.prepare(replace(bare, routes=torch.zeros(1, 3, policy.routers.width + 1, dtype=torch.int16)))
+    with policy.routing(inputs) as seen:
+        policy(inputs)
+    assert policy.routing_difference(seen, inputs) is None
+    policy.replays_routes = True
+    with (
+        pytest.raises(ConfigError, match=r"they are another model's\. Set algorithm.routing_replay to false"),
+        policy.routing(inputs),
+    ):
+        pass
