@@ -53,7 +53,9 @@ def _run(inputs: Path, name: str, *overrides: str) -> Path:
     from flows.parameters.form import changes_from_overrides
     from flows.pipeline import pipeline
 
-    changes = flatten(small_quickstart(name, inputs, {"max_steps": UPDATES}, registry={"model_name": "held", "served_prompts": 0}))
+    changes = flatten(
+        small_quickstart(name, inputs, {"max_steps": UPDATES}, registry={"model_name": "held", "served_prompts": 0})
+    )
     values = [f"{key}={value}" for key, value in changes.items()]
     values += [f'rewards=[{{function="{FUNCTION}"}}]', *overrides]
     return pipeline("quickstart", changes_from_overrides(CONFIG, values))
