@@ -28,6 +28,11 @@ def refuse_stopping(sweep: str, arms: Sequence[Arm]) -> None:
             "--stop-early with several seeds: the seeds of a setting are averaged, and once some are stopped, the mean "
             "of the others is too good; leave out one of the two"
         )
+    if file := arms[0].config.model.gguf_file:
+        raise ConfigError(
+            f"--stop-early with model.gguf_file = {file!r}: arms are compared by the checkpoint that is made of it; "
+            "name that checkpoint, in bases/ of the storage after a first run, in model.name_or_path"
+        )
     for arm in arms:
         if not arm.config.train.eval_steps:
             raise ConfigError(

@@ -219,6 +219,7 @@ RANGES = ("rewards.1.range=[0.0, 1.0]",)
     [
         (("--seeds", "2"), ("train.eval_steps=2", *RANGES), "--stop-early with several seeds"),
         (("--grid", "seed=1,2"), ("train.eval_steps=2", *RANGES), "--stop-early with several seeds"),
+        (("--grid", "train.max_steps=2,3"), ("model.gguf_file=m.gguf", *RANGES), "name that checkpoint, in bases/"),
         (("--grid", "train.max_steps=2,3"), RANGES, "arm train.max_steps=2 is not evaluated while it trains"),
         (("--grid", "train.max_steps=2,3"), ("train.eval_steps=2", "rewards.1.function=char_length"),
          "the range of the rewards"),
@@ -232,13 +233,15 @@ RANGES = ("rewards.1.range=[0.0, 1.0]",)
          "with 2 held-out groups of prompts and 2 arms, none could be stopped, even if its reward were the lowest on "
          "every prompt; hold out 9 groups of prompts or more"),
     ],
-    ids=["seeds", "seed", "eval_steps", "range", "last update", "other updates", "few prompts", "few groups"],
+    ids=["seeds", "seed", "gguf", "eval_steps", "range", "last update", "other updates", "few prompts", "few groups"],
 )  # fmt: skip
 def test_arms_that_could_not_be_stopped_honestly_are_refused(
     config: Path, options: tuple[str, ...], overrides: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(config.parent)
     write_sums(config.parent / "two.parquet", 60, 62)
+    if "model.gguf_file=m.gguf" in overrides:  # without config.json, it would be refused with the others
+        (config.parent / "model" / "m.gguf").touch()
     sums = pl.read_parquet(write_sums(config.parent / "passages.parquet", 60, 76))
     sums.with_columns(passage=pl.int_range(16) % 2).write_parquet(config.parent / "passages.parquet")
     given = [word for key in overrides for word in ("--set", key)]
