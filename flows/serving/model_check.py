@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx2
 
-from flows.serving.model_server import Version
+from flows.serving.model_server import Version, precision_here
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.files import parse_config
 from grpo_core.data.chat import is_conversation, without_gaps
@@ -16,13 +16,14 @@ from grpo_core.rollout.requests import own_limit
 from tasks.registry.judging import Recorded
 
 PROMPTS = 100
-ROUNDING = {"bf16": 0.25, "auto": 0.25, "no": 1e-3}  # of the difference of the two highest log-probabilities
+# Difference of the two highest log-probabilities within which rounding may choose either token, by precision.
+ROUNDING = {"bf16": 0.25, "no": 1e-3}
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Of `compared` prompts, `equal` have the same answer; `ties` differ first where two tokens are equally likely,
-    except for rounding. `differing`: row, served answer and evaluated answer of the others."""
+    """Number of compared prompts, of equal answers, and of ties: answers that differ first where two tokens are equally
+    likely, except for rounding. `differing`: row, served answer and evaluated answer of the others."""
 
     compared: int
     equal: int
@@ -50,7 +51,7 @@ def check_served(url: str, key: str, version: Version, recorded: Recorded) -> An
             wanted = row["trained/completion"]
             if text == wanted:
                 equal += 1
-            elif _is_tie(tokens, wanted, ROUNDING[version.settings["precision"]]):
+            elif _is_tie(tokens, wanted, ROUNDING[precision_here(version)]):
                 ties += 1
             else:
                 differing.append((row["row"], text, wanted))

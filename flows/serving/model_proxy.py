@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from flows.serving.children import describe_end, last_error
-from flows.serving.model_server import Server, Version, as_evaluated, end_server
+from flows.serving.model_server import Server, Version, as_evaluated, end_server, remove_copy
 from grpo_core.errors import GrpoError
 
 ASK_SECONDS = 5.0  # between two questions which version is to be served, and between two starts of one that fails
@@ -235,6 +235,7 @@ async def _switch(
             front.running.append(old)  # which has ended, and is started again
             await _start_again(front, old, client)
             raise
+        remove_copy(old.version)
         old = None
     front.current, front.failed = new, ""
     front.is_ready.set()
@@ -246,6 +247,7 @@ async def _switch(
 async def _drain(front: Front, server: Server) -> None:
     await _idle(server)
     await _end(front, server)
+    remove_copy(server.version)
 
 
 async def _end(front: Front, server: Server) -> None:

@@ -105,6 +105,14 @@ def _file_name(name: str, number: str) -> str:
     return f"{quote(name, safe='')}-{number}"
 
 
+def precision_here(version: Version) -> str:
+    """Precision with which this machine evaluates the version: "bf16" or "no"."""
+    if (precision := version.settings["precision"]) != "auto":
+        return precision
+    found = capability(find_gpu())
+    return "bf16" if found and found >= BF16_CAPABILITY else "no"
+
+
 def start_server(version: Version, options: Sequence[str]) -> Server:
     """Start the version's server on a free port of this machine; further `options` are vLLM's. Raises GrpoError if vLLM
     is not installed."""
@@ -113,12 +121,9 @@ def start_server(version: Version, options: Sequence[str]) -> Server:
             "vLLM is not installed: install requirements/gpu.txt or cpu.txt, or serve the version with `mlflow "
             "models serve`"
         )
-    port, precision = free_port(), version.settings["precision"]
-    if precision == "auto":
-        found = capability(find_gpu())
-        precision = "bf16" if found and found >= BF16_CAPABILITY else "no"
+    port = free_port()
     module = ["vllm.entrypoints.openai.api_server", "--model", str(version.folder), "--served-model-name", version.name]
-    module += ["--host", HOST, "--port", str(port), "--dtype", DTYPES[precision]]
+    module += ["--host", HOST, "--port", str(port), "--dtype", DTYPES[precision_here(version)]]
     module += ["--generation-config", "vllm", *options]  # not what the base's file says: a request says it
     log = _copies() / f"{_file_name(version.name, version.number)}-{os.getpid()}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -136,11 +141,14 @@ def start_server(version: Version, options: Sequence[str]) -> Server:
 
 
 def end_server(server: Server) -> None:
-    """End a server, and remove a copy of its version's files."""
     server.child.process.terminate()
     server.child.process.wait()
-    if server.version.folder.is_relative_to(_copies()):
-        remove(server.version.folder.parent)
+
+
+def remove_copy(version: Version) -> None:
+    """Remove a version's files if they were copied from another machine's store."""
+    if version.folder.is_relative_to(_copies()):
+        remove(version.folder.parent)
 
 
 def as_evaluated(version: Version, body: dict[str, Any]) -> dict[str, Any]:

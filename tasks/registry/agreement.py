@@ -41,8 +41,8 @@ EXACT, ROUNDED = 1e-3, 0.25
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of `compared` prompts, `equal` have the same answer. `ties`: further ones, whose first differing token is one of
-    two that are equally likely except for rounding. `differing`: the first of the others, with both answers."""
+    """Number of compared prompts, of equal answers, and of ties: answers whose first differing token is one of two that
+    are equally likely, except for rounding. `differing`: the first of the others, with both answers."""
 
     compared: int
     equal: int

@@ -14,9 +14,12 @@ from typing import Any
 import httpx2
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from flows.cli.main import app
 from flows.serving import model_proxy
 from flows.serving.children import start_child
+from flows.serving.model_check import _is_tie
 from flows.serving.model_proxy import Front, serve_front
 from flows.serving.model_server import Server, Version, as_evaluated
 from tests.conftest import check_may_serve
@@ -202,3 +205,36 @@ def test_answers_come_in_parts_and_a_client_that_goes_away_is_not_waited_for(tmp
         with suppress(httpx2.ReadTimeout):
             httpx2.post(f"{serving.url}/v1/completions", json={"seconds": 60.0}, headers=header, timeout=1)
         wait_for(lambda: serving.servers[0].in_flight == 0, 20)
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "said"),
+    [
+        (["sums"], "", "'sums': give a version after an @, such as sums@champion"),
+        (["sums@1", "--host", "0.0.0.0"], "", "set a key in $GRPO_MODEL_KEY"),
+        (["sums@1"], "ключ", "has characters that no header can have"),
+        (["sums@1", "--", "--port=1"], "", "--port after -- is not vLLM's here"),
+        (["sums@champion"], "", "sums@champion: no such version; `grpo promote sums` makes the champion"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_a_sentence(
+    words: list[str], key: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embed_mlflow: Any
+) -> None:
+    embed_mlflow(tmp_path / "storage")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "storage"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("GRPO_MODEL_KEY", key)
+    [port] = free_ports(1)
+    done = CliRunner().invoke(app, ["serve-model", "--port", str(port), *words])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert said in " ".join(done.stderr.split())
+
+
+def test_an_answer_is_a_tie_if_its_first_other_token_is_hardly_likelier_than_the_next() -> None:
+    close, clear = 1e-4, 1.0
+    assert _is_tie([("4", clear), ("2", close)], "43", 1e-3)
+    assert not _is_tie([("4", close), ("2", clear)], "43", 1e-3)
+    assert _is_tie([("4", clear), ("", close)], "42", 1e-3)  # it ends where the other goes on
+    assert not _is_tie([("4", clear), ("", clear)], "42", 1e-3)
+    assert not _is_tie([], "42", 1e-3)

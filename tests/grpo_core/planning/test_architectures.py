@@ -159,7 +159,7 @@ def test_a_token_takes_two_operations_per_parameter_that_it_passes(family: str) 
 
 @pytest.mark.parametrize("family", [family for family in MODELS if family not in OWN_CACHE])
 def test_sampling_keeps_keys_values_and_states_as_transformers_cache_does(family: str) -> None:
-    """Of 67 tokens; a window has 24."""
+    """67 tokens, of which a window has 24."""
     windowed = {"sliding_window": 24} if hasattr(small_config(family), "sliding_window") else {}
     config = small_config(family, **windowed)
     model, cache = AutoModelForCausalLM.from_config(config).eval(), DynamicCache(config=config)

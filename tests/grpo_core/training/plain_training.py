@@ -158,7 +158,7 @@ class _Batch:
         return chosen[self.masks[row]], entropy[self.masks[row]]
 
     def router_logits(self, model: Any, row: int) -> tuple[Tensor, ...]:
-        """Of each layer, where the trained tokens are predicted. (tokens, E)"""
+        """Router logits where the trained tokens are predicted, per layer. (tokens, E)"""
         prompt, ids = (self.rows[row][name] for name in ("prompt_ids", "completion_ids"))
         output = model(input_ids=torch.tensor([prompt + ids]), output_router_logits=True)
         return tuple(logits[len(prompt) - 1 : -1][self.masks[row]] for logits in output.router_logits)

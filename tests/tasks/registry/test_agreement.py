@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from grpo_core.config.files import load_config
 from grpo_core.evaluation.run import evaluate
 from grpo_core.rollout.loading import read_prompts
 from grpo_core.system.tables import read_parquet
+from tasks.processes.run import ProcessError, TimeLimitError
+from tasks.registry import asking
 from tasks.registry.agreement import Agreement, compare
 from tasks.registry.answering import answering_of
 from tasks.registry.asking import AGREEING, COMPARED, FAILED, TIES, disagreement
@@ -171,3 +174,34 @@ def test_a_promotion_needs_the_agreement_that_it_asks_for() -> None:
     )
     assert "it failed: No tokenizer" in disagreement({FAILED: "No tokenizer"}, 0.0)
     assert disagreement({}, 1.0) == ""
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "memory", "error", "tags"),
+    [
+        (True, 2**40, None, {}),  # this machine has no GPU that is free
+        (False, 0, None, {}),
+        (False, 2**40, TimeLimitError("after 300 s"), {}),
+        (False, 2**40, ProcessError("killed", restartable=True), {}),
+        (False, 2**40, ProcessError("CUDA out of memory", restartable=False), {}),
+        (False, 2**40, ProcessError("no tokenizer", restartable=False), {FAILED: "no tokenizer"}),
+    ],
+)
+def test_a_version_is_asked_only_where_it_can_answer_as_it_was_evaluated(
+    on_gpu: bool,
+    memory: int,
+    error: Exception | None,
+    tags: dict[str, str],
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run_process(*arguments: Any, **options: Any) -> None:
+        assert error is not None, "it is asked"
+        raise error
+
+    monkeypatch.setattr(asking, "run_process", run_process)
+    monkeypatch.setattr(asking, "available_memory", lambda: memory)
+    version = make_version(run, tmp_path / "version")
+    log = logging.getLogger("asking")
+    assert asking.ask_version(load_config(run / "config.toml"), run, version, on_gpu, log) == tags

@@ -58,6 +58,15 @@ def test_a_refusal_leaves_the_champion_and_says_why(model: str) -> None:
     assert (champion_of(model), history_of(model)) == ("1", [("1", "promoted")])
 
 
+def test_a_better_version_that_answers_otherwise_in_mlflow_is_refused(model: str) -> None:
+    tags = {"served.compared": "50", "served.agreeing": "49"}
+    version = register_version(model, samples_of(base=0, trained=20), tags=tags)
+    assert "it answers 49 of 50 held-out prompts as in the evaluation" in refused(model, version)
+    assert promote(model, version, changes={"promotion": {"served_agreement": 0.98}}).decision == "promoted"
+    failed = register_version(model, samples_of(base=0, trained=40), tags={"served.failed": "no tokenizer"})
+    assert "it failed: no tokenizer" in refused(model, failed)
+
+
 def test_each_further_attempt_against_a_champion_is_held_to_a_lower_level(model: str) -> None:
     make_champions(model, 1)
     for attempt, right in enumerate((9, 10, 14), start=1):  # of 40; the champion has the first 8 right

@@ -14,8 +14,10 @@ import pytest
 import yaml
 from mlflow.pyfunc.scoring_server import invocations
 
+from flows.serving.model_server import load_version, remove_copy
 from grpo_core.config.files import parse_config
 from grpo_core.config.inputs import ModelConfig
+from grpo_core.errors import GrpoError
 from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.saving import save_model
 from grpo_core.system.libraries import NOISY
@@ -158,9 +160,10 @@ def test_the_version_says_what_it_needs_takes_and_where_it_comes_from(version: A
 
 
 def test_mlflow_answers_with_the_completion_alone_by_the_sampling_of_the_evaluation(
-    version: Any, answer: str, run: Path
+    version: Any, answer: str, run: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     model, short = mlflow.pyfunc.load_model("models:/sums/1"), complete(run / "training" / "model", 2)
+    assert not [warning for warning in recwarn if "type hints" in str(warning.message)]
     assert model.predict(PROMPT) == [answer]
     assert model.predict(["1+1=", PROMPT], params={"max_new_tokens": 2})[1] == short != answer
     stop = answer[1]
@@ -169,6 +172,27 @@ def test_mlflow_answers_with_the_completion_alone_by_the_sampling_of_the_evaluat
     body = json.dumps({"inputs": [PROMPT], "params": {"max_new_tokens": 2}})
     served = invocations(body, "application/json", model, model.metadata.get_input_schema())
     assert (served.status, json.loads(served.response)) == (200, {"predictions": [short]})
+
+
+def test_what_is_served_is_the_version_with_its_sampling_wherever_its_files_are(
+    version: Any, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = mlflow.MlflowClient()
+    found = load_version(client, "sums", "1")
+    assert found.sampling == {"max_tokens": 4, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "stop": []}
+    assert (found.folder / "model.safetensors").samefile(run / "training" / "model" / "model.safetensors")
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
+    monkeypatch.setattr(client, "get_model_version_download_uri", lambda *_: "models:/sums/1")  # as from a bucket
+    copied = load_version(client, "sums", "1")
+    assert copied.folder == tmp_path / "served" / "sums-1" / "model"
+    assert copied.sampling == found.sampling and (copied.folder / "model.safetensors").is_file()
+    card = copied.folder.parent / "MLmodel"
+    card.write_text(card.read_text().replace("template:", "other:"))  # an earlier release had none
+    with pytest.raises(GrpoError, match="register --run RUN --force"):
+        load_version(client, "sums", "1")
+    remove_copy(copied)
+    remove_copy(found)  # is no copy
+    assert [*(tmp_path / "served").iterdir()] == [] and found.folder.is_dir()
 
 
 @pytest.mark.e2e
