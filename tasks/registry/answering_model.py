@@ -7,16 +7,13 @@ project. Its settings, and the defaults of its parameters, stand in the version'
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlflow
+import pandas as pd
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-
-# The version's signature says what it takes; types here would be taken for another one.
-warnings.filterwarnings("ignore", ".*Add type hints to the `predict` method", UserWarning)
 
 
 class AnsweringModel(mlflow.pyfunc.PythonModel):
@@ -48,7 +45,7 @@ class AnsweringModel(mlflow.pyfunc.PythonModel):
             eos_token_id=sorted(ends) or None, pad_token_id=next(iter(sorted(ends)), 0)
         )
 
-    def predict(self, context, model_input, params=None):
+    def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> list[str]:
         return [self.answer(prompt, params or {}) for prompt in model_input.iloc[:, 0]]
 
     @torch.inference_mode()
