@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.command import ROOT, python_path
 from flows.cli.main import app
 from flows.serving import model_proxy
 from flows.serving.children import start_child
@@ -72,7 +74,11 @@ class Serving:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             port = listening.getsockname()[1]
         log = self.folder / f"{of.number}.log"
-        child = start_child(f"version {of.number}", ["tests.stand_in_model", of.number, str(port)], 5, log)
+        module, environment = (
+            ["tests.stand_in_model", of.number, str(port)],
+            {**os.environ, "PYTHONPATH": python_path(ROOT)},
+        )
+        child = start_child(f"version {of.number}", module, 5, log, environment)
         self.servers.append(Server(of, f"http://127.0.0.1:{port}", child))
         return self.servers[-1]
 
@@ -104,6 +110,7 @@ def running(serving: Serving) -> Iterator[Serving]:
         thread.start()
         try:
             wait_for(lambda: serving.front.is_ready.is_set() or not thread.is_alive(), 60)
+            assert thread.is_alive(), serving.front.failure
             yield serving
         finally:
             stops[0].should_exit = True
