@@ -91,7 +91,7 @@ def answering_for(server: Pretended, workers: list[Any], arriving: Arriving) -> 
     answer = server.answer
 
     def answered(path: str, body: dict[str, Any]) -> Any:
-        if path == "/collective_rpc" and body["method"] in ("take_adapter_part", "lost_weights"):
+        if path == "/collective_rpc" and body.get("method") in ("take_adapter_part", "lost_weights"):
             found = [getattr(worker, body["method"])(*body["args"]) for worker in workers]
             if body["method"] == "take_adapter_part":
                 workers[-1]._adapter = arriving(workers[-1]._adapter)
