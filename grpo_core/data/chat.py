@@ -121,9 +121,8 @@ def _before_stop(text: str, stop: Sequence[str]) -> str:
 def _decode(
     rows: Sequence[Mapping[str, Any]], prompt_ids: Sequence[list[int]], ids: Sequence[list[int]], tokenizer: Any
 ) -> list[str]:
-    alone = tokenizer.batch_decode(ids, skip_special_tokens=True)
     if not rows or is_conversation(rows[0]["prompt"]):
-        return alone
+        return tokenizer.batch_decode(ids, skip_special_tokens=True)
     # Decoded alone, a completion loses its leading space with tokenizers that put one in front of every text.
     prompts = {tuple(prompt): prompt for prompt in prompt_ids}
     shown = tokenizer.batch_decode([*prompts.values()], skip_special_tokens=True)
@@ -132,6 +131,8 @@ def _decode(
     whole = tokenizer.batch_decode(together, skip_special_tokens=True)
     # Bytes at the prompt's end that are not a character alone may be one together with the completion's first bytes.
     return [
-        text.removeprefix(before[tuple(prompt)]) if text.startswith(before[tuple(prompt)]) else own
-        for prompt, text, own in zip(prompt_ids, whole, alone, strict=True)
+        text.removeprefix(before[tuple(prompt)])
+        if text.startswith(before[tuple(prompt)])
+        else tokenizer.decode(own, skip_special_tokens=True)
+        for prompt, text, own in zip(prompt_ids, whole, ids, strict=True)
     ]

@@ -348,8 +348,8 @@ def share_samples(
     return [sample for sample in found if isinstance(sample, Sample)], seconds, [work for _, work in shares]
 
 
-def _trained_mask(completion: Completion, config: AlgorithmConfig) -> list[float]:
+def _trained_mask(completion: Completion, config: AlgorithmConfig) -> np.ndarray:
     """Mask with 1 per token that is trained, and 0 per token of an environment or, with mask_truncated_completions, of
     a completion that was cut off."""
     kept = not (config.mask_truncated_completions and completion.truncated)
-    return [float(kept and sampled) for sampled in completion.mask or [1] * len(completion.ids)]
+    return kept * (np.ones(len(completion.ids)) if completion.mask is None else np.array(completion.mask))
