@@ -171,10 +171,10 @@ def _computed(
     found = torch.zeros(figures, *batch.completion_ids.shape, device=device)
 
     def work(parts: list[Tensor]) -> None:
-        passes = [(policy.prepare(own.take(part)), move([mine[part]], device)[0]) for part in parts]  # all ahead
         # All processes gather a sharded model's weights for each pass.
         missing = max_over_processes(len(parts)) - len(parts) if policy.is_sharded else 0
-        for inputs, places in passes:
+        for part in parts:  # the CPU prepares each while the device works on the one before
+            inputs, (places,) = policy.prepare(own.take(part)), move([mine[part]], device)
             found[:, places, : inputs.shape[1]] = compute(inputs)
             moved()
         if missing:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -54,12 +55,12 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
         share_prompts=session.policy.packs,
     )
 
-    def prepared(parts: list[Tensor]) -> list[tuple[PassInputs, MicroBatch]]:
-        """All ahead, so that no pass waits for the CPU: what the model reads, and what the loss reads."""
-        rows = [take(batch, part) for part in parts]
-        if session.policy.is_sharded:  # all processes gather the weights for each pass
-            rows += [idle_row(batch)] * (max_over_processes(len(rows)) - len(rows))
-        return [(session.policy.prepare(some.sequences), some.to(accelerator.device)) for some in rows]
+    def prepared(parts: list[Tensor]) -> Iterator[tuple[PassInputs, MicroBatch]]:
+        """What the model and the loss read in each pass. The CPU makes it while the device works on the pass before."""
+        missing = max_over_processes(len(parts)) - len(parts) if session.policy.is_sharded else 0
+        idle = itertools.repeat(idle_row(batch), missing)  # all processes gather the weights for each pass
+        for some in itertools.chain((take(batch, part) for part in parts), idle):
+            yield session.policy.prepare(some.sequences), some.to(accelerator.device)
 
     def accumulate(parts: list[Tensor]) -> _Tally:
         session.policy.zero_grad()  # of both copies: memory may have run out between the two
@@ -169,7 +170,7 @@ class _Tally:
 
 
 @torch.no_grad()
-def _choice_counts(session: Session, passes: Sequence[tuple[PassInputs, MicroBatch]]) -> Tensor:
+def _choice_counts(session: Session, passes: Iterable[tuple[PassInputs, MicroBatch]]) -> Tensor:
     """How often this process's passes choose each expert, over all layers. (E,)"""
     policy, counts = session.policy, list[Tensor]()
     assert policy.routers is not None
