@@ -132,7 +132,7 @@ def _beside_trainer(report: Report, session: Any, work: Workload, what: str) -> 
         torch.tensor([len(completion.ids) for _, completion in said]),
         torch.tensor([number for number, _ in said]),
     )
-    policy = session.policy.at_temperature(1.0)
+    policy = session.policy.whole(1.0)
     with torch.no_grad():
         logprobs = policy(policy.prepare(sequences))[0].cpu()
     away = torch.cat([torch.tensor(one.logprobs) - logprobs[row, : len(one.ids)] for row, (_, one) in enumerate(said)])

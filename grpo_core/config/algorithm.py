@@ -62,7 +62,7 @@ class AlgorithmConfig(Section):
     log-ratio (DeepSeek-V3.2); default: leave none out."""
     vllm_importance_sampling_correction: bool = True
     """Correct for the difference between the log-probabilities of the engine that samples (any engine) and those of the
-    trainer, both at the sampling temperature and before top_p and top_k."""
+    trainer, both of the distribution that is sampled."""
     vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
         "token_truncate"
     )

@@ -21,10 +21,8 @@ from grpo_core.planning.plan import Plan
 
 KEY = b"grpo"  # of a file's metadata
 FILE = "rollout-{:06d}.parquet"
-FACTS = {
-    "num_generations", "generation_batch_size", "max_completion_length", "temperature", "repetition_penalty",
-    "vocabulary",
-}  # fmt: skip
+DRAWING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what the log-probabilities are of
+FACTS = {"num_generations", "generation_batch_size", "max_completion_length", "vocabulary", *DRAWING}
 NEEDED = {"step", "row", "prompt", "prompt_ids", "completion_ids", "sampling_logprobs", "truncated", "completion"}
 
 
@@ -43,8 +41,7 @@ def facts(config: RunConfig, plan: Plan, tokenizer: Any) -> dict[str, Any]:
         "num_generations": plan.num_generations,
         "generation_batch_size": plan.generation_batch_size,
         "max_completion_length": config.rollout.max_completion_length,
-        "temperature": config.rollout.temperature,
-        "repetition_penalty": config.rollout.repetition_penalty,
+        **{name: getattr(config.rollout, name) for name in DRAWING},
         "vocabulary": vocabulary(tokenizer),
     }
 
@@ -106,8 +103,7 @@ def _check_file(file: Path, config: RunConfig, plan: Plan) -> None:
     asked = {
         "rollout.num_generations": (plan.num_generations, known["num_generations"]),
         "completions per generation batch": (plan.generation_batch_size, known["generation_batch_size"]),
-        "rollout.temperature": (config.rollout.temperature, known["temperature"]),
-        "rollout.repetition_penalty": (config.rollout.repetition_penalty, known["repetition_penalty"]),
+        **{f"rollout.{name}": (getattr(config.rollout, name), known[name]) for name in DRAWING},
     }
     for name, (here, there) in asked.items():
         if here != there:

@@ -16,7 +16,7 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from grpo_core.config.memory_bounds import chunk_tokens
-from grpo_core.model.logprobs import float32_product
+from grpo_core.model.logprobs import Floor, float32_product, leave_out, lowest_logits
 
 BLOCK = 8192  # logits of a row that a program holds at a time
 WARPS = 16
@@ -38,34 +38,38 @@ class FusedLogprobs(torch.autograd.Function):
         weight: Float[Tensor, "V h"],
         targets: Int[Tensor, " N"],
         temperature: float,
+        floor: Floor | None,
     ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
         ctx.set_materialize_grads(False)
-        values = torch.empty(4, len(targets), device=hidden.device)
+        values, lowest = torch.empty(4, len(targets), device=hidden.device), list[Tensor | None]()
         for part in _chunks(targets, weight):
-            values[:, part] = _statistics(float32_product(hidden[part], weight), targets[part], temperature)
+            logits = float32_product(hidden[part], weight)
+            lowest.append(lowest_logits(logits, temperature, floor))
+            values[:, part] = _statistics(leave_out(logits, targets[part], lowest[-1]), targets[part], temperature)
+            del logits  # before there are those of the next chunk
         ctx.save_for_backward(hidden, weight, targets, values)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.lowest = temperature, lowest
         logprobs, entropy = values[:2].clone()
         return logprobs, entropy
 
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Float32[Tensor, " N"] | None, grad_entropy: Float32[Tensor, " N"] | None
-    ) -> tuple[Float[Tensor, "N h"], Float[Tensor, "V h"] | None, None, None]:
+    ) -> tuple[Float[Tensor, "N h"], Float[Tensor, "V h"] | None, None, None, None]:
         hidden, weight, targets, values = ctx.saved_tensors
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # the sum over the chunks
-        for part in _chunks(targets, weight):
+        for part, lowest in zip(_chunks(targets, weight), ctx.lowest, strict=True):
             given = (None if grad is None else grad[part] for grad in (grad_logprobs, grad_entropy))
-            logits = float32_product(hidden[part], weight)
+            logits = leave_out(float32_product(hidden[part], weight), targets[part], lowest)
             gradient = _write_over(logits, hidden.dtype)
             _compute_gradient(logits, gradient, targets[part], ctx.temperature, values[:, part], *given)
             torch.mm(gradient, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 _add_product(grad_weight, gradient.T, hidden[part])
             del logits, gradient  # before there are those of the next chunk
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 def _chunks(targets: Tensor, weight: Tensor) -> list[slice]:

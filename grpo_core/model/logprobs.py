@@ -15,7 +15,11 @@ from torch import Tensor, nn
 
 from grpo_core.config.memory_bounds import KEPT_LOGITS, chunk_tokens
 
+Floor = Callable[[Tensor], Tensor]  # (N, V) logits at the sampling temperature → (N,) lowest that can be sampled
+Figure = Callable[[Tensor, Tensor], Tensor]  # (N, V) logits at the sampling temperature, (N,) targets → (N,)
 FUSED = ("cuda",)  # types of devices that `fused_logprobs` is for
+FLOOR_PARTS = 8  # of a chunk
+LEAST = torch.finfo(torch.float32).min  # for log p where p = 0: its term is 0
 CAST = 2**20  # elements of a weight that a CPU converts together, so that they are still near when they are multiplied
 
 
@@ -24,28 +28,55 @@ def chosen_logprobs(
     weight: Float[Tensor, "V h"],
     targets: Int[Tensor, " N"],
     temperature: float,
+    floor: Floor | None = None,
 ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
     """Return logp = z_t − log Σ_j exp z_j and the entropy H = −Σ_j p_j log p_j of z = h Wᵀ / temperature.
 
-    z is float32, also of states and weights in bfloat16; the products of the gradients have their dtype.
+    z is float32, also of states and weights in bfloat16; the products of the gradients have their dtype. With a floor,
+    j runs over the tokens that can be sampled, and t.
     """
     if hidden.device.type in FUSED:
         from grpo_core.model.fused_logprobs import FusedLogprobs
 
-        return FusedLogprobs.apply(hidden, weight, targets, temperature)
-    return _ChosenLogprobs.apply(hidden, weight, targets, temperature)
+        return FusedLogprobs.apply(hidden, weight, targets, temperature, floor)
+    return _ChosenLogprobs.apply(hidden, weight, targets, temperature, floor)
+
+
+def lowest_logits(
+    logits: Float32[Tensor, "N V"], temperature: float, floor: Floor | None
+) -> Float32[Tensor, " N"] | None:
+    """Lowest logit, before the temperature, of a token that can be sampled; None without a floor. By few tokens at a
+    time: a floor sorts probabilities, which takes several times the memory of the logits."""
+    if floor is None:
+        return None
+    found = []
+    for part in logits.split(-(-len(logits) // FLOOR_PARTS)):
+        scaled = part / temperature
+        found.append(torch.where(scaled >= floor(scaled)[:, None], part, torch.inf).amin(-1))
+    return torch.cat(found)
+
+
+def leave_out(
+    logits: Float32[Tensor, "N V"], targets: Int[Tensor, " N"], lowest: Float32[Tensor, " N"] | None
+) -> Float32[Tensor, "N V"]:
+    """Set the logits below the lowest to −inf, in place, but not the targets': rounding, or an update since they were
+    sampled, may have moved them below."""
+    if lowest is None:
+        return logits
+    return logits.masked_fill_((logits < lowest[:, None]).scatter_(1, targets[:, None], False), -torch.inf)
 
 
 @torch.no_grad()
 def over_logits(
     hidden: Float[Tensor, "N h"],
     weight: Float[Tensor, "V h"],
+    targets: Int[Tensor, " N"],
     temperature: float,
-    figure: Callable[[Float32[Tensor, "n V"]], Float32[Tensor, " n"]],
+    figure: Figure,
 ) -> Float32[Tensor, " N"]:
-    """Return the figure of each token's logits h Wᵀ / temperature."""
+    """Return the figure of each token's logits h Wᵀ / temperature and its target."""
     parts = _chunks(len(hidden), len(weight))
-    return torch.cat([figure(float32_product(hidden[part], weight).div_(temperature)) for part in parts])
+    return torch.cat([figure(float32_product(hidden[part], weight).div_(temperature), targets[part]) for part in parts])
 
 
 @torch.no_grad()
@@ -79,35 +110,42 @@ class _ChosenLogprobs(torch.autograd.Function):
         weight: Float[Tensor, "V h"],
         targets: Int[Tensor, " N"],
         temperature: float,
+        floor: Floor | None,
     ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
         ctx.set_materialize_grads(False)
         keep = any(ctx.needs_input_grad) and len(targets) * len(weight) <= KEPT_LOGITS
         logprobs, entropy = (torch.empty(len(targets), device=hidden.device) for _ in range(2))
-        kept: list[Tensor] = []
+        kept, lowest = list[Tensor](), list[Tensor | None]()
         for part in _chunks(len(targets), len(weight)):
-            log_p = _log_softmax(hidden[part], weight, temperature)
+            logits = float32_product(hidden[part], weight)
+            lowest.append(lowest_logits(logits, temperature, floor))
+            log_p = leave_out(logits, targets[part], lowest[-1]).div_(temperature).log_softmax(-1)
             logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
             p = log_p.exp()
-            entropy[part] = -torch.linalg.vecdot(p, log_p)
+            entropy[part] = -torch.linalg.vecdot(p, log_p if floor is None else log_p.clamp_(min=LEAST))
             if keep:
                 kept.append(p)
         ctx.save_for_backward(hidden, weight, targets, entropy, *kept)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.lowest = temperature, lowest
         return logprobs, entropy
 
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Float32[Tensor, " N"] | None, grad_entropy: Float32[Tensor, " N"] | None
-    ) -> tuple[Float[Tensor, "N h"], Float[Tensor, "V h"] | None, None, None]:
+    ) -> tuple[Float[Tensor, "N h"], Float[Tensor, "V h"] | None, None, None, None]:
         hidden, weight, targets, entropy, *kept = ctx.saved_tensors
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # the sum over the chunks
         for n, part in enumerate(_chunks(len(targets), len(weight))):
-            p = kept[n] if kept else _log_softmax(hidden[part], weight, ctx.temperature).exp()
+            if kept:
+                p = kept[n]
+            else:
+                logits = leave_out(float32_product(hidden[part], weight), targets[part], ctx.lowest[n])
+                p = logits.div_(ctx.temperature).log_softmax(-1).exp()
             grad = torch.zeros_like(p)
             if grad_entropy is not None:
-                log_p = p.log().clamp(min=torch.finfo(p.dtype).min)  # p = 0: its term is 0
+                log_p = p.log().clamp(min=LEAST)
                 grad -= grad_entropy[part, None] * p * (log_p + entropy[part, None])
             if grad_logprobs is not None:
                 grad -= grad_logprobs[part, None] * p
@@ -116,7 +154,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             grad_hidden[part] = grad @ weight
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden[part]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 def _log_softmax(

@@ -21,7 +21,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from grpo_core.errors import ConfigError
 from grpo_core.model.capabilities import check_recomputing, decoder, make_packable, plain_output_layer, why_not_packed
 from grpo_core.model.loading import adapter_dropouts
-from grpo_core.model.logprobs import chosen_logprobs, gives_float32_logits, over_logits
+from grpo_core.model.logprobs import (
+    LEAST,
+    Figure,
+    Floor,
+    chosen_logprobs,
+    gives_float32_logits,
+    leave_out,
+    lowest_logits,
+    over_logits,
+)
 from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
 from grpo_core.model.packed_rows import takes_rows
 from grpo_core.model.precision import in_float32, refresh, working_copy
@@ -35,10 +44,13 @@ _scoring = ContextVar("_scoring", default=False)
 
 
 def _logprobs_and_entropy(
-    logits: Float32[Tensor, "N V"], targets: Int[Tensor, " N"]
+    logits: Float32[Tensor, "N V"], targets: Int[Tensor, " N"], floor: Floor | None = None
 ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
+    if floor is not None:
+        logits = leave_out(logits.clone(), targets, lowest_logits(logits.detach(), 1.0, floor))
     log_p = logits.log_softmax(-1)
-    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+    entropy = -(log_p.exp() * (log_p if floor is None else log_p.clamp(min=LEAST))).sum(-1)
+    return log_p.gather(1, targets[:, None]).squeeze(1), entropy
 
 
 def _in_rows(values: Float32[Tensor, " N"], inputs: PassInputs) -> Float32[Tensor, "B T"]:
@@ -88,6 +100,7 @@ class Policy(nn.Module):
         self.is_sharded = is_sharded(master)
         self.model = model = working_copy(master) if bf16 and not self.is_sharded else master
         self.temperature, self.max_length = temperature, max_length
+        self.floor: Floor | None = None  # None: all tokens can be sampled
         self.routers: Routers | None = None  # of a mixture, if they are to be read
         self.replays_routes = False
         self.output_layer = plain_output_layer(model)
@@ -166,18 +179,20 @@ class Policy(nn.Module):
     def forward(
         self, inputs: PassInputs, *, entropy_gradient: bool = False
     ) -> tuple[Float32[Tensor, "B T"], Float32[Tensor, "B T"]]:
-        """Log-probability of each completion token, at the sampling temperature, and the entropy there.
+        """Log-probability of each completion token, at the sampling temperature, and the entropy there, both over the
+        tokens that can be sampled.
 
         float32 whatever the model's dtype; 0 past a completion's end. The entropy has a gradient only when asked to.
         """
-        layer, targets, temperature = self.output_layer, inputs.targets, self.temperature
+        layer, targets = self.output_layer, inputs.targets
+        how = self.temperature, self.floor
         with self.recomputing(), compiled():
             if layer is None:
-                logprobs, entropy = _logprobs_and_entropy(self._own_logits(inputs.tokens), targets)
+                logprobs, entropy = _logprobs_and_entropy(self._own_logits(inputs.tokens), targets, self.floor)
             else:  # without the model's own forward pass
                 logprobs, entropy = call_as_forward(
                     self.model,
-                    lambda tokens: chosen_logprobs(self.hidden_states(tokens), layer.weight, targets, temperature),
+                    lambda tokens: chosen_logprobs(self.hidden_states(tokens), layer.weight, targets, *how),
                     inputs.tokens,
                 )
         if not entropy_gradient:
@@ -185,18 +200,19 @@ class Policy(nn.Module):
         return _in_rows(logprobs, inputs), _in_rows(entropy, inputs)
 
     @torch.no_grad()
-    def over_logits(
-        self, inputs: PassInputs, figure: Callable[[Float32[Tensor, "n V"]], Float32[Tensor, " n"]]
-    ) -> Float32[Tensor, "B T"]:
-        """A figure of the logits, at the sampling temperature, that predict each completion token; 0 past its end."""
-        layer = self.output_layer
+    def over_logits(self, inputs: PassInputs, figure: Figure) -> Float32[Tensor, "B T"]:
+        """A figure of each completion token and of the logits, at the sampling temperature, that predict it; 0 past its
+        end."""
+        layer, targets = self.output_layer, inputs.targets
         with compiled():
             if layer is None:
-                found = figure(self._own_logits(inputs.tokens))
+                found = figure(self._own_logits(inputs.tokens), targets)
             else:
                 found = call_as_forward(
                     self.model,
-                    lambda tokens: over_logits(self.hidden_states(tokens), layer.weight, self.temperature, figure),
+                    lambda tokens: over_logits(
+                        self.hidden_states(tokens), layer.weight, targets, self.temperature, figure
+                    ),
                     inputs.tokens,
                 )
         return _in_rows(found, inputs)
@@ -249,10 +265,10 @@ class Policy(nn.Module):
         if layers and not tried:
             check_recomputing(self)
 
-    def at_temperature(self, temperature: float) -> Policy:
-        """Return the same policy at another temperature."""
+    def whole(self, temperature: float) -> Policy:
+        """Return the same policy at a temperature, over the whole vocabulary."""
         other = copy.copy(self)
-        other.temperature = temperature
+        other.temperature, other.floor = temperature, None
         return other
 
     @contextmanager

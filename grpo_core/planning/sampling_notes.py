@@ -27,10 +27,9 @@ def _truncation(config: RunConfig) -> list[str]:
     if not keys:
         return []
     return [
-        f"{keys}: completions are sampled without the unlikely tokens, while ratio, loss and KL are those of the whole "
-        "vocabulary, so the gradient is not that of the distribution which is sampled. The training says after its "
-        "first generation batch for how many tokens the two differ by more than 10% (sampling/truncated_share); if "
-        "these are more than a few, set top_p = 1, top_k = 0 and min_p = 0"
+        f"{keys}: the policy that is trained is the one that samples, without the unlikely tokens: ratio, loss and "
+        "entropy are over those that are left. A token that is never sampled is never learned; the training says after "
+        "its first generation batch how many sampled tokens the trainer would leave out (sampling/outside_share)"
     ]
 
 

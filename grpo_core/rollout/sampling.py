@@ -15,8 +15,7 @@ BLOCK = 128  # tokens
 def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Draw one token per row. Returns it and its log-probability at the sampling temperature. (B, V), (B,) → (B,), (B,)
 
-    Min-p, top-k and top-p decide which tokens can be drawn. The log-probability is over the whole vocabulary all the
-    same, as the trainer's is: otherwise the two would differ by the truncated mass even on-policy.
+    Min-p, top-k and top-p decide which tokens can be drawn, and the log-probability is over those.
 
     The token is the one at which the running sum of the probabilities passes the uniform. First the block is found,
     then the token in it: summing a whole vocabulary in float64, so that the sum does not reach a uniform below 1 too
@@ -30,26 +29,21 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
     torch.sub(logits, highest, out=p[:, :vocabulary]).exp_()
     blocks = p.unflatten(1, (-1, BLOCK))  # (B, V / BLOCK, BLOCK)
     sums = blocks.sum(-1).double().cumsum(-1)
-    total = sums[:, -1:]
     if sampling.temperature > 0:
         if sampling.is_truncated:
             _truncate(p[:, :vocabulary], sampling)
             sums = blocks.sum(-1).double().cumsum(-1)
         token = _search(blocks, sums, uniform[:, None].double() * sums[:, -1:]).clamp(max=vocabulary - 1)
-    logprob = (logits.gather(1, token) - highest).double() - total.log()
+    logprob = (logits.gather(1, token) - highest).double() - sums[:, -1:].log()
     return token.squeeze(1), logprob.squeeze(1).float()
 
 
-def kept_probability(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Probability, over the whole vocabulary, of the tokens that min-p, top-k and top-p leave. (N, V) → (N,)
-
-    `logits`: at the sampling temperature. A token that is left is sampled 1 / this many times as often as the whole
-    distribution says.
-    """
+def lowest_kept(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Lowest logit of a token that min-p, top-k and top-p leave; `logits`: at the sampling temperature.
+    (N, V) → (N,)"""
     p = (logits - logits.amax(-1, keepdim=True)).exp()
-    total = p.sum(-1)
     _truncate(p, sampling)
-    return p.sum(-1) / total
+    return torch.where(p > 0, logits, torch.inf).amin(-1)
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

@@ -15,6 +15,7 @@ from grpo_core.data.curriculum import arrange, describe, distance, known_batches
 from grpo_core.data.order import Group, Schedule, epoch_rows
 from grpo_core.distributed import max_over_processes, sum_over_processes
 from grpo_core.model.loading import as_reference
+from grpo_core.model.logprobs import Floor
 from grpo_core.model.policy import PassInputs, Policy
 from grpo_core.model.to_device import move
 from grpo_core.planning.sampling_ahead import batches_ahead
@@ -23,16 +24,12 @@ from grpo_core.rewards.trl_arguments import TrainerState
 from grpo_core.rollout.ahead import Ahead
 from grpo_core.rollout.collect import BatchRequest, Sample, collect
 from grpo_core.rollout.records import replay
-from grpo_core.rollout.requests import training_sampling
-from grpo_core.rollout.sampling import kept_probability
 from grpo_core.rollout.types import GenerationBatch, Rollout
 from grpo_core.system.progress import moved, phase
 from grpo_core.training.batch import balance_rows, has_gradient, join
 from grpo_core.training.session import Sampler, Session
 from grpo_core.training.state import TrainingState
 from grpo_core.training.weight_sync import sync_weights
-
-BIAS = 1.1  # factor of probability from which a sampled token counts as biased
 
 
 def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollout, list[Sample], list[Group]]:
@@ -48,8 +45,9 @@ def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollou
     if not session.plan.on_policy:
         read = session.config.algorithm.routing_replay  # else they have been compared
         batch = replace(batch, metrics=batch.metrics | difference, routes=batch.routes if read else None)
-    if session.sampler is not None and index == 0 and (keys := truncating_keys(session.config)):
-        batch = replace(batch, metrics=batch.metrics | _truncation_metrics(session, batch, keys))
+    if session.sampler is not None and index == 0 and (floor := session.policy.floor):
+        outside = _outside(session, batch, floor, truncating_keys(session.config))
+        batch = replace(batch, metrics=batch.metrics | outside)
     return Rollout(**vars(batch), old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, keep=keep), samples, left
 
 
@@ -114,34 +112,38 @@ def _routed_logprobs(
 
 @phase("reference log-probabilities")
 def _ref_logprobs(session: Session, batch: GenerationBatch) -> Tensor | None:
-    """Return the reference policy's log-probabilities, (B, T); None without KL."""
+    """Return the reference policy's log-probabilities, (B, T), over the whole vocabulary; None without KL. The KL of a
+    policy that leaves tokens out from one that does not is finite; from one that leaves out others it would not be."""
     in_loss = batch.completion_mask.sum(1) > 0
     if session.reference is not None:
         return compute_logprobs(session, session.reference, batch, in_loss)[0]
     if session.config.algorithm.beta > 0:
         with as_reference(session.policy.model, session.start):
-            return compute_logprobs(session, session.policy, batch, in_loss)[0]
+            whole = session.policy.whole(session.policy.temperature)
+            return compute_logprobs(session, whole, batch, in_loss)[0]
     return None
 
 
 @phase("what sampling leaves out")
-def _truncation_metrics(session: Session, batch: GenerationBatch, keys: str) -> dict[str, float]:
-    """Return the share of the trained tokens that sampling without unlikely tokens makes more than BIAS times as
-    probable as the whole distribution does, and print it. A repetition penalty is left out."""
-    sampling, mask = training_sampling(session.config.rollout), batch.completion_mask
+def _outside(session: Session, batch: GenerationBatch, floor: Floor, keys: str) -> dict[str, float]:
+    """Return the share of the trained tokens that the policy, with the weights that sampled, would leave out, and print
+    it: rounding at the edge of the set, if engine and trainer decide alike. A repetition penalty is left out."""
 
-    def kept(inputs: PassInputs) -> Tensor:
-        return session.policy.over_logits(inputs, lambda logits: kept_probability(logits, sampling))[None]
+    def are_outside(logits: Tensor, targets: Tensor) -> Tensor:
+        return (logits.gather(1, targets[:, None]).squeeze(1) < floor(logits)).float()
 
-    (probability,) = _computed(session, session.policy, batch, mask.sum(1) > 0, kept, 1)
-    share = ((probability * BIAS < 1) * mask).sum().item() / max(mask.sum().item(), 1)
+    def outside(inputs: PassInputs) -> Tensor:
+        return session.policy.over_logits(inputs, are_outside)[None]
+
+    mask = batch.completion_mask
+    (found,) = _computed(session, session.policy, batch, mask.sum(1) > 0, outside, 1)
+    share = (found * mask).sum().item() / max(mask.sum().item(), 1)
     if session.accelerator.is_main_process:
         print(
-            f"training: with {keys}, {share:.1%} of the first generation batch's tokens were sampled with a "
-            f"probability more than {BIAS - 1:.0%} above the one that ratio, loss and KL use",
+            f"training: with {keys}, the trainer would leave out {share:.2%} of the tokens that were sampled first",
             flush=True,
         )
-    return {"sampling/truncated_share": share}
+    return {"sampling/outside_share": share}
 
 
 def compute_logprobs(session: Session, policy: Policy, batch: GenerationBatch, needed: Tensor) -> tuple[Tensor, Tensor]:

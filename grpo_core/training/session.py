@@ -35,6 +35,8 @@ from grpo_core.rewards.contract import rewards_of
 from grpo_core.rollout.collect import Scoring
 from grpo_core.rollout.conversations import ConversationsAhead
 from grpo_core.rollout.loading import check_lengths, fallbacks, make_engine, read_prompts, start_configured
+from grpo_core.rollout.requests import training_sampling
+from grpo_core.rollout.sampling import lowest_kept
 from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Engine, Lookahead
 from grpo_core.training.optimizer import learning_rate, make_optimizer
@@ -189,6 +191,8 @@ def _policy(model: Any, config: RunConfig, accelerator: Accelerator, max_length:
             accelerator.device,
             entropy_gradient=config.algorithm.has_entropy_bonus,
         )
+    sampling = training_sampling(config.rollout)
+    policy.floor = partial(lowest_kept, sampling=sampling) if sampling.is_truncated else None
     policy.packs = not any_process(not policy.packs)  # processes divide rows by the cost of a pass, so they must agree
     return policy
 

@@ -92,7 +92,7 @@ def _trainer_logprobs(session: Session, probe: Probe) -> torch.Tensor:
         completion_lengths=torch.tensor([*map(len, said)]),
         prompt_of=torch.arange(len(contexts)),
     )
-    policy = session.policy.at_temperature(1.0)
+    policy = session.policy.whole(1.0)
     logprobs, _ = policy(policy.prepare(batch))
     return logprobs.cpu()
 

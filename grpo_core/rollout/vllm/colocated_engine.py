@@ -32,11 +32,11 @@ from grpo_core.model.loading import base_weights, in_checkpoint_layout, whole_we
 from grpo_core.model.routing import routers_of
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.checksums import Received, note_loading, noted, place, refuse_lost
-from grpo_core.rollout.requests import training_sampling, vllm_parameters
+from grpo_core.rollout.requests import vllm_parameters
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of, hold_adapter, sends_adapter_alone, supported_rank
 from grpo_core.rollout.vllm.all_reduce import custom_all_reduce_fails
-from grpo_core.rollout.vllm.logprobs import HEAD, LOGPROBS_MODE, ignore_truncation
+from grpo_core.rollout.vllm.logprobs import HEAD, LOGPROBS_MODE
 from grpo_core.rollout.vllm.shared_weights import (
     Copies,
     copies_change_nothing,
@@ -123,14 +123,6 @@ class VLLMEngine:
                 "'transformers'"
             ) from error
         torch.set_num_threads(threads)
-        (problem,) = self.llm.collective_rpc(lambda worker: ignore_truncation(worker.model_runner))
-        if problem and training_sampling(config.rollout).is_truncated:
-            raise EngineError(
-                f"rollout.top_p={config.rollout.top_p:g}, rollout.top_k={config.rollout.top_k} and "
-                f"rollout.min_p={config.rollout.min_p:g}: with them this vLLM cannot give the log-probabilities that "
-                f"training compares, since {problem}; set top_p to 1, top_k and min_p to 0, or rollout.engine to "
-                "'transformers'"
-            )
         self.received: Received
         (self.received,) = self.llm.apply_model(lambda engine_model: note_loading(engine_model, place))
         self.copies: Copies | None = None  # that bring the weights; None: vLLM's own loader has to

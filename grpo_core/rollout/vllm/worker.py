@@ -16,7 +16,6 @@ import torch
 from grpo_core.rollout.checksums import LOST, SHOWN, bit_sums, note_loading
 from grpo_core.rollout.vllm import over_http  # noqa: F401  # registers this transfer, and that by shared memory
 from grpo_core.rollout.vllm.adapter import hold_adapter
-from grpo_core.rollout.vllm.logprobs import ignore_truncation
 from grpo_core.rollout.vllm.shared_memory import pid_namespace_id
 from grpo_core.rollout.vllm.shared_weights import repack_experts
 
@@ -36,7 +35,6 @@ class TrainerLease:
         own, name, until = self._lease
         if not hasattr(self, "_received"):
             self._received = note_loading(self.get_model(), bit_sums)
-            self._truncation_problem = ignore_truncation(self.model_runner)
         config = self.vllm_config
         transfer = config.weight_transfer_config
         return {
@@ -48,7 +46,6 @@ class TrainerLease:
                 "dtype": str(self.model_config.dtype).removeprefix("torch."),
                 "head_dtype": str(self.model_config.head_dtype).removeprefix("torch."),
                 "logprobs_mode": self.model_config.logprobs_mode,
-                "truncation_problem": self._truncation_problem,
                 "max_model_len": self.model_config.max_model_len,
                 "lora_rank": config.lora_config.max_lora_rank if config.lora_config else 0,
                 "max_num_seqs": config.scheduler_config.max_num_seqs,

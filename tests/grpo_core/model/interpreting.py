@@ -12,6 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import json
 import sys
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,9 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
 from grpo_core.model import fused_logprobs, logprobs
+from grpo_core.rollout.sampling import lowest_kept
+from grpo_core.rollout.types import Sampling
+from tests.grpo_core.rollout.vllm_engine import can_be_drawn
 
 TOKENS, HIDDEN, VOCABULARY = 21, 16, 300  # in three chunks, each row in three blocks
 aten = torch.ops.aten
@@ -71,29 +75,41 @@ def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden.to(dtype), weight.to(dtype), targets, torch.randn(2, TOKENS)
 
 
-def computed(function: Any, case: tuple[Tensor, ...], temperature: float, used: list[int]) -> list[Tensor]:
+def computed(function: Any, case: tuple[Tensor, ...], temperature: float, used: list[int], *more: Any) -> list[Tensor]:
     """Log-probabilities, entropies, and the gradients of states and weight of those of them that are used."""
     hidden, weight, targets, gradients = case
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-    values = function(hidden, weight, targets, temperature)
+    values = function(hidden, weight, targets, temperature, *more)
     sum((values[n] * gradients[n]).sum() for n in used).backward()  # type: ignore[union-attr]
     return [values[0].detach(), values[1].detach(), hidden.grad, weight.grad]  # type: ignore[list-item]
 
 
-def plain(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    log_p = (hidden @ weight.T / temperature).log_softmax(-1)
-    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+def plain(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, sampling: Sampling
+) -> tuple[Tensor, Tensor]:
+    """Token by token, over those that can be drawn."""
+    logprobs, entropies = [], []
+    for row, target in zip(hidden @ weight.T / temperature, targets.tolist(), strict=True):
+        left = sorted(can_be_drawn(row.log_softmax(-1).tolist(), sampling) | {target})
+        log_p = row[left].log_softmax(-1)
+        logprobs.append(log_p[left.index(target)])
+        entropies.append(-(log_p.exp() * log_p).sum())
+    return torch.stack(logprobs), torch.stack(entropies)
 
 
 def errors(dtype: torch.dtype) -> dict[str, list[float]]:
     """Relative distances from the plain values and gradients, the largest of all cases."""
     found: dict[str, list[float]] = {}
-    for temperature, used in ((1.0, [0]), (0.7, [1]), (0.7, [0, 1])):
+    some = Sampling(1, top_p=0.9), Sampling(1, top_k=7, min_p=0.02), Sampling(1, top_p=0.8, top_k=40, min_p=0.001)
+    cases = ((1.0, [0], Sampling(1)), (0.7, [1], Sampling(1)), *((0.7, [0, 1], it) for it in (Sampling(1), *some)))
+    for temperature, used, sampling in cases:
         hidden, weight, targets, gradients = case = drawn(dtype)
-        expected = computed(plain, (hidden.double(), weight.double(), targets, gradients), temperature, used)
+        exact = hidden.double(), weight.double(), targets, gradients
+        expected = computed(plain, exact, temperature, used, sampling)
+        floor = partial(lowest_kept, sampling=sampling) if sampling.is_truncated else None
         for name, kinds in {"fused": ("cpu",), "chunked": ()}.items():
             with mock.patch.object(logprobs, "FUSED", kinds):
-                ours = computed(logprobs.chosen_logprobs, case, temperature, used)
+                ours = computed(logprobs.chosen_logprobs, case, temperature, used, floor)
             distances = [float((a - b).norm() / b.norm()) for a, b in zip(ours, expected, strict=True)]
             found[name] = [max(pair) for pair in zip(found.get(name, distances), distances, strict=True)]
     return found

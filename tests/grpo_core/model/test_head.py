@@ -92,7 +92,7 @@ def test_the_products_on_a_gpu_have_matching_shapes_and_dtypes_and_one_chunk_s_l
         monkeypatch.setattr(torch, "addmm", addmm)
 
     class Context:
-        needs_input_grad = (True, True, False, False)
+        needs_input_grad = (True, True, False, False, False)
 
         def set_materialize_grads(self, value: bool) -> None: ...
 
@@ -111,7 +111,7 @@ def test_the_products_on_a_gpu_have_matching_shapes_and_dtypes_and_one_chunk_s_l
     context = Context()
     hidden, weight = (torch.empty(count, 16, dtype=dtype, device="meta") for count in (21, 300))
     targets = torch.empty(21, dtype=torch.int64, device="meta")
-    values = fused_logprobs.FusedLogprobs.forward(context, hidden, weight, targets, 0.7)
+    values = fused_logprobs.FusedLogprobs.forward(context, hidden, weight, targets, 0.7, None)
     gradients = fused_logprobs.FusedLogprobs.backward(context, values[0], None)
     assert len(made) == 2 * 3
     assert [(x.shape, x.dtype) for x in values] == [((21,), torch.float32)] * 2
@@ -184,7 +184,7 @@ def test_no_length_of_a_pass_compiles_a_kernel_that_the_start_has_not(
         for offset in (0, 1):
             hidden, weight = torch.zeros(tokens, 16, dtype=dtype, requires_grad=True), torch.zeros(48, 16, dtype=dtype)
             targets = torch.zeros(offset + tokens, dtype=torch.int64)[offset:]
-            logprobs, entropy = fused_logprobs.FusedLogprobs.apply(hidden, weight, targets, 1.0)
+            logprobs, entropy = fused_logprobs.FusedLogprobs.apply(hidden, weight, targets, 1.0, None)
             gradients = torch.zeros(2, offset + tokens)[:, offset:]
             torch.autograd.backward([logprobs], [gradients[1]], retain_graph=True)
             if entropy_gradient:

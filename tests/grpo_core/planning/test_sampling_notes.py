@@ -21,8 +21,8 @@ def _notes(folder: Path, **keys: Any) -> list[str]:
 def test_truncated_sampling_is_named_with_its_keys(tmp_path: Path, keys: dict[str, Any]) -> None:
     (note,) = _notes(tmp_path, **keys)
     named = ", ".join(f"rollout.{name} = {value:g}" for name, value in keys.items())
-    assert note.startswith(f"{named}: completions are sampled without the unlikely tokens, while ratio, loss and KL")
-    assert "sampling/truncated_share" in note
+    assert note.startswith(f"{named}: the policy that is trained is the one that samples, without the unlikely tokens")
+    assert "sampling/outside_share" in note
 
 
 @pytest.mark.parametrize(

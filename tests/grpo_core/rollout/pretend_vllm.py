@@ -32,7 +32,6 @@ STARTED = {
     "dtype": "float32",
     "head_dtype": "float32",
     "logprobs_mode": "processed_logprobs",
-    "truncation_problem": "",
     "max_model_len": 512,
     "lora_rank": 0,
     "max_num_seqs": 128,

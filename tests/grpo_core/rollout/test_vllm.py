@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 
 from grpo_core.errors import TrainingError
 from grpo_core.rollout.conversations import play
 from grpo_core.rollout.types import Request, Sampling
 from tests import forked
-from tests.conftest import config_values, make_model, make_run, need_vllm
+from tests.conftest import config_values, make_model, make_run
 from tests.grpo_core.rollout.sampling import sampled
 from tests.grpo_core.rollout.vllm_engine import (
     MAX_LENGTH,
@@ -25,6 +24,7 @@ from tests.grpo_core.rollout.vllm_engine import (
     conversations,
     cut,
     hold,
+    logprob_when_drawn,
     long_requests,
     plain_distributions,
     plain_logprobs,
@@ -80,7 +80,7 @@ def sample(run: Path, other: Path) -> dict[str, list[Any]]:
     drawn["long synced"] = sampled(engine.generate(long_requests(), free))
     found = {"lent": lend(engine, model, requests, free), "unforgotten": hold_cache(engine, model, requests)}
     engine.close()
-    others = {"second runner": second_runner(), "refusal": refusal(run, model), "on a GPU": start_on_a_gpu(run)}
+    others = {"on a GPU": start_on_a_gpu(run)}
     others |= {"too little memory": too_little_memory(run, model)}
     allocators = (None, "max_split_size_mb:512", "expandable_segments:True")
     others["on several"] = [start_on_a_gpu(run, 2, allocator)[0] for allocator in allocators]
@@ -197,52 +197,6 @@ def start_on_a_gpu(run: Path, together: int = 1, allocator: str | None = None) -
     return llm.call_args.kwargs, [call for call in calls if any(word in call for word in told)]
 
 
-def second_runner() -> list[Any]:
-    """What the sampler of vLLM's model runner V2, which needs a GPU, is given to truncate, draws from, and reports:
-    without truncation, with top-k, with min-p for the second of two."""
-    import torch
-    from vllm.v1.worker.gpu.sample import sampler as module
-
-    from grpo_core.rollout.vllm.logprobs import ignore_truncation
-
-    def leave_highest(logits: Any, *_: Any) -> None:  # in the place of a kernel
-        logits[1, :4] = -torch.inf
-
-    found = []
-    for top_k, min_p in ((None, 0.0), (torch.tensor([2, 3]), 0.0), (None, 0.5), (torch.tensor([2, 3]), 0.5)):
-        sampler: Any = module.Sampler.__new__(module.Sampler)
-        states = sampler.sampling_states = module.SamplingStates.__new__(module.SamplingStates)
-        sampler.use_fp64_gumbel, states.min_p = False, mock.Mock(np=np.array([0.0, min_p]))
-        states.temperature = states.seeds = mock.Mock()
-        assert ignore_truncation(mock.Mock(sampler=sampler)) == ""
-        logits, rows = torch.arange(10.0).reshape(2, 5), np.array([0, 1])
-        with mock.patch("vllm.v1.worker.gpu.sample.states.apply_min_p", leave_highest):
-            states.apply_min_p(logits, None, rows)
-        with mock.patch.object(module, "gumbel_sample", side_effect=lambda truncated, *_, **__: truncated) as draw:
-            _, reported = sampler._sample_random(logits, None, rows, None, top_k, None, False)
-        found.append([draw.call_args.args[0].isfinite().sum(1).tolist(), reported.tolist()])
-    return found
-
-
-def refusal(run: Path, model: Any) -> list[str]:
-    """What an engine with a sampler that is not known says to a configuration without truncation, and to one with."""
-    from grpo_core.config.files import load_config
-    from grpo_core.errors import EngineError
-    from grpo_core.rollout.vllm.colocated_engine import VLLMEngine
-
-    said = []
-    for overrides in ([], ["rollout.top_p=0.9"]):
-        with mock.patch("vllm.LLM") as llm:
-            llm.return_value.collective_rpc = lambda function: [function(mock.Mock(model_runner=mock.Mock(sampler=3)))]
-            llm.return_value.apply_model.return_value = [None]
-            try:
-                VLLMEngine(load_config(run / "config.toml", overrides), run, model, MAX_LENGTH)
-                said.append("")
-            except EngineError as error:
-                said.append(str(error))
-    return said
-
-
 def too_little_memory(run: Path, model: Any) -> list[str]:
     """What an engine says where vLLM finds too little memory, in vLLM's words, and where it finds something else."""
     from vllm.v1.core.kv_cache_utils import _check_enough_kv_cache_memory as check
@@ -324,9 +278,10 @@ def test_samples_depend_on_the_seed_alone_and_carry_the_models_log_probabilities
             sampling = {**TRUNCATED, "greedy": greedy}.get(name, Sampling(6, temperature=0.7))
             penalty = sampling.repetition_penalty
             of_each = plain_distributions(model, prompt + tokens, sampling.temperature, penalty)[len(prompt) - 1 :]
-            expected = of_each[range(len(tokens)), tokens].tolist()
-            assert completion.logprobs == pytest.approx(expected, abs=1e-5 if name in TRUNCATED else 1e-4)
-            for token, distribution in zip(tokens, of_each.tolist(), strict=True):
+            left = Sampling(6) if name == "greedy" else sampling
+            for token, logprob, distribution in zip(tokens, completion.logprobs, of_each.tolist(), strict=True):
+                expected = logprob_when_drawn(token, distribution, left)
+                assert logprob == pytest.approx(expected, abs=1e-5 if name in TRUNCATED else 1e-4)
                 assert token in can_be_drawn(distribution, sampling)
 
 
@@ -357,77 +312,3 @@ def test_conversations_sampled_together_have_the_tokens_of_each_alone_and_keep_w
     block = 128
     assert drawn.values["cached"] == [block] * 8, "every conversation begins with what is computed already"
     assert drawn.values["cached synced"] == [0] + [block] * 7, "and forgets it with the weights only"
-
-
-def test_vllms_second_model_runner_draws_from_truncated_logits_and_reports_the_whole_ones(drawn: Drawn) -> None:
-    whole = [[0.0, 1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0, 9.0]]
-    assert drawn.values["second runner"] == [[drawn_from, whole] for drawn_from in ([5, 5], [2, 3], [5, 1], [2, 1])]
-
-
-def test_truncated_sampling_is_refused_with_a_sampler_that_is_not_known(drawn: Drawn) -> None:
-    whole, truncated = drawn.values["refusal"]
-    assert whole == ""
-    assert "rollout.top_p=0.9, rollout.top_k=0 and rollout.min_p=0: with them this vLLM cannot give" in truncated
-    assert "its sampler is builtins.int, which is not known here; set top_p to 1, top_k and min_p to 0" in truncated
-
-
-def test_where_vllm_finds_too_little_memory_a_sentence_names_the_key(drawn: Drawn) -> None:
-    none, one_request, other = drawn.values["too little memory"]
-    for said, words in ((none, "No available memory for the cache"), (one_request, "To serve at least one request")):
-        assert said.startswith(f"EngineError: vLLM does not start with rollout.cpu_kv_cache_gib = 1: {words}")
-        assert "Raise it if vLLM lacks memory for its cache" in said
-    assert other.startswith("ValueError: invalid literal")
-
-
-def test_the_memory_of_the_kv_cache_is_lent_whenever_the_engine_rests(drawn: Drawn) -> None:
-    """No step is made while it is lent; weights are never put to sleep."""
-    notes, is_lent = drawn.values["lent"], False
-    assert notes.count("sample") == 3 and notes.count("score") == 1 and notes.count("step") > 10
-    for note in notes:
-        if isinstance(note, list):
-            assert note == (["wake_up", ["kv_cache"]] if is_lent else ["discard", ["kv_cache"]])
-            is_lent = not is_lent
-        else:
-            assert is_lent == (note != "step")
-    assert not is_lent  # the last is the test's own
-    assert sum(isinstance(note, list) for note in notes) == 1 + 2 * 5 + 1
-
-
-def test_on_a_gpu_vllm_is_started_so_that_its_kv_cache_can_be_lent_and_it_is(drawn: Drawn) -> None:
-    options, told = drawn.values["on a GPU"]
-    assert options["enable_sleep_mode"] is True
-    lent, taken_back = ["call.sleep(level=0)", "call.release_kv_cache_memory()"], "call.wake_up(tags=['kv_cache'])"
-    assert told == [*lent, taken_back, "call.llm_engine.engine_core.shutdown()"]  # what is not there cannot be freed
-
-
-def test_processes_that_sample_together_use_no_kernel_that_fails_with_growing_segments(drawn: Drawn) -> None:
-    """vLLM's own all-reduce ends the process while graphs are captured; the stage lets segments grow by default."""
-    found = [options["disable_custom_all_reduce"] for options in drawn.values["on several"]]
-    assert found == [True, False, True]
-    assert {options["tensor_parallel_size"] for options in drawn.values["on several"]} == {2}
-
-
-def test_weights_are_handed_over_to_an_engine_at_rest_that_forgets_what_it_computed(drawn: Drawn) -> None:
-    how, left, said, afterwards = drawn.values["unforgotten"]
-    assert (how, left, afterwards) == ("shared", False, "shared")
-    assert "vLLM still holds blocks of its KV cache after its last request" in said
-
-
-def test_scores_are_those_of_the_weights_last_synced(drawn: Drawn) -> None:
-    from transformers import AutoModelForCausalLM
-
-    for name, folder in (("base scores", drawn.folder), ("synced scores", drawn.other)):
-        model = AutoModelForCausalLM.from_pretrained(folder).eval()
-        for ids, scores in zip(sequences(), drawn.values[name], strict=True):
-            assert scores == pytest.approx(plain_logprobs(model, ids), abs=1e-4)
-
-
-def test_a_new_process_draws_the_same_bits_as_one_that_has_served_before(drawn: Drawn) -> None:
-    resumed = forked.call(resume, drawn.run, drawn.other)
-    assert len(resumed["long synced"]) == 48
-    assert resumed == {name: drawn.values[name] for name in resumed}
-
-
-def test_what_vllm_imports_is_imported_once_for_all_processes() -> None:
-    need_vllm()
-    assert forked.call(forked.imported).issuperset(forked.PRELOADED)

@@ -343,26 +343,12 @@ def test_a_server_that_cannot_see_the_trainers_memory_is_refused(tmp_path: Path)
     )
 
 
-@pytest.mark.parametrize("keys", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
-def test_a_server_whose_log_probabilities_are_not_those_that_training_compares_is_refused(
-    tmp_path: Path, keys: dict[str, Any]
-) -> None:
-    whole = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server"))
-    truncated = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server", **keys))
-    unknown = {**STARTED, "truncation_problem": "its sampler is odd"}
-    for started, config, said in (
-        (
-            {**STARTED, "logprobs_mode": "raw_logprobs"},
-            whole,
-            "answers with raw_logprobs, needed are processed_logprobs",
-        ),
-        (STARTED, truncated, ""),
-        (unknown, whole, ""),
-        (unknown, truncated, "since its sampler is odd"),
-    ):
-        objection = vllm_server._objection(started, config, 16, True, "there")
-        assert said in objection
-        assert bool(objection) == bool(said)
+def test_a_server_whose_log_probabilities_are_not_those_that_training_compares_is_refused(tmp_path: Path) -> None:
+    config = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server", top_p=0.9))
+    assert not vllm_server._objection(STARTED, config, 16, True, "there")
+    raw = {**STARTED, "logprobs_mode": "raw_logprobs"}
+    said = "answers with raw_logprobs, needed are processed_logprobs"
+    assert vllm_server._objection(raw, config, 16, True, "there") == said
 
 
 def test_a_server_that_rounds_its_logits_is_named_once(

@@ -87,6 +87,11 @@ def can_be_drawn(logprobs: list[float], sampling: Sampling) -> set[int]:
     return {*ordered[:needed]}
 
 
+def logprob_when_drawn(token: int, logprobs: list[float], sampling: Sampling) -> float:
+    """Log-probability of a token among those that min-p, then top-k, then top-p leave of a distribution."""
+    return logprobs[token] - math.log(sum(math.exp(logprobs[i]) for i in can_be_drawn(logprobs, sampling) | {token}))
+
+
 def cut(completions: list[Completion], texts: Sequence[str], prompts: list[list[int]], decode: Any) -> list[Completion]:
     """Each completion up to the token that completes one of these texts, as `Sampling.stop` ends it."""
     found = []

@@ -26,7 +26,9 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.order import training_order
 from grpo_core.model.loading import with_adapter
 from grpo_core.planning.plan import Plan, load_plan
+from grpo_core.rollout.types import Sampling
 from tests.grpo_core.algorithm.plain_losses import Cut, PlainRow, plain
+from tests.grpo_core.rollout.vllm_engine import can_be_drawn
 from tests.grpo_core.training.training import metrics_of
 
 
@@ -142,18 +144,23 @@ class _Batch:
             self.old = [logprobs.tolist() for logprobs, _ in old]
             if self.config.rollout.repetition_penalty == 1 and self.config.rollout.engine != "recorded":
                 assert torch.allclose(torch.cat(self.engine), torch.cat([each for each, _ in old]), atol=1e-4)
-            self.reference = [self.tokens(base, row)[0].tolist() for row in range(len(self.rows))]
+            self.reference = [self.tokens(base, row, whole=True)[0].tolist() for row in range(len(self.rows))]
         entropies = [entropy for _, entropy in old]
         least = torch.cat(entropies).quantile(1 - algorithm.top_entropy_quantile) if sum(self.lengths) else 0
         kept = algorithm.top_entropy_quantile < 1
         self.keep = [((entropy >= least - 1e-5) | (not kept)).double() for entropy in entropies]
         self.advantages = _advantages(config, self.rows)
 
-    def tokens(self, model: Any, row: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the trained tokens."""
-        prompt, ids = (self.rows[row][name] for name in ("prompt_ids", "completion_ids"))
-        logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-        logprobs = (logits / self.config.rollout.temperature).log_softmax(-1)
+    def tokens(self, model: Any, row: int, *, whole: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the trained tokens, among those that can be drawn."""
+        keys, (prompt, ids) = self.config.rollout, (self.rows[row][name] for name in ("prompt_ids", "completion_ids"))
+        logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / keys.temperature
+        drawing = Sampling(1, top_p=keys.top_p, top_k=keys.top_k, min_p=keys.min_p)
+        for place in range(len(ids)) if drawing.is_truncated and not whole else ():
+            left = can_be_drawn(logits[place].log_softmax(-1).tolist(), drawing) | {ids[place]}
+            drop = torch.tensor([token not in left for token in range(logits.shape[1])])
+            logits = torch.cat([logits[:place], logits[place : place + 1].masked_fill(drop, -1e9), logits[place + 1 :]])
+        logprobs = logits.log_softmax(-1)
         chosen, entropy = logprobs[range(len(ids)), ids], -(logprobs.exp() * logprobs).sum(-1)
         return chosen[self.masks[row]], entropy[self.masks[row]]
 

@@ -63,7 +63,7 @@ def completions_of(run: Path, index: int) -> list[dict[str, Any]]:
 def assert_replayed(run: Path, recorded: Path) -> None:
     """Bit for bit; figures of the sampling itself and of evaluations are the recorded run's alone."""
     of_sampling = (
-        *("sampling/sync_drift", "sampling/truncated_share", "dynamic_sampling/"),
+        *("sampling/sync_drift", "sampling/outside_share", "dynamic_sampling/"),
         *("conversations/", "environment/", "tools/", "slowest/", "eval_"),
     )
     expected = [{k: v for k, v in row.items() if not k.startswith(of_sampling)} for row in figures_of(recorded)]
