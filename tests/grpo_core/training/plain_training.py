@@ -37,7 +37,7 @@ def assert_plain(run: Path) -> None:
     config = load_config(run / "config.toml")
     before, trained = load_policy(config), load(run / "training" / "model")
     steps, after = plain_training(run)
-    bound = 1e-5 / min(2 * config.rollout.temperature, 1.0)  # float32 rounds logits before they are divided by it
+    bound = 2e-5 / min(2 * config.rollout.temperature, 1.0)  # float32 rounds logits before they are divided by it
     for found, (loss, norm) in zip(metrics_of(run), steps, strict=True):
         assert found["loss"] == pytest.approx(loss, rel=bound, abs=1e-6)
         assert found["grad_norm"] == pytest.approx(norm, rel=bound, abs=1e-6)
