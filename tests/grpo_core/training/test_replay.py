@@ -79,7 +79,7 @@ def assert_replayed(run: Path, recorded: Path) -> None:
         pytest.param({}, {}, id="on-policy", marks=pytest.mark.e2e),
         pytest.param(OFF_POLICY, {}, id="off-policy"),
         pytest.param({"use_peft": True, "lora_r": 4, "lora_dropout": 0.2, "beta": 0.1}, {}, id="adapter"),
-        pytest.param({"max_steps": 2}, {"dynamic_sample": True, "top_k": 5}, id="of replaced groups"),
+        pytest.param({"max_steps": 2, "top_k": 5}, {"dynamic_sample": True}, id="of replaced groups"),
         pytest.param({"max_steps": 2}, {"eval_steps": 1}, id="without evaluations"),
     ],
 )

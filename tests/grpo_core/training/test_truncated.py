@@ -50,4 +50,4 @@ def test_on_policy_the_trainer_s_probabilities_are_those_that_sampled(
         assert row["log_ratio/max"] < 1e-4
         assert row["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
     if "beta" in keys:  # the KL of what is left from the whole reference, which is the same policy at first
-        assert first["kl"] > 0.01
+        assert first["kl"] > 1e-4
