@@ -1,7 +1,7 @@
 """The pace of this machine at one model, measured in seconds: sampling, passes, optimizer, start, writing.
 
 Entry point: `python -m grpo_core.pace REQUEST STARTED`, with a `PaceRequest` as JSON and the time at which it
-was started, in seconds since 1970. The last line that it prints is the `Pace` as JSON, or {"refused": why} for a model
+was started, in seconds since 1970. The last line that it prints is the `Pace` as JSON, or {"refused": why} for weights
 that the training would refuse. It samples and trains with the training's own engine, policy and optimizer: a small
 model as it is; of a large one, its first layers, one or two of each that differ, from which the time of all is
 extrapolated. On a GPU, where vLLM samples, the transformers engine stands in for it.
@@ -17,14 +17,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import cycle, islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from grpo_core.errors import ConfigError
 from grpo_core.planning.pace import Pace, PaceRequest
 from grpo_core.system.libraries import quiet_libraries
 from grpo_core.system.processes import importing, run_and_leave
@@ -45,13 +44,9 @@ def main() -> None:
         import grpo_core.training.loop  # noqa: F401 (all that a training imports)
     try:
         found = asdict(measure(request, started))
-    except RefusedError as error:
+    except ConfigError as error:
         found = {"refused": str(error)}
     print(json.dumps(found), flush=True)
-
-
-class RefusedError(Exception):
-    """A training would refuse the model; the message says why."""
 
 
 class _Seconds(NamedTuple):
@@ -67,12 +62,10 @@ def measure(request: PaceRequest, started: float) -> Pace:
 
     from grpo_core.config.inputs import ModelConfig
     from grpo_core.data.prompts import load_tokenizer
-    from grpo_core.model.pretrained import check_causal, from_pretrained, without_weights
+    from grpo_core.model.pretrained import from_pretrained, without_weights
 
     keys = ModelConfig(**request.model)
     shape = from_pretrained(AutoConfig, keys.name_or_path, keys.revision)
-    with _refusals(request):
-        check_causal(shape, keys.name_or_path)
     parameters = sum(parameter.numel() for parameter in without_weights(shape).parameters())
     layers = shape.get_text_config().num_hidden_layers
     tokenizer = load_tokenizer(keys)
@@ -81,11 +74,9 @@ def measure(request: PaceRequest, started: float) -> Pace:
     if parameters <= WHOLE or layers < FEWEST_LAYERS * period:
         model, real = _load_whole(keys, shape)
         prompts = _prompts(request, tokenizer) if real else []
-        with _refusals(request):
-            found, tokens, ready = _measure_model(request, model.to(device), tokenizer, prompts)
+        found, tokens, ready = _measure_model(request, model.to(device), tokenizer, prompts)
         start, what = ready - started, f"the model{'' if real else ' (without its weights)'}"
     else:
-        _try_small(request, shape)
         one, tokens, ready = _measure_model(request, _sliced(shape, period).to(device), tokenizer, [])
         start = ready - started + WEIGHT_SECONDS * parameters
         two, _, _ = _measure_model(request, _sliced(shape, 2 * period).to(device), tokenizer, [])
@@ -121,43 +112,6 @@ def _period(kinds: Sequence[str]) -> int:
     if not STATES & {*kinds}:
         return 1
     return next((n for n in range(1, min(len(kinds), LONGEST_PERIOD + 1)) if [*kinds[n:]] == [*kinds[:-n]]), 1)
-
-
-@contextmanager
-def _refusals(request: PaceRequest) -> Iterator[None]:
-    """Raises RefusedError for what a training would raise; where vLLM samples, not for what the transformers engine
-    does."""
-    import torch
-
-    from grpo_core.config.rollout import RolloutConfig
-    from grpo_core.errors import ConfigError, EngineError
-
-    try:
-        yield
-    except ConfigError as error:
-        raise RefusedError(error) from error
-    except EngineError as error:
-        if RolloutConfig(**request.rollout).engine_on(has_gpu=torch.cuda.is_available()) != "transformers":
-            raise
-        raise RefusedError(error) from error
-
-
-def _try_small(request: PaceRequest, shape: Any) -> None:
-    """Raise RefusedError if a training would refuse a small copy of the model. Its vocabulary is small too, so that the
-    model's own tokens are none of it."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from grpo_core.model.pretrained import from_config
-    from grpo_core.model.small_copy import small_config
-
-    try:
-        small = small_config(shape)
-        model = from_config(AutoModelForCausalLM, small, dtype=torch.float32).eval()
-    except Exception:  # of whatever kind: it says something about the copy only
-        return
-    with _refusals(request):
-        _prepare(request, model, SimpleNamespace(pad_token_id=0, eos_token_id=0), request.prompt_tokens)
 
 
 def _load_whole(keys: Any, shape: Any) -> tuple[Any, bool]:
@@ -215,6 +169,9 @@ def _measure_model(
 
     from grpo_core.config.inputs import ModelConfig
     from grpo_core.model.loading import with_adapter
+    from grpo_core.model.policy import Policy
+    from grpo_core.rollout.loading import check_lengths
+    from grpo_core.rollout.transformers_engine import TransformersEngine
     from grpo_core.rollout.types import Request, Sampling
 
     rollout, train = request.rollout, request.train
@@ -222,7 +179,16 @@ def _measure_model(
     groups = request.completions // group
     torch.manual_seed(0)
     model = with_adapter(base, ModelConfig(**request.model))
-    policy, engine = _prepare(request, model, tokenizer, max([request.prompt_tokens, *map(len, prompts)]))
+    max_length = max([request.prompt_tokens, *map(len, prompts)]) + longest
+    check_lengths(model, max_length)
+    policy = Policy(
+        model,
+        rollout["temperature"],
+        max_length=max_length,
+        bf16=train["mixed_precision"] == "bf16",
+        gradient_checkpointing=train["gradient_checkpointing"],
+    )
+    engine = TransformersEngine(policy.model, tokenizer, max_length)
     ready = time.time()
     stop = tuple(rollout["stop"]) if prompts else ()
     if not prompts:
@@ -235,24 +201,6 @@ def _measure_model(
     sample_seconds, lengths = _sample(engine, requests, sampling)
     train_seconds, step_seconds = _train(policy, prompts, lengths, group, train)
     return _Seconds(sample_seconds, train_seconds, step_seconds), statistics.mean(lengths), ready
-
-
-def _prepare(request: PaceRequest, model: Any, tokenizer: Any, prompt_tokens: int) -> tuple[Any, Any]:
-    """Make the policy and the engine of a training, with its checks of the model."""
-    from grpo_core.model.policy import Policy
-    from grpo_core.rollout.loading import check_lengths
-    from grpo_core.rollout.transformers_engine import TransformersEngine
-
-    max_length = prompt_tokens + request.rollout["max_completion_length"]
-    check_lengths(model, max_length)
-    policy = Policy(
-        model,
-        request.rollout["temperature"],
-        max_length=max_length,
-        bf16=request.train["mixed_precision"] == "bf16",
-        gradient_checkpointing=request.train["gradient_checkpointing"],
-    )
-    return policy, TransformersEngine(policy.model, tokenizer, max_length)
 
 
 def _sample(engine: Any, requests: list[Any], sampling: Any) -> tuple[float, list[int]]:

@@ -27,11 +27,12 @@ from grpo_core.planning.shapes import PromptLengths
 from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
 from tasks.data.forecast_inputs import Validated, earlier_sampling, first_lengths, read_validated
 from tasks.data.sources import count_prompts, list_pass_rates, training_sources
+from tasks.processes.model_check import check_model
 from tasks.processes.pace import measured_pace
 from tasks.stages.base_model import with_checkpoint
 from tasks.stages.run_directory import run_folder
 
-ASSUMED_PROMPT_TOKENS = 256
+ASSUMED = PromptLengths(256, 256, "assumed; --prompt-tokens says better")
 
 
 def describe_plan(
@@ -71,6 +72,7 @@ def describe_plan(
     figures = with_tokens_per_pass(resolved, figures, lengths, hardware)
     # With the signal handler that polars installs, Ctrl-C would wait for the end of a measurement.
     signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
+    check_model(resolved, lengths.longest if lengths is not ASSUMED else 1, hardware, say)
     if pace is None and gpu is None:
         pace = measure(resolved, figures, lengths, hardware, data.prompts if data else None, say)
     may_sample_ahead = gpu is None and config.rollout.engine == "vllm-server" and not config.environment.is_used
@@ -110,4 +112,4 @@ def _prompt_lengths(config: RunConfig, data: Validated | None, given: int | None
         return PromptLengths(data.mean_tokens, data.longest, f"from the validated data of run {config.name}")
     if reads_data and (found := first_lengths(config)):
         return found
-    return PromptLengths(ASSUMED_PROMPT_TOKENS, ASSUMED_PROMPT_TOKENS, "assumed; --prompt-tokens says better")
+    return ASSUMED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -22,6 +21,7 @@ from grpo_core.planning.shapes import ForecastError, PromptLengths, config_file
 from tasks.processes.gpus.locks import one_free_gpu
 from tasks.processes.run import TimeLimitError, run_process
 from tasks.processes.training_machine import training_packages
+from tasks.stages.dependencies import hash_values
 from tasks.stages.errors import StageError
 from tasks.stages.files import write_text
 from tasks.stages.run_directory import storage_root
@@ -54,7 +54,7 @@ def measured_pace(
         return str(error)
     request = asdict(pace_request(config, plan, lengths, prompts, folder, threads, identity))
     content = json.dumps(request, sort_keys=True)
-    file = folder / f"{_digest(content)}.json"
+    file = folder / f"{hash_values(content)}.json"
     if known := _read_kept(file):
         return known
     try:
@@ -107,8 +107,4 @@ def _identity(config: RunConfig, gpu: Gpu | None, prompts: Path | None) -> str:
     files = [*sorted(shape.parent.glob("*.safetensors")), *([prompts] if prompts else [])]
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     versions = [*training_packages(PACKAGES).values()]
-    return _digest(json.dumps([shape.read_text(), stats, platform.node(), name_hardware(gpu), versions]))
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return hash_values(shape.read_text(), stats, platform.node(), name_hardware(gpu), versions)
