@@ -20,7 +20,7 @@ from grpo_core.system.libraries import quiet_libraries
 from grpo_core.system.processes import importing, run_and_leave
 
 LARGEST = 2**27  # bytes of the copy's weights
-TOKENS = 200  # of each sequence of a pass: more than blocks of sparse attention have
+TOKENS = 24  # of each sequence of a pass
 
 
 def main() -> None:

@@ -17,14 +17,13 @@ from grpo_core.model.pretrained import from_config, from_pretrained, without_wei
 
 LAYERS, VOCABULARY = 8, 512  # at most
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
-# Keys by which layers differ, beside lists with a value for each: layers before others, lists of layers, and one of so
-# many layers, with the offset for the period's name, or the last.
-FIRST = ("first_k_dense_replace", "num_dense_layers")
+# Keys by which layers differ, beside lists with a value for each: numbers of the first ones and of the last, lists of
+# layers, and periods, of which it is one layer, by an offset or the last.
+FIRST, LAST = ("first_k_dense_replace", "num_dense_layers"), "num_kv_shared_layers"
 LISTED = ("moe_layers", "mlp_only_layers", "cross_attention_layers", "attn_layer_indices", "hybrid_layer_ids")
 PERIODS = ("attn_layer_period", "expert_layer_period", "decoder_sparse_step", "moe_layer_interval")
 MOST = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 32),
-    "num_kv_shared_layers": 0,  # the last ones, with the keys of an earlier layer of their kind
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     "pad_token_id": VOCABULARY - 1,  # an embedding has its row
 }
@@ -111,6 +110,8 @@ def _make_small(part: Any, factor: int) -> None:
             setattr(part, name, len(kept))
         elif name in FIRST:
             setattr(part, name, sum(layer < value for layer in kept))
+        elif name == LAST:
+            setattr(part, name, sum(layer >= depth - value for layer in kept))
         elif name in MOST:
             setattr(part, name, min(value, MOST[name]))
         elif name in OF_MODEL:
@@ -131,9 +132,10 @@ def _kept(values: Mapping[str, Any], depth: int) -> list[int]:
     periods = {name: values[name] for name in PERIODS if (values.get(name) or 1) > 1}
     facts: list[Any] = [value for name, value in values.items() if name not in LISTED and _is_per_layer(value, depth)]
     facts += [[layer < values[name] for layer in every] for name in FIRST if values.get(name)]
+    facts += [[layer < depth - (values.get(LAST) or 0) for layer in every]]
     facts += [[layer in values[name] for layer in every] for name in LISTED if values.get(name)]
     for name, period in periods.items():
-        offset = values.get(name.replace("period", "offset"), period - 1)
+        offset = values[name.replace("period", "offset")] if "period" in name else period - 1
         facts.append([layer % period == offset for layer in every])
     if pattern := values.get("block_types"):  # RecurrentGemma repeats it
         facts.append([pattern[layer % len(pattern)] for layer in every])
