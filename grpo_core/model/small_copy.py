@@ -140,7 +140,7 @@ def _kept(values: Mapping[str, Any], depth: int) -> list[int]:
     if pattern := values.get("block_types"):  # RecurrentGemma repeats it
         facts.append([pattern[layer % len(pattern)] for layer in every])
     firsts = {str(kind): layer for layer, kind in reversed([*enumerate(zip(*facts, strict=True))])}
-    kept = sorted({0, *firsts.values()} if len(firsts) > 1 else {*every[:2]})[:LAYERS]
+    kept = sorted(firsts.values() if len(firsts) > 1 else every[:2])[:LAYERS]
     return [*every[: kept[-1] + 1][:LAYERS]] if kept and (periods or pattern) else kept
 
 
