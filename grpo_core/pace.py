@@ -28,6 +28,29 @@ from grpo_core.planning.pace import Pace, PaceRequest
 from grpo_core.system.libraries import quiet_libraries
 from grpo_core.system.processes import importing, run_and_leave
 
+if __name__ == "__main__":
+    quiet_libraries()  # before they are imported
+with importing():
+    import pyarrow.parquet as pq
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import grpo_core.training.loop  # noqa: F401 (all that a training imports, whose time counts)
+    from grpo_core.config.inputs import ModelConfig
+    from grpo_core.config.training import TrainConfig
+    from grpo_core.data.chat import encode_prompts
+    from grpo_core.data.prompts import load_tokenizer
+    from grpo_core.model.capabilities import STATES
+    from grpo_core.model.loading import load_model, with_adapter
+    from grpo_core.model.policy import Policy
+    from grpo_core.model.pretrained import from_config, from_pretrained, without_weights
+    from grpo_core.model.sequences import Sequences, pack, pad
+    from grpo_core.rollout.loading import check_lengths
+    from grpo_core.rollout.transformers_engine import TransformersEngine
+    from grpo_core.rollout.types import Request, Sampling
+    from grpo_core.training.optimizer import adamw
+    from grpo_core.training.out_of_memory import CPU_TOKENS
+
 WHOLE = 200_000_000  # parameters up to which a model is measured as it is
 FEWEST_LAYERS = 3  # of a model that is cut, in periods of its kinds
 LONGEST_PERIOD = 8  # layers; more of a large model would not fit beside other work
@@ -38,10 +61,7 @@ WEIGHT_SECONDS = 4 / 1e9  # assumed: per float32 parameter that is loaded
 
 
 def main() -> None:
-    quiet_libraries()
     request, started = PaceRequest(**json.loads(sys.argv[1])), float(sys.argv[2])
-    with importing():
-        import grpo_core.training.loop  # noqa: F401 (all that a training imports)
     try:
         found = asdict(measure(request, started))
     except ConfigError as error:
@@ -57,13 +77,6 @@ class _Seconds(NamedTuple):
 
 def measure(request: PaceRequest, started: float) -> Pace:
     """Measure what the request asks for. `started`: when this process was started, in seconds since 1970."""
-    import torch
-    from transformers import AutoConfig
-
-    from grpo_core.config.inputs import ModelConfig
-    from grpo_core.data.prompts import load_tokenizer
-    from grpo_core.model.pretrained import from_pretrained, without_weights
-
     keys = ModelConfig(**request.model)
     shape = from_pretrained(AutoConfig, keys.name_or_path, keys.revision)
     parameters = sum(parameter.numel() for parameter in without_weights(shape).parameters())
@@ -107,8 +120,6 @@ def measure(request: PaceRequest, started: float) -> Pace:
 def _period(kinds: Sequence[str]) -> int:
     """After how many layers their kinds repeat, where some carry a state: such a model does not run with these alone. 1
     for others, which take about as long whatever their kind, and where nothing repeats soon."""
-    from grpo_core.model.capabilities import STATES
-
     if not STATES & {*kinds}:
         return 1
     return next((n for n in range(1, min(len(kinds), LONGEST_PERIOD + 1)) if [*kinds[n:]] == [*kinds[:-n]]), 1)
@@ -116,12 +127,6 @@ def _period(kinds: Sequence[str]) -> int:
 
 def _load_whole(keys: Any, shape: Any) -> tuple[Any, bool]:
     """Return the model, and whether it has its own weights: they may not be on this machine."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from grpo_core.model.loading import load_model
-    from grpo_core.model.pretrained import from_config
-
     try:
         return load_model(keys.name_or_path, keys.revision), True
     except OSError:
@@ -130,11 +135,6 @@ def _load_whole(keys: Any, shape: Any) -> tuple[Any, bool]:
 
 def _sliced(shape: Any, layers: int) -> Any:
     """Make the first layers of a model of this shape, with random weights."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from grpo_core.model.pretrained import from_config
-
     shape = copy.deepcopy(shape)
     text = shape.get_text_config()
     text.num_hidden_layers = layers
@@ -146,10 +146,6 @@ def _sliced(shape: Any, layers: int) -> Any:
 
 def _prompts(request: PaceRequest, tokenizer: Any) -> list[list[int]]:
     """Return the first prompts of the run, as many as are sampled together."""
-    import pyarrow.parquet as pq
-
-    from grpo_core.data.chat import encode_prompts
-
     if not request.prompts:
         return []
     wanted = request.completions // request.rollout["num_generations"]
@@ -165,15 +161,6 @@ def _measure_model(
 
     Without `prompts`, random tokens are the prompts, and completions end at full length.
     """
-    import torch
-
-    from grpo_core.config.inputs import ModelConfig
-    from grpo_core.model.loading import with_adapter
-    from grpo_core.model.policy import Policy
-    from grpo_core.rollout.loading import check_lengths
-    from grpo_core.rollout.transformers_engine import TransformersEngine
-    from grpo_core.rollout.types import Request, Sampling
-
     rollout, train = request.rollout, request.train
     group, longest = rollout["num_generations"], rollout["max_completion_length"]
     groups = request.completions // group
@@ -233,13 +220,6 @@ def _train(
     policy: Any, prompts: list[list[int]], lengths: list[int], group: int, train: dict[str, Any]
 ) -> tuple[float, float]:
     """Seconds of the forward and backward pass over the completions of a micro-step, and of the optimizer's step."""
-    import torch
-
-    from grpo_core.config.training import TrainConfig
-    from grpo_core.model.sequences import Sequences, pack, pad
-    from grpo_core.training.optimizer import adamw
-    from grpo_core.training.out_of_memory import CPU_TOKENS
-
     rows = train["per_device_train_batch_size"]
     owners = [row // group % len(prompts) for row in range(rows)]
     completions = list(islice(cycle(lengths), rows))
@@ -291,8 +271,6 @@ def _fastest(work: Callable[[], float], budget: float) -> float:
 
 
 def _synchronize(device: Any) -> None:
-    import torch
-
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -19,29 +19,35 @@ from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.system.libraries import quiet_libraries
 from grpo_core.system.processes import importing, run_and_leave
 
-LARGEST = 2**27  # bytes of the copy's weights
-TOKENS = 24  # of each sequence of a pass
-
-
-def main() -> None:
-    quiet_libraries()
-    with importing():
-        import grpo_core.training.session  # noqa: F401 (all that is used)
-    print(json.dumps(try_small(**json.loads(sys.argv[1]))), flush=True)
-
-
-def try_small(model: dict[str, Any], max_length: int, bf16: bool, **keys: Any) -> dict[str, str]:
-    """Return why a training would refuse a small copy of the model, as "refused", "" if it would not; or why that was
-    not tried, as "untried". `model`: keys of [model]; `max_length`: tokens of the run's longest sequence."""
+if __name__ == "__main__":
+    quiet_libraries()  # before they are imported
+with importing():
     import torch
     from transformers import AutoConfig
 
     from grpo_core.config.inputs import ModelConfig
     from grpo_core.model.capabilities import random_ids, shown
     from grpo_core.model.loading import load_model, with_adapter
+    from grpo_core.model.policy import Policy
     from grpo_core.model.pretrained import check_causal, from_pretrained, usable_positions
+    from grpo_core.model.routing import routers_of
+    from grpo_core.model.sequences import Sequences
     from grpo_core.model.small_copy import write_small_copy
+    from grpo_core.rollout.loading import check_lengths
+    from grpo_core.rollout.transformers_engine import TransformersEngine
+    from grpo_core.rollout.types import Request, Sampling
 
+LARGEST = 2**27  # bytes of the copy's weights
+TOKENS = 24  # of each sequence of a pass
+
+
+def main() -> None:
+    print(json.dumps(try_small(**json.loads(sys.argv[1]))), flush=True)
+
+
+def try_small(model: dict[str, Any], max_length: int, bf16: bool, **keys: Any) -> dict[str, str]:
+    """Return why a training would refuse a small copy of the model, as "refused", "" if it would not; or why that was
+    not tried, as "untried". `model`: keys of [model]; `max_length`: tokens of the run's longest sequence."""
     of_model = ModelConfig(**model)
     path, revision = of_model.name_or_path, of_model.revision
     torch.manual_seed(0)
@@ -81,16 +87,6 @@ def _begin(
     small: Any, max_length: int, *, engine: str, bf16: bool, gradient_checkpointing: bool, router_keys: list[str]
 ) -> None:
     """Do with the copy what a training does with its model, up to a pass and some completions."""
-    import torch
-
-    from grpo_core.model.capabilities import random_ids
-    from grpo_core.model.policy import Policy
-    from grpo_core.model.routing import routers_of
-    from grpo_core.model.sequences import Sequences
-    from grpo_core.rollout.loading import check_lengths
-    from grpo_core.rollout.transformers_engine import TransformersEngine
-    from grpo_core.rollout.types import Request, Sampling
-
     check_lengths(small, max_length)
     policy = Policy(small, 1.0, max_length=max_length, bf16=bf16, gradient_checkpointing=gradient_checkpointing)
     with nullcontext() if router_keys else suppress(ConfigError):

@@ -18,7 +18,7 @@ from grpo_core.data.curriculum import arrange, curriculum_notes, describe, read_
 from grpo_core.data.order import epoch_rows, source_counts
 from grpo_core.data.prompts import FileRows, load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
-from grpo_core.planning.adapter import base_notes
+from grpo_core.planning.adapter import base_notes, check_adapter
 from grpo_core.planning.forecast import forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, capability, find_gpu, hardware_notes, name_hardware
 from grpo_core.planning.nvidia import problem_of_driver
@@ -45,6 +45,7 @@ def plan(run: Path, config: RunConfig, force: bool = False) -> State[None]:
 
 def _work(context: Context) -> dict[str, Any]:
     config, data = context.config, validated(VALIDATE.path(context.run), VALIDATE.read_receipt(context.run))
+    check_adapter(config.model)
     plan = make_plan(plan_inputs(config, *data.num_prompts))
     if config.rollout.engine == "recorded":
         check_recording(config, plan, context.run)

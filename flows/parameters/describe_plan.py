@@ -16,7 +16,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.curriculum import curriculum_notes
 from grpo_core.data.order import source_counts
 from grpo_core.errors import ConfigError
-from grpo_core.planning.adapter import base_notes
+from grpo_core.planning.adapter import base_notes, check_adapter
 from grpo_core.planning.forecast import forecast
 from grpo_core.planning.hardware import capability, find_gpu, hardware_notes, name_hardware, named_gpu
 from grpo_core.planning.nvidia import problem_of_driver
@@ -53,7 +53,7 @@ def describe_plan(
     say = partial(print, file=sys.stderr)
     if known_prompts is None:
         config = with_checkpoint(config, say, download=False)
-    if known_prompts is None:
+        check_adapter(config.model)
         num_prompts = [count_prompts(source) for source in training_sources(config.data)]
         pass_rates = pass_rates or list_pass_rates(config.data)
     else:
