@@ -29,8 +29,7 @@ from grpo_core.planning.shapes import PromptLengths
 from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
 from tasks.data.forecast_inputs import validated
 from tasks.data.sources import validated_pass_rates
-from tasks.processes.model_check import check_model
-from tasks.processes.pace import measured_pace
+from tasks.processes.measure import check_model, measured_pace
 from tasks.rendering.markdown import escape
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import GPU_DEPLOYMENT, PLAN, PROBE, VALIDATE

@@ -27,8 +27,7 @@ from grpo_core.planning.shapes import PromptLengths
 from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
 from tasks.data.forecast_inputs import Validated, earlier_sampling, first_lengths, read_validated
 from tasks.data.sources import count_prompts, list_pass_rates, training_sources
-from tasks.processes.model_check import check_model
-from tasks.processes.pace import measured_pace
+from tasks.processes.measure import check_model, measured_pace
 from tasks.stages.base_model import with_checkpoint
 from tasks.stages.run_directory import run_folder
 

@@ -10,8 +10,8 @@ import pytest
 
 from grpo_core.config.files import parse_config
 from grpo_core.errors import ConfigError
-from tasks.processes import model_check
-from tasks.processes.model_check import check_model
+from tasks.processes import measure
+from tasks.processes.measure import check_model
 from tasks.stages.errors import StageError
 from tests.conftest import config_values
 
@@ -36,7 +36,7 @@ class Trial:
 @pytest.fixture
 def trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trial:
     trial = Trial()
-    monkeypatch.setattr(model_check, "run_process", trial.run_process)
+    monkeypatch.setattr(measure, "run_process", trial.run_process)
     monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "storage"))
     monkeypatch.delenv("GRPO_MEASURE")
     for name in ("model", "moved"):
