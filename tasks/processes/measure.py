@@ -1,4 +1,4 @@
-"""What a plan finds out by trying, once, in processes of their own: whether the training would refuse its model, kept in
+"""What a plan finds out by trying, in processes of their own: whether the training would refuse its model, kept in
 STORAGE/tried/, and the pace of this machine with it, kept in STORAGE/pace/."""
 
 from __future__ import annotations
