@@ -73,6 +73,8 @@ def try_small(model: dict[str, Any], max_length: int, bf16: bool, **keys: Any) -
         _begin(small, max_length, bf16=bf16, **keys)
     except GrpoError as error:
         return {"refused": str(error)}
+    except NotImplementedError as error:  # here, on a CPU
+        return {"untried": shown(error)}
     except Exception as error:  # of whatever kind: it would end the training
         refused = f"with a small copy of it, {shown(error)}"
         if bf16:
