@@ -133,7 +133,7 @@ def test_a_pace_is_measured_on_a_gpu_that_is_free_or_not_at_all(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     said: list[str] = []
     with own_gpus(1, said.append):
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        del os.environ["CUDA_VISIBLE_DEVICES"]  # not by monkeypatch, which would put it back for later tests
         found = _measured(tmp_path, said=said)
     assert isinstance(found, str) and machine.asked == []
     assert "the pace is not measured, since no GPU is free: 1 of 2 GPUs are locked by stages" in found
