@@ -45,6 +45,7 @@ with importing():
     from grpo_core.model.policy import Policy
     from grpo_core.model.pretrained import from_config, from_pretrained, without_weights
     from grpo_core.model.sequences import Sequences, pack, pad
+    from grpo_core.model.small_copy import is_per_layer
     from grpo_core.rollout.loading import check_lengths
     from grpo_core.rollout.transformers_engine import TransformersEngine
     from grpo_core.rollout.types import Request, Sampling
@@ -136,11 +137,11 @@ def _load_whole(keys: Any, shape: Any) -> tuple[Any, bool]:
 def _sliced(shape: Any, layers: int) -> Any:
     """Make the first layers of a model of this shape, with random weights."""
     shape = copy.deepcopy(shape)
-    text = shape.get_text_config()
+    text, depth = shape.get_text_config(), shape.get_text_config().num_hidden_layers
+    for name, value in [*vars(text).items()]:  # of some, a property gives the kinds for any number of layers
+        if is_per_layer(value, depth):
+            setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
-    for name in ("layer_types", "layers_block_type"):
-        if vars(text).get(name):  # of some, a property gives the kinds for any number of layers
-            setattr(text, name, vars(text)[name][:layers])
     return from_config(AutoModelForCausalLM, shape, dtype=torch.float32).eval()
 
 

@@ -102,7 +102,7 @@ def _make_small(part: Any, factor: int) -> None:
     for name, value in [*values.items()]:
         if name in LISTED and isinstance(value, list):
             setattr(part, name, [place for place, layer in enumerate(kept) if layer in value])
-        elif _is_per_layer(value, depth):
+        elif is_per_layer(value, depth):
             setattr(part, name, [value[layer] for layer in kept])
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
             continue
@@ -130,7 +130,7 @@ def _kept(values: Mapping[str, Any], depth: int) -> list[int]:
     """The first layer of each kind, two at least; where a key gives kinds by a period, also all between them."""
     every = range(depth)
     periods = {name: values[name] for name in PERIODS if (values.get(name) or 1) > 1}
-    facts: list[Any] = [value for name, value in values.items() if name not in LISTED and _is_per_layer(value, depth)]
+    facts: list[Any] = [value for name, value in values.items() if name not in LISTED and is_per_layer(value, depth)]
     facts += [[layer < values[name] for layer in every] for name in FIRST if values.get(name)]
     facts += [[layer < depth - (values.get(LAST) or 0) for layer in every]]
     facts += [[layer in values[name] for layer in every] for name in LISTED if values.get(name)]
@@ -144,7 +144,8 @@ def _kept(values: Mapping[str, Any], depth: int) -> list[int]:
     return [*every[: kept[-1] + 1][:LAYERS]] if kept and (periods or pattern) else kept
 
 
-def _is_per_layer(value: Any, depth: int) -> bool:
+def is_per_layer(value: Any, depth: int) -> bool:
+    """True for a list in a configuration with a value for each of so many layers."""
     return isinstance(value, list) and len(value) == depth > 2
 
 
