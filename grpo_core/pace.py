@@ -1,7 +1,7 @@
 """The pace of this machine at one model, measured in seconds: sampling, passes, optimizer, start, writing.
 
 Entry point: `python -m grpo_core.pace REQUEST STARTED`, with a `PaceRequest` as JSON and the time at which it
-was started, in seconds since 1970. The last line that it prints is the `Pace` as JSON, or {"refused": why} for a model
+was started, in seconds since 1970. The last line that it prints is the `Pace` as JSON, or {"refused": why} for weights
 that the training would refuse. It samples and trains with the training's own engine, policy and optimizer: a small
 model as it is; of a large one, its first layers, one or two of each that differ, from which the time of all is
 extrapolated. On a GPU, where vLLM samples, the transformers engine stands in for it.
@@ -17,17 +17,40 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import cycle, islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from grpo_core.errors import ConfigError
 from grpo_core.planning.pace import Pace, PaceRequest
 from grpo_core.system.libraries import quiet_libraries
 from grpo_core.system.processes import importing, run_and_leave
+
+if __name__ == "__main__":
+    quiet_libraries()  # before they are imported
+with importing():
+    import pyarrow.parquet as pq
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import grpo_core.training.loop  # noqa: F401 (all that a training imports, whose time counts)
+    from grpo_core.config.inputs import ModelConfig
+    from grpo_core.config.training import TrainConfig
+    from grpo_core.data.chat import encode_prompts
+    from grpo_core.data.prompts import load_tokenizer
+    from grpo_core.model.capabilities import STATES
+    from grpo_core.model.loading import load_model, with_adapter
+    from grpo_core.model.policy import Policy
+    from grpo_core.model.pretrained import from_config, from_pretrained, without_weights
+    from grpo_core.model.sequences import Sequences, pack, pad
+    from grpo_core.model.small_copy import is_per_layer
+    from grpo_core.rollout.loading import check_lengths
+    from grpo_core.rollout.transformers_engine import TransformersEngine
+    from grpo_core.rollout.types import Request, Sampling
+    from grpo_core.training.optimizer import adamw
+    from grpo_core.training.out_of_memory import CPU_TOKENS
 
 WHOLE = 200_000_000  # parameters up to which a model is measured as it is
 FEWEST_LAYERS = 3  # of a model that is cut, in periods of its kinds
@@ -39,19 +62,12 @@ WEIGHT_SECONDS = 4 / 1e9  # assumed: per float32 parameter that is loaded
 
 
 def main() -> None:
-    quiet_libraries()
     request, started = PaceRequest(**json.loads(sys.argv[1])), float(sys.argv[2])
-    with importing():
-        import grpo_core.training.loop  # noqa: F401 (all that a training imports)
     try:
         found = asdict(measure(request, started))
-    except RefusedError as error:
+    except ConfigError as error:
         found = {"refused": str(error)}
     print(json.dumps(found), flush=True)
-
-
-class RefusedError(Exception):
-    """A training would refuse the model; the message says why."""
 
 
 class _Seconds(NamedTuple):
@@ -62,17 +78,8 @@ class _Seconds(NamedTuple):
 
 def measure(request: PaceRequest, started: float) -> Pace:
     """Measure what the request asks for. `started`: when this process was started, in seconds since 1970."""
-    import torch
-    from transformers import AutoConfig
-
-    from grpo_core.config.inputs import ModelConfig
-    from grpo_core.data.prompts import load_tokenizer
-    from grpo_core.model.pretrained import check_causal, from_pretrained, without_weights
-
     keys = ModelConfig(**request.model)
     shape = from_pretrained(AutoConfig, keys.name_or_path, keys.revision)
-    with _refusals(request):
-        check_causal(shape, keys.name_or_path)
     parameters = sum(parameter.numel() for parameter in without_weights(shape).parameters())
     layers = shape.get_text_config().num_hidden_layers
     tokenizer = load_tokenizer(keys)
@@ -81,11 +88,9 @@ def measure(request: PaceRequest, started: float) -> Pace:
     if parameters <= WHOLE or layers < FEWEST_LAYERS * period:
         model, real = _load_whole(keys, shape)
         prompts = _prompts(request, tokenizer) if real else []
-        with _refusals(request):
-            found, tokens, ready = _measure_model(request, model.to(device), tokenizer, prompts)
+        found, tokens, ready = _measure_model(request, model.to(device), tokenizer, prompts)
         start, what = ready - started, f"the model{'' if real else ' (without its weights)'}"
     else:
-        _try_small(request, shape)
         one, tokens, ready = _measure_model(request, _sliced(shape, period).to(device), tokenizer, [])
         start = ready - started + WEIGHT_SECONDS * parameters
         two, _, _ = _measure_model(request, _sliced(shape, 2 * period).to(device), tokenizer, [])
@@ -116,58 +121,13 @@ def measure(request: PaceRequest, started: float) -> Pace:
 def _period(kinds: Sequence[str]) -> int:
     """After how many layers their kinds repeat, where some carry a state: such a model does not run with these alone. 1
     for others, which take about as long whatever their kind, and where nothing repeats soon."""
-    from grpo_core.model.capabilities import STATES
-
     if not STATES & {*kinds}:
         return 1
     return next((n for n in range(1, min(len(kinds), LONGEST_PERIOD + 1)) if [*kinds[n:]] == [*kinds[:-n]]), 1)
 
 
-@contextmanager
-def _refusals(request: PaceRequest) -> Iterator[None]:
-    """Raises RefusedError for what a training would raise; where vLLM samples, not for what the transformers engine
-    does."""
-    import torch
-
-    from grpo_core.config.rollout import RolloutConfig
-    from grpo_core.errors import ConfigError, EngineError
-
-    try:
-        yield
-    except ConfigError as error:
-        raise RefusedError(error) from error
-    except EngineError as error:
-        if RolloutConfig(**request.rollout).engine_on(has_gpu=torch.cuda.is_available()) != "transformers":
-            raise
-        raise RefusedError(error) from error
-
-
-def _try_small(request: PaceRequest, shape: Any) -> None:
-    """Raise RefusedError if a training would refuse a small copy of the model. Its vocabulary is small too, so that the
-    model's own tokens are none of it."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from grpo_core.model.pretrained import from_config
-    from grpo_core.model.small_copy import small_config
-
-    try:
-        small = small_config(shape)
-        model = from_config(AutoModelForCausalLM, small, dtype=torch.float32).eval()
-    except Exception:  # of whatever kind: it says something about the copy only
-        return
-    with _refusals(request):
-        _prepare(request, model, SimpleNamespace(pad_token_id=0, eos_token_id=0), request.prompt_tokens)
-
-
 def _load_whole(keys: Any, shape: Any) -> tuple[Any, bool]:
     """Return the model, and whether it has its own weights: they may not be on this machine."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from grpo_core.model.loading import load_model
-    from grpo_core.model.pretrained import from_config
-
     try:
         return load_model(keys.name_or_path, keys.revision), True
     except OSError:
@@ -176,26 +136,17 @@ def _load_whole(keys: Any, shape: Any) -> tuple[Any, bool]:
 
 def _sliced(shape: Any, layers: int) -> Any:
     """Make the first layers of a model of this shape, with random weights."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from grpo_core.model.pretrained import from_config
-
     shape = copy.deepcopy(shape)
-    text = shape.get_text_config()
+    text, depth = shape.get_text_config(), shape.get_text_config().num_hidden_layers
+    for name, value in [*vars(text).items()]:  # of some, a property gives the kinds for any number of layers
+        if is_per_layer(value, depth):
+            setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
-    for name in ("layer_types", "layers_block_type"):
-        if vars(text).get(name):  # of some, a property gives the kinds for any number of layers
-            setattr(text, name, vars(text)[name][:layers])
     return from_config(AutoModelForCausalLM, shape, dtype=torch.float32).eval()
 
 
 def _prompts(request: PaceRequest, tokenizer: Any) -> list[list[int]]:
     """Return the first prompts of the run, as many as are sampled together."""
-    import pyarrow.parquet as pq
-
-    from grpo_core.data.chat import encode_prompts
-
     if not request.prompts:
         return []
     wanted = request.completions // request.rollout["num_generations"]
@@ -211,18 +162,21 @@ def _measure_model(
 
     Without `prompts`, random tokens are the prompts, and completions end at full length.
     """
-    import torch
-
-    from grpo_core.config.inputs import ModelConfig
-    from grpo_core.model.loading import with_adapter
-    from grpo_core.rollout.types import Request, Sampling
-
     rollout, train = request.rollout, request.train
     group, longest = rollout["num_generations"], rollout["max_completion_length"]
     groups = request.completions // group
     torch.manual_seed(0)
     model = with_adapter(base, ModelConfig(**request.model))
-    policy, engine = _prepare(request, model, tokenizer, max([request.prompt_tokens, *map(len, prompts)]))
+    max_length = max([request.prompt_tokens, *map(len, prompts)]) + longest
+    check_lengths(model, max_length)
+    policy = Policy(
+        model,
+        rollout["temperature"],
+        max_length=max_length,
+        bf16=train["mixed_precision"] == "bf16",
+        gradient_checkpointing=train["gradient_checkpointing"],
+    )
+    engine = TransformersEngine(policy.model, tokenizer, max_length)
     ready = time.time()
     stop = tuple(rollout["stop"]) if prompts else ()
     if not prompts:
@@ -235,24 +189,6 @@ def _measure_model(
     sample_seconds, lengths = _sample(engine, requests, sampling)
     train_seconds, step_seconds = _train(policy, prompts, lengths, group, train)
     return _Seconds(sample_seconds, train_seconds, step_seconds), statistics.mean(lengths), ready
-
-
-def _prepare(request: PaceRequest, model: Any, tokenizer: Any, prompt_tokens: int) -> tuple[Any, Any]:
-    """Make the policy and the engine of a training, with its checks of the model."""
-    from grpo_core.model.policy import Policy
-    from grpo_core.rollout.loading import check_lengths
-    from grpo_core.rollout.transformers_engine import TransformersEngine
-
-    max_length = prompt_tokens + request.rollout["max_completion_length"]
-    check_lengths(model, max_length)
-    policy = Policy(
-        model,
-        request.rollout["temperature"],
-        max_length=max_length,
-        bf16=request.train["mixed_precision"] == "bf16",
-        gradient_checkpointing=request.train["gradient_checkpointing"],
-    )
-    return policy, TransformersEngine(policy.model, tokenizer, max_length)
 
 
 def _sample(engine: Any, requests: list[Any], sampling: Any) -> tuple[float, list[int]]:
@@ -285,13 +221,6 @@ def _train(
     policy: Any, prompts: list[list[int]], lengths: list[int], group: int, train: dict[str, Any]
 ) -> tuple[float, float]:
     """Seconds of the forward and backward pass over the completions of a micro-step, and of the optimizer's step."""
-    import torch
-
-    from grpo_core.config.training import TrainConfig
-    from grpo_core.model.sequences import Sequences, pack, pad
-    from grpo_core.training.optimizer import adamw
-    from grpo_core.training.out_of_memory import CPU_TOKENS
-
     rows = train["per_device_train_batch_size"]
     owners = [row // group % len(prompts) for row in range(rows)]
     completions = list(islice(cycle(lengths), rows))
@@ -343,8 +272,6 @@ def _fastest(work: Callable[[], float], budget: float) -> float:
 
 
 def _synchronize(device: Any) -> None:
-    import torch
-
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -18,7 +18,7 @@ from grpo_core.data.curriculum import arrange, curriculum_notes, describe, read_
 from grpo_core.data.order import epoch_rows, source_counts
 from grpo_core.data.prompts import FileRows, load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
-from grpo_core.planning.adapter import base_notes
+from grpo_core.planning.adapter import base_notes, check_adapter
 from grpo_core.planning.forecast import forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, capability, find_gpu, hardware_notes, name_hardware
 from grpo_core.planning.nvidia import problem_of_driver
@@ -29,7 +29,7 @@ from grpo_core.planning.shapes import PromptLengths
 from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
 from tasks.data.forecast_inputs import validated
 from tasks.data.sources import validated_pass_rates
-from tasks.processes.pace import measured_pace
+from tasks.processes.measure import check_model, measured_pace
 from tasks.rendering.markdown import escape
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import GPU_DEPLOYMENT, PLAN, PROBE, VALIDATE
@@ -44,12 +44,11 @@ def plan(run: Path, config: RunConfig, force: bool = False) -> State[None]:
 
 def _work(context: Context) -> dict[str, Any]:
     config, data = context.config, validated(VALIDATE.path(context.run), VALIDATE.read_receipt(context.run))
+    check_adapter(config.model)
     plan = make_plan(plan_inputs(config, *data.num_prompts))
     if config.rollout.engine == "recorded":
         check_recording(config, plan, context.run)
         check_tokens(config, plan, load_tokenizer(config.model), FileRows(data.prompts))
-    if config.algorithm.router_keys:
-        _check_routers(config)
     get_run_logger().info(
         "%d updates of %d completions, %d per prompt; prompts dropped per epoch: %d",
         plan.max_steps,
@@ -68,6 +67,7 @@ def _work(context: Context) -> dict[str, Any]:
     gpu = Gpu(f"GPU of train/{handed_to}") if handed_to else find_gpu()
     config = config.with_precision(capability(gpu))
     problem = "" if handed_to else problem_of_driver()
+    check_model(config, lengths.longest, gpu, get_run_logger().info)
     plan = with_tokens_per_pass(config, plan, lengths, gpu)
     notes = [*curriculum_notes(config, plan), *sampling_notes(config), *hardware_notes(config, gpu)]
     notes += base_notes(config.model)
@@ -91,17 +91,6 @@ def _work(context: Context) -> dict[str, Any]:
         table.append({"quantity": "epoch 1 takes", "value": taken, "how": "pass rates of the base model"})
     show_table("plan", table, "What the training will do, take and need")
     return {"plan": figures, "sources": sources, "forecasts": forecasts}
-
-
-def _check_routers(config: RunConfig) -> None:
-    """Raises ConfigError if the model is no mixture of experts, and keys are set that are for those alone."""
-    from transformers import AutoConfig  # with torch, which no other plan needs
-
-    from grpo_core.model.pretrained import from_pretrained, without_weights
-    from grpo_core.model.routing import check_routers
-
-    model = without_weights(from_pretrained(AutoConfig, config.model.name_or_path, config.model.revision))
-    check_routers(model, config.algorithm.router_keys)
 
 
 def _first_epoch(config: RunConfig, plan: Plan, run: Path) -> tuple[list[float], str]:

@@ -22,7 +22,7 @@ from grpo_core.planning.pace import Pace, pace_request
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import PromptLengths
 from grpo_core.system.processes import importing
-from tasks.processes.pace import measured_pace
+from tasks.processes.measure import measured_pace
 from tasks.rendering.figures import NONE, duration, number
 from tasks.stages.arms import sweep_folder
 from tasks.stages.dependencies import Parts, hash_values

@@ -16,7 +16,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.curriculum import curriculum_notes
 from grpo_core.data.order import source_counts
 from grpo_core.errors import ConfigError
-from grpo_core.planning.adapter import base_notes
+from grpo_core.planning.adapter import base_notes, check_adapter
 from grpo_core.planning.forecast import forecast
 from grpo_core.planning.hardware import capability, find_gpu, hardware_notes, name_hardware, named_gpu
 from grpo_core.planning.nvidia import problem_of_driver
@@ -27,11 +27,11 @@ from grpo_core.planning.shapes import PromptLengths
 from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
 from tasks.data.forecast_inputs import Validated, earlier_sampling, first_lengths, read_validated
 from tasks.data.sources import count_prompts, list_pass_rates, training_sources
-from tasks.processes.pace import measured_pace
+from tasks.processes.measure import check_model, measured_pace
 from tasks.stages.base_model import with_checkpoint
 from tasks.stages.run_directory import run_folder
 
-ASSUMED_PROMPT_TOKENS = 256
+ASSUMED = PromptLengths(256, 256, "assumed; --prompt-tokens says better")
 
 
 def describe_plan(
@@ -52,7 +52,7 @@ def describe_plan(
     say = partial(print, file=sys.stderr)
     if known_prompts is None:
         config = with_checkpoint(config, say, download=False)
-    if known_prompts is None:
+        check_adapter(config.model)
         num_prompts = [count_prompts(source) for source in training_sources(config.data)]
         pass_rates = pass_rates or list_pass_rates(config.data)
     else:
@@ -71,6 +71,7 @@ def describe_plan(
     figures = with_tokens_per_pass(resolved, figures, lengths, hardware)
     # With the signal handler that polars installs, Ctrl-C would wait for the end of a measurement.
     signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
+    check_model(resolved, lengths.longest if lengths is not ASSUMED else 1, hardware, say)
     if pace is None and gpu is None:
         pace = measure(resolved, figures, lengths, hardware, data.prompts if data else None, say)
     may_sample_ahead = gpu is None and config.rollout.engine == "vllm-server" and not config.environment.is_used
@@ -110,4 +111,4 @@ def _prompt_lengths(config: RunConfig, data: Validated | None, given: int | None
         return PromptLengths(data.mean_tokens, data.longest, f"from the validated data of run {config.name}")
     if reads_data and (found := first_lengths(config)):
         return found
-    return PromptLengths(ASSUMED_PROMPT_TOKENS, ASSUMED_PROMPT_TOKENS, "assumed; --prompt-tokens says better")
+    return ASSUMED

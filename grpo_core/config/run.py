@@ -17,6 +17,7 @@ from grpo_core.config.launch import LaunchConfig, host_name
 from grpo_core.config.metrics import evaluated_metrics, reward_means
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.training import BF16_CAPABILITY, HealthConfig, TrainConfig
+from grpo_core.errors import ConfigError
 from grpo_core.system.addresses import keys_with_secrets
 
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -349,6 +350,14 @@ class RunConfig(Section):
             return self
         precision = "bf16" if capability is not None and capability >= BF16_CAPABILITY else "no"
         return self.model_copy(update={"train": self.train.model_copy(update={"mixed_precision": precision})})
+
+    def check_replay(self, has_gpu: bool) -> None:
+        """Raises ConfigError for routing replay with vLLM on a CPU."""
+        if self.algorithm.routing_replay and self.rollout.engine == "vllm" and not has_gpu:
+            raise ConfigError(
+                "algorithm.routing_replay=true with vLLM on a CPU, where it does not say which experts it took: set "
+                "rollout.engine to 'transformers'"
+            )
 
     @property
     def gpu_notes(self) -> list[str]:

@@ -291,8 +291,8 @@ def _gradient(policy: Any, parameters: list[Tensor], longest: int, sequences: in
         states = policy.hidden_states(inputs.tokens)
         generator = torch.Generator().manual_seed(1)
         weights = torch.randn(states.shape, generator=generator).to(states.device)
-        found = torch.autograd.grad((states.float() * weights).sum(), parameters, allow_unused=True)
-    return torch.cat([each.float().flatten() for each in found if each is not None])
+        found = torch.autograd.grad((states.float() * weights).sum(), parameters, materialize_grads=True)
+    return torch.cat([each.float().flatten() for each in found])
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:

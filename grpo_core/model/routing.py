@@ -47,11 +47,17 @@ class Routers:
         return len(self.layers) * self.chosen
 
 
-def routers_of(model: Any) -> Routers | None:
+def routers_of(model: Any, asking: Sequence[str] = ()) -> Routers | None:
     """Let the routers of a model be read by `reading`; None if it has none. Not undone: outside of it nothing changes.
-    Raises ConfigError if they do not choose among all experts in a way that can be read."""
+    Raises ConfigError if they do not choose among all experts in a way that can be read, or if there are none and keys
+    of `algorithm` are `asking` for them."""
     inner = decoder(model)
     found = _recorded(inner)
+    if not found and asking:
+        raise ConfigError(
+            f"algorithm.{asking[0]} is for mixtures of experts, and {type(model).__name__} has no routers that "
+            f"transformers names: remove {' and '.join(asking)}, or choose another mixture"
+        )
     if not found:
         return None
     first: Any = found[0][1].forward
@@ -68,15 +74,6 @@ def routers_of(model: Any) -> Routers | None:
         raise _unreadable(routers, "its layers do not have one router each, with the same number of experts")
     ((routers.experts, routers.chosen),) = shapes
     return routers
-
-
-def check_routers(model: Any, keys: Sequence[str]) -> None:
-    """Raises ConfigError if keys of `algorithm` are set that need a mixture of experts, and the model is none."""
-    if keys and not _recorded(decoder(model)):
-        raise ConfigError(
-            f"algorithm.{keys[0]} is for mixtures of experts, and {type(model).__name__} has no routers: remove "
-            f"{' and '.join(keys)}, or choose a mixture"
-        )
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A small copy of a model: its architecture with two layers and narrow ones, and random weights, to try things on."""
+"""A small copy of a model: its architecture with a narrow layer of each kind, and random weights, to try things on."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from grpo_core.model.pretrained import from_config, from_pretrained, without_weights
 
-LAYERS, VOCABULARY = 2, 512
+LAYERS, VOCABULARY = 8, 512  # at most
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
-MOST = dict.fromkeys(DEPTHS, LAYERS) | {
+# Keys by which layers differ, beside lists with a value for each: numbers of the first ones and of the last, lists of
+# layers, and periods, of which it is one layer, by an offset or the last.
+FIRST, LAST = ("first_k_dense_replace", "num_dense_layers"), "num_kv_shared_layers"
+LISTED = ("moe_layers", "mlp_only_layers", "cross_attention_layers", "attn_layer_indices", "hybrid_layer_ids")
+PERIODS = ("attn_layer_period", "expert_layer_period", "decoder_sparse_step", "moe_layer_interval")
+MOST = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 32),
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),  # layers before those with experts
-    "num_kv_shared_layers": 0,  # the last ones, with the keys of an earlier layer of their kind
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     "pad_token_id": VOCABULARY - 1,  # an embedding has its row
-    "attn_layer_period": LAYERS,  # Jamba: one of so many layers attends, of which the offset is the number
-    "attn_layer_offset": LAYERS - 1,
 }
 NARROWEST = 2  # width of a head: a rotary embedding turns pairs
 ALIGNED = 8  # of an expert's width: products of many experts at once want multiples of 16 bytes
@@ -46,7 +47,7 @@ def write_small_copy(path: Path | str, revision: str | None, folder: Path, limit
     shape = without_weights(config)
     size = sum(weights.numel() for weights in shape.state_dict().values()) * torch.float32.itemsize
     if size > limit:
-        raise ValueError(f"{LAYERS} layers take {size:,} bytes, and {limit:,} are the most for a copy")
+        raise ValueError(f"a small copy takes {size:,} bytes, and {limit:,} are the most")
     model = from_config(AutoModelForCausalLM, config, dtype=torch.float32)
     if model.config.model_type != config.model_type:  # its text model alone
         model = from_config(AutoModelForImageTextToText, config, dtype=torch.float32)
@@ -77,29 +78,40 @@ def small_config(config: Any) -> Any:
 
 
 def _factors(config: Any) -> list[int]:
-    """How many times narrower to try, the most first and 1 last: what leaves a head of the text model whole."""
+    """How many times narrower to try, the most first and 1 last: what leaves a head of the text model whole, and
+    something of it to rotate."""
     values = vars(config.get_text_config())
-    heads, width = _first(values, HEADS), _first(values, OF_MODEL)
-    head = _first(values, OF_HEAD) or width // (heads or HEADLESS)
-    return [factor for factor in range(head // NARROWEST, 1, -1) if head % factor == 0] + [1]
+    head = _first(values, OF_HEAD) or _first(values, OF_MODEL) // (_first(values, HEADS) or HEADLESS)
+    rope = values.get("rope_parameters") or {}
+    shares = [each.get("partial_rotary_factor", 1) for each in (rope, *rope.values()) if isinstance(each, dict)]
+    rotated = [values[name] for name in OF_HEAD if isinstance(values.get(name), int)]
+    most = int(min(*rotated, head * min(shares, default=1), head)) // NARROWEST
+    return [factor for factor in range(most, 1, -1) if head % factor == 0] + [1]
 
 
 def _make_small(part: Any, factor: int) -> None:
     values = vars(part)
-    heads = _first(values, HEADS) or 1
-    depth, kinds = _first(values, DEPTHS), values.get("layer_types") or values.get("layers_block_type") or []
-    other = next((layer for layer, kind in enumerate(kinds) if kind != kinds[0]), 1)  # one layer of each kind
+    heads, depth = _first(values, HEADS) or 1, _first(values, DEPTHS) or len(values.get("layers_block_type") or ())
+    kept = _kept(values, depth)
     own: dict[int, dict[str, int]] = {}  # of layers that differ in more than their kind (Gemma 4)
     if getattr(part, "is_heterogeneous", False):
-        for place, layer in enumerate((0, other)):
+        for place, layer in enumerate(kept):
             differs = part.per_layer_config[layer]
             own[place] = {name: max(1, getattr(differs, name) // factor) for name in part.per_layer_attributes}
         part.per_layer_config = None
     for name, value in [*values.items()]:
-        if isinstance(value, list) and depth and len(value) == depth > LAYERS:  # an entry per layer
-            setattr(part, name, [value[0], value[other]])
+        if name in LISTED and isinstance(value, list):
+            setattr(part, name, [place for place, layer in enumerate(kept) if layer in value])
+        elif is_per_layer(value, depth):
+            setattr(part, name, [value[layer] for layer in kept])
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
             continue
+        elif name in DEPTHS:
+            setattr(part, name, len(kept))
+        elif name in FIRST:
+            setattr(part, name, sum(layer < value for layer in kept))
+        elif name == LAST:
+            setattr(part, name, sum(layer >= depth - value for layer in kept))
         elif name in MOST:
             setattr(part, name, min(value, MOST[name]))
         elif name in OF_MODEL:
@@ -112,8 +124,29 @@ def _make_small(part: Any, factor: int) -> None:
             setattr(part, name, max(1, value // factor))
     if own:
         part.per_layer_config = own
-    if "hybrid_layer_ids" in values:  # Zamba 2 has the kinds of its layers twice
-        part.hybrid_layer_ids = [place for place, kind in enumerate(part.layers_block_type) if kind == "hybrid"]
+
+
+def _kept(values: Mapping[str, Any], depth: int) -> list[int]:
+    """The first layer of each kind, two at least; where a key gives kinds by a period, also all between them."""
+    every = range(depth)
+    periods = {name: values[name] for name in PERIODS if (values.get(name) or 1) > 1}
+    facts: list[Any] = [value for name, value in values.items() if name not in LISTED and is_per_layer(value, depth)]
+    facts += [[layer < values[name] for layer in every] for name in FIRST if values.get(name)]
+    facts += [[layer < depth - (values.get(LAST) or 0) for layer in every]]
+    facts += [[layer in values[name] for layer in every] for name in LISTED if values.get(name)]
+    for name, period in periods.items():
+        offset = values[name.replace("period", "offset")] if "period" in name else period - 1
+        facts.append([layer % period == offset for layer in every])
+    if pattern := values.get("block_types"):  # RecurrentGemma repeats it
+        facts.append([pattern[layer % len(pattern)] for layer in every])
+    firsts = {str(kind): layer for layer, kind in reversed([*enumerate(zip(*facts, strict=True))])}
+    kept = sorted(firsts.values() if len(firsts) > 1 else every[:2])[:LAYERS]
+    return [*every[: kept[-1] + 1][:LAYERS]] if kept and (periods or pattern) else kept
+
+
+def is_per_layer(value: Any, depth: int) -> bool:
+    """True for a list in a configuration with a value for each of so many layers."""
+    return isinstance(value, list) and len(value) == depth > 2
 
 
 def _first(values: Mapping[str, Any], names: Sequence[str]) -> int:

@@ -72,7 +72,7 @@ def check_adapter(model: ModelConfig) -> None:
         )
     wanted = {key: saved.get(name, False) for name, key in DESCRIBED.items()}
     if not saved.get("target_parameters"):  # else all-linear found experts, which it names in its own way
-        wanted["lora_target_modules"] = _adapted(saved, folder / WEIGHTS, values)
+        wanted["lora_target_modules"] = _adapted(saved, folder / WEIGHTS, values) or model.lora_target_modules
     if saved.get("modules_to_save") or model.lora_modules_to_save:
         wanted["lora_modules_to_save"] = sorted(saved.get("modules_to_save") or [])
     given = {key: getattr(model, key) for key in wanted}
@@ -136,14 +136,17 @@ def _not_plain(saved: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _adapted(saved: Mapping[str, Any], weights: Path, base: Mapping[str, Any]) -> list[str]:
-    """The layers that an adapter is on, by names as `lora_target_modules` takes them. `base`: config.json.
+    """The layers that an adapter is on, by names as `lora_target_modules` takes them. `base`: config.json, or empty.
 
     Where the configuration gives them by a pattern, or leaves layers out, they follow from the adapter's tensors: by
-    the last part of their names if each of the base's layers has one, else by the whole names."""
+    the last part of their names if each of the base's layers has one, else by the whole names. Empty if that depends
+    on a base that is not known."""
     names, excluded = saved.get("target_modules"), saved.get("exclude_modules")
     own = isinstance(excluded, str) and OWN_EXCLUSION.fullmatch(excluded)
     if isinstance(names, list) and saved.get("layers_to_transform") is None and (own or not excluded):
         return sorted(names)
+    if not base:
+        return []
     try:
         with safe_open(weights, "numpy") as file:
             adapted = [name[1] for name in map(TENSOR.fullmatch, file.keys()) if name]

@@ -26,7 +26,7 @@ from grpo_core.system.memory import GIB, gib_text
 from grpo_core.training.state import random_state, set_random_state
 
 FOLDER = "rehearsal"
-LARGEST = 24 * 2**20  # bytes of the copy's weights: they are on the disk twice, and three times in memory
+LARGEST = 32 * 2**20  # bytes of the copy's weights: they are on the disk twice, and three times in memory
 TOLERANCE = 1e-4  # relative, between weights that were merged one way and another
 CHANGE = 0.02  # what is added to each weight, as a training would change it
 

@@ -26,7 +26,7 @@ from grpo_core.errors import ConfigError, TrainingError
 from grpo_core.model.loading import copy_of_trainable_state, load_model, with_adapter
 from grpo_core.model.logprobs import FUSED
 from grpo_core.model.policy import Policy
-from grpo_core.model.routing import check_routers, routers_of
+from grpo_core.model.routing import routers_of
 from grpo_core.model.sharded import sharding
 from grpo_core.planning.adapter import base_notes, check_adapter
 from grpo_core.planning.plan import Plan, load_plan
@@ -204,8 +204,7 @@ def _read_routers(policy: Policy, engine: Engine | None, config: RunConfig) -> N
     samples = isinstance(engine, TransformersEngine) and not config.environment.is_used
     if asking or (samples and not config.train.torch_compile):
         with nullcontext() if asking else suppress(ConfigError):
-            policy.routers = routers_of(policy.model)
-    check_routers(policy.model, asking)
+            policy.routers = routers_of(policy.model, asking)
     policy.replays_routes = config.algorithm.routing_replay
     if isinstance(engine, TransformersEngine) and samples and policy.routers:
         engine.routers = routers_of(engine.model)

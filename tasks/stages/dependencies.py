@@ -121,8 +121,9 @@ class Parts:
 
     @cached_property
     def memory(self) -> Named:
-        """Keys that only the plan reads: those of memory, and those that divide a batch."""
-        read = {"algorithm": {"beta"}, "train": {*DIVISION, "gradient_checkpointing", "offload"}}
+        """Keys that only the plan reads: those of memory and routers, and those that divide a batch."""
+        algorithm = {"beta", "router_aux_loss_coef", "routing_replay"}
+        read = {"algorithm": algorithm, "train": {*DIVISION, "gradient_checkpointing", "offload"}}
         return flatten(self.config.model_dump(mode="json", include=read, exclude_defaults=True))
 
     @cached_property

@@ -26,7 +26,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file; empty if the file is missing or damaged."""
     try:
         found = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -70,7 +70,7 @@ def _run(folder: Path, name: str, model: dict[str, Any]) -> str:
         **model,
     }
     options = [option for key, value in keys.items() for option in ("--set", f"{key}={value}")]
-    left_out = ("PREFECT_", "MLFLOW_", "PYTHONSAFEPATH")
+    left_out = ("PREFECT_", "MLFLOW_", "PYTHONSAFEPATH", "GRPO_MEASURE")  # so that the plan tries the base
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
     environment = {**inherited, "GRPO_STORAGE": str(folder / "storage"), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "flows.cli.main", "run", ROOT / "configs/quickstart.toml", *options]
@@ -81,6 +81,8 @@ def _run(folder: Path, name: str, model: dict[str, Any]) -> str:
 def test_a_base_of_this_shape_goes_from_validate_to_register(shape: str, tmp_path: Path) -> None:
     _make_base(shape, tmp_path / "base")
     said = _run(tmp_path, shape, {})
+    (tried,) = (tmp_path / "storage" / "tried").iterdir()
+    assert json.loads(tried.read_text()) == {"refused": ""}
     folder = tmp_path / "storage" / "runs" / shape
     assert json.loads((folder / "registration.json").read_text())["model_name"] == shape
     assert json.loads((folder / "training" / "result.json").read_text())["counted"]["updates"] == 3

@@ -89,12 +89,25 @@ def test_a_recording_that_the_training_could_not_take_is_refused(
         stage._work(Context(load_config(run / "config.toml"), run, run / "plan.json.partial"))
 
 
-def test_keys_of_mixtures_are_refused_by_the_plan_of_another_model(model_folder: Path, tmp_path: Path) -> None:
-    keys = {"routing_replay": True, "router_aux_loss_coef": 0.1}
-    run = make_run(tmp_path / "run", with_keys(config_values(model_folder, tmp_path), **keys))
+@pytest.mark.slow
+def test_the_plan_refuses_a_model_that_the_training_would_refuse(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is known of its pace."""
+    run = make_run(tmp_path / "run", with_keys(config_values(model_folder, tmp_path), routing_replay=True))
     _validated(run, 24)
-    with pytest.raises(ConfigError, match="Qwen2ForCausalLM has no routers: remove router_aux_loss_coef and routing_r"):
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "storage"))
+    monkeypatch.delenv("GRPO_MEASURE")
+    monkeypatch.setattr(stage, "get_run_logger", lambda: logging.getLogger("plan"))
+    with pytest.raises(StageError, match="Qwen2ForCausalLM has no routers that transformers names: remove routing_rep"):
         stage._work(Context(load_config(run / "config.toml"), run, run / "plan.json.partial"))
+
+
+def test_keys_of_mixtures_belong_to_a_plan_and_change_none_without_them(values: dict[str, Any]) -> None:
+    plain = lineage_keys(parse_config(values))
+    assert lineage_keys(parse_config(with_keys(values, router_aux_loss_coef=0.0, routing_replay=False))) == plain
+    for key in ({"router_aux_loss_coef": 0.1}, {"routing_replay": True}):
+        assert lineage_keys(parse_config(with_keys(values, **key)))["plan"] != plain["plan"]
 
 
 @pytest.fixture

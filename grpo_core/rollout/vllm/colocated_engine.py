@@ -66,11 +66,7 @@ class VLLMEngine:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(config.rollout.cpu_kv_cache_gib))
             # vLLM would pin the threads that it shares with the trainer to one core.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        if on_cpu and config.algorithm.routing_replay:
-            raise EngineError(
-                "algorithm.routing_replay=true with vLLM on a CPU, where it does not say which experts it took: set "
-                "rollout.engine to 'transformers'"
-            )
+        config.check_replay(has_gpu=not on_cpu)
         from vllm import LLM
 
         adapted = isinstance(model, PeftModel) and sends_adapter_alone(config.model)

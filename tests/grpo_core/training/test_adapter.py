@@ -243,6 +243,8 @@ def test_an_adapter_of_layers_by_a_pattern_is_continued_by_the_layers_that_its_t
         check_adapter(_model(two_layers, tmp_path / "adapter"))
     config = _model(two_layers, tmp_path / "adapter", lora_target_modules=targets)
     check_adapter(config)
+    (tmp_path / "elsewhere").mkdir()
+    check_adapter(config.model_copy(update={"name_or_path": str(tmp_path / "elsewhere")}))
     expected = _logits(PeftModel.from_pretrained(load_model(two_layers), tmp_path / "adapter"))
     torch.testing.assert_close(_logits(with_adapter(load_model(two_layers), config)), expected)
 

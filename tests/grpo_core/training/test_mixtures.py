@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpo_core.config.run import RunConfig
-from grpo_core.errors import ConfigError, EngineError
+from grpo_core.errors import ConfigError
 from grpo_core.model.loading import load_model
 from grpo_core.training import loop, roll_out
 from grpo_core.training.loop import train
@@ -193,5 +193,5 @@ def test_vllm_on_a_cpu_is_refused_with_replay(mixture: Path, values: dict[str, A
     from grpo_core.rollout.vllm.colocated_engine import VLLMEngine
 
     config = RunConfig.model_validate(with_keys(values, routing_replay=True, engine="vllm"))
-    with pytest.raises(EngineError, match="vLLM on a CPU, where it does not say which experts it took"):
+    with pytest.raises(ConfigError, match="vLLM on a CPU, where it does not say which experts it took"):
         VLLMEngine(config, mixture, load_model(mixture), 16)

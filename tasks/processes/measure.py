@@ -1,8 +1,8 @@
-"""The pace of this machine with a run's model: measured once, in a process of its own, and kept in STORAGE/pace/."""
+"""What a plan finds out by trying, in processes of their own: whether the training would refuse its model, kept in
+STORAGE/tried/, and the pace of this machine with it, kept in STORAGE/pace/."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -21,14 +22,57 @@ from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ForecastError, PromptLengths, config_file
 from tasks.processes.gpus.locks import one_free_gpu
 from tasks.processes.run import TimeLimitError, run_process
-from tasks.processes.training_machine import training_packages
+from tasks.processes.training_machine import training_packages, training_version
+from tasks.stages.dependencies import hash_values
 from tasks.stages.errors import StageError
-from tasks.stages.files import write_text
+from tasks.stages.files import read_json, write_text
 from tasks.stages.run_directory import storage_root
 
-MEASURED = "GRPO_MEASURE"  # environment variable; "0": measure nothing
+MEASURED = "GRPO_MEASURE"  # environment variable; "0": try and measure nothing
 LIMIT_SECONDS = 120.0
 PACKAGES = ("grpo-flows", "torch", "transformers")
+
+
+def check_model(config: RunConfig, prompt_tokens: int, gpu: Gpu | None, say: Callable[[str], None]) -> None:
+    """Raises StageError if the training would refuse a small copy of the model, and ConfigError for keys that do not go
+    with this machine. `prompt_tokens`: of the longest prompt.
+
+    Takes some seconds the first time, which `say` announces. Does nothing if the model's config.json is not here.
+    """
+    has_gpu = gpu is not None or config.launch.launcher != "local"
+    config.check_replay(has_gpu)
+    keys = config.model.model_dump(mode="json", exclude={"adapter", "load_in_4bit"})
+    try:
+        shape = config_file(config.model.name_or_path, config.model.revision).read_text()
+    except ForecastError:
+        return
+    if os.environ.get(MEASURED) == "0":
+        return
+    request = {
+        "engine": config.rollout.engine_on(has_gpu),
+        "bf16": config.train.mixed_precision == "bf16",
+        "gradient_checkpointing": config.train.gradient_checkpointing,
+        "router_keys": config.algorithm.router_keys,
+        "max_length": prompt_tokens + config.rollout.max_completion_length,
+    }
+    known = {**keys, "name_or_path": shape, "revision": None}
+    identity = hash_values(request, known, training_version(), training_packages(("transformers", "peft")))
+    file = storage_root() / "tried" / f"{identity}.json"
+    if not (found := read_json(file)):
+        say("a small copy of the model is tried as a training would begin with it, once, in some seconds")
+        command = ["-m", "grpo_core.try_small", json.dumps({**request, "model": keys})]
+        try:
+            found = _answer(command, {"CUDA_VISIBLE_DEVICES": ""})
+        except StageError as error:
+            found = {"untried": str(error)}
+        else:
+            with suppress(OSError):  # a full disk
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_text(file, json.dumps(found) + "\n")
+    if found.get("untried"):
+        say(f"whether the training takes this model was not tried on a small copy of it: {found['untried']}")
+    if found.get("refused"):
+        raise StageError(f"the training would refuse this model: {found['refused']}")
 
 
 def measured_pace(
@@ -54,7 +98,7 @@ def measured_pace(
         return str(error)
     request = asdict(pace_request(config, plan, lengths, prompts, folder, threads, identity))
     content = json.dumps(request, sort_keys=True)
-    file = folder / f"{_digest(content)}.json"
+    file = folder / f"{hash_values(content)}.json"
     if known := _read_kept(file):
         return known
     try:
@@ -63,9 +107,8 @@ def measured_pace(
         return (
             f"no earlier run is known, and the pace cannot be measured: {folder} has to be writable: {error.strerror}"
         )
-    printed: list[str] = []
     busy = os.getloadavg()[0] > (os.cpu_count() or 1)
-    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
     with one_free_gpu() as none_free:
         if none_free:
             return f"no earlier run is known, and the pace is not measured, since no GPU is free: {none_free}"
@@ -74,15 +117,11 @@ def measured_pace(
             f"{LIMIT_SECONDS:.0f} s at most"
         )
         try:
-            command = ["-m", "grpo_core.pace", content, str(time.time())]
-            run_process(command, printed.append, environment, limit=LIMIT_SECONDS)
-            found = json.loads(printed[-1])
+            found = _answer(["-m", "grpo_core.pace", content, str(time.time())], environment)
         except TimeLimitError:
             return f"no earlier run is known, and this machine did not measure its pace within {LIMIT_SECONDS:.0f} s"
-        except StageError:
-            return (
-                f"no earlier run is known, and the pace could not be measured: {printed[-1] if printed else 'killed'}"
-            )
+        except StageError as error:
+            return f"no earlier run is known, and the pace could not be measured: {error}"
     if "refused" in found:
         raise StageError(f"the training would refuse this model: {found['refused']}")
     pace = Pace(**found)
@@ -91,6 +130,18 @@ def measured_pace(
     with suppress(OSError):  # a full disk, or another process writes the same answer
         write_text(file, json.dumps(asdict(pace), indent=2) + "\n")
     return pace
+
+
+def _answer(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    """What a process prints last, as JSON. Raises StageError with its last line if it fails."""
+    printed: list[str] = []
+    try:
+        run_process(command, printed.append, {"HF_HUB_OFFLINE": "1", **environment}, limit=LIMIT_SECONDS)
+        return json.loads(printed[-1])
+    except TimeLimitError:
+        raise
+    except (StageError, ValueError, IndexError) as error:
+        raise StageError(printed[-1] if printed else str(error)) from error
 
 
 def _read_kept(file: Path) -> Pace | None:
@@ -107,8 +158,4 @@ def _identity(config: RunConfig, gpu: Gpu | None, prompts: Path | None) -> str:
     files = [*sorted(shape.parent.glob("*.safetensors")), *([prompts] if prompts else [])]
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     versions = [*training_packages(PACKAGES).values()]
-    return _digest(json.dumps([shape.read_text(), stats, platform.node(), name_hardware(gpu), versions]))
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return hash_values(shape.read_text(), stats, platform.node(), name_hardware(gpu), versions)

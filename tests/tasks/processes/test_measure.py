@@ -14,7 +14,7 @@ from grpo_core.config.files import parse_config
 from grpo_core.planning.pace import Pace
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths
-from tasks.processes import pace
+from tasks.processes import measure
 from tasks.processes.gpus import locks as gpu_locks
 from tasks.processes.gpus.locks import own_gpus
 from tasks.processes.run import TimeLimitError
@@ -46,7 +46,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     machine = Machine()
-    monkeypatch.setattr(pace, "run_process", machine.run_process)
+    monkeypatch.setattr(measure, "run_process", machine.run_process)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "storage"))
     monkeypatch.delenv("GRPO_MEASURE")
@@ -58,7 +58,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 def _measured(folder: Path, prompts: Path | None = None, said: list[str] | None = None, **keys: Any) -> Pace | str:
     config = parse_config(config_values(folder / "model", folder, **keys))
     plan = make_plan(plan_inputs(config, 1000))
-    return pace.measured_pace(
+    return measure.measured_pace(
         config, plan, PromptLengths(6.0, 9, "given"), None, prompts, (said if said is not None else []).append
     )
 
@@ -133,7 +133,7 @@ def test_a_pace_is_measured_on_a_gpu_that_is_free_or_not_at_all(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     said: list[str] = []
     with own_gpus(1, said.append):
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        del os.environ["CUDA_VISIBLE_DEVICES"]  # not by monkeypatch, which would put it back for later tests
         found = _measured(tmp_path, said=said)
     assert isinstance(found, str) and machine.asked == []
     assert "the pace is not measured, since no GPU is free: 1 of 2 GPUs are locked by stages" in found
@@ -160,7 +160,7 @@ def test_a_storage_that_cannot_be_written_prevents_no_plan(
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pace, "write_text", full)
+    monkeypatch.setattr(measure, "write_text", full)
     assert _measured(tmp_path) == MEASURED
     (tmp_path / "file").touch()
     monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "file"))
