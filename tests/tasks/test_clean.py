@@ -294,7 +294,7 @@ def test_a_gguf_file_s_checkpoint_goes_once_no_run_that_is_left_names_it_and_non
     asked = with_checkpoint(config, print).model.name_or_path
     bases = Path(asked).parent
     for name in ("kept", "gone", "unfinished.partial", "notes of a person"):
-        (bases / name).mkdir()
+        (bases / name / "weights").mkdir(parents=True)
     for name in ("kept", "gone"):
         (bases / name / ORIGIN).touch()
         make_run(name, text=tomli_w.dumps({"model": {"name_or_path": str(bases / name)}}))
