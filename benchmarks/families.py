@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -42,6 +43,8 @@ from grpo_core.rollout.transformers_engine import TransformersEngine
 
 PAGE = ROOT / "docs" / "reference" / "models.md"
 SECONDS, EXACT = 300, 1e-4
+FORKS = multiprocessing.get_context("forkserver")  # of a process that has imported what takes long
+FORKS.set_forkserver_preload(["peft", "grpo_core.rollout.transformers_engine"])
 LENGTHS = [(24, 40), (24, 47), (30, 1), (5, 67)]  # tokens of prompt and completion; the first two have the same prompt
 # Lengths of a model that change what it computes beyond them, and what they are in the second try.
 SHORT = dict.fromkeys(("index_topk_blocks", "topk_blocks", "block_topk"), 2)
@@ -77,15 +80,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--only", nargs="*", metavar="FAMILY", help="of these; with an --output")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default docs/reference/models.md")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(try_family(options.one)))
-        return
-    listed = subprocess.run([sys.executable, "-c", LISTED], cwd=ROOT, capture_output=True, text=True)
-    known = {*json.loads(listed.stdout.splitlines()[-1])} if listed.returncode == 0 else None
     if options.only and not options.output:
         parser.error("--only: give an --output, since a few families must not replace the page of all")
+    listed = subprocess.run([sys.executable, "-c", LISTED], cwd=ROOT, capture_output=True, text=True)
+    known = {*json.loads(listed.stdout.splitlines()[-1])} if listed.returncode == 0 else None
     names = options.only or sorted(it for it in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not NOT_FOR_TEXT.fullmatch(it))
     found: dict[str, dict[str, Any]] = {}
     with ThreadPoolExecutor(2) as pool:
@@ -95,15 +94,25 @@ def main() -> None:
 
 
 def in_own_process(family: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.families", "--one", family]
+    ours, theirs = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=tell, args=(family, theirs))
+    process.start()
+    theirs.close()
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        return {"not_tried": f"its small copy takes more than {SECONDS} s"}
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"]
-        return {"not_tried": said[-1][:120]}
-    return json.loads(done.stdout.splitlines()[-1])
+        found = ours.recv() if ours.poll(SECONDS) else {"not_tried": f"its small copy takes more than {SECONDS} s"}
+    except EOFError:
+        process.join()
+        found = {"not_tried": f"its process ended with {process.exitcode}"}
+    process.kill()
+    process.join()
+    return found
+
+
+def tell(family: str, to: Any) -> None:
+    try:
+        to.send(try_family(family))
+    except Exception as error:  # of whatever kind, the family's own
+        to.send({"not_tried": shown(error)})
 
 
 def try_family(family: str) -> dict[str, Any]:
@@ -201,17 +210,19 @@ def page(found: dict[str, dict[str, Any]], known: set[str] | None) -> str:
     packed = [family for family in trained if tried[family]["packs"]]
     listed = [family for family in trained if with_vllm(family, known)]
     others = sorted(found.keys() - tried.keys())
+    said = f"""Which families of models train here: **{len(trained)} of the {len(tried)} tried of transformers
+{transformers.__version__} train exactly; {len(sampled)} of them are sampled from by the engine `transformers`,
+{len(packed)} are packed, {len(listed)} are known to vLLM.** Written by `python -m benchmarks.families`, which tries a
+small copy of each, with random weights, in float32 on a CPU, with sequences of up to {sum(max(LENGTHS, key=sum))}
+tokens. GPUs were not tried here."""
+    twice = f"""{sum("beyond" in it for it in tried.values())} families were tried twice: as they are, and with each of
+their own lengths (windows, chunks, chosen keys or blocks) cut to 8 tokens or 2 blocks, which the sequences exceed.
+Where that gives something else, it stands behind *beyond*. {len(whole)} train exactly in both."""
     return f"""# Models
 
-Which families of models train here: **{len(trained)} of the {len(tried)} tried of transformers
-{transformers.__version__} train exactly; {len(sampled)} of them are sampled from by the engine
-`transformers`, {len(packed)} are packed, {len(listed)} are known to vLLM.** Written by `python -m
-benchmarks.families`, which tries a small copy of each, with random weights, in float32 on a CPU, with sequences of up
-to {sum(max(LENGTHS, key=sum))} tokens. GPUs were not tried here.
+{textwrap.fill(said, 115, break_on_hyphens=False)}
 
-{sum("beyond" in it for it in tried.values())} families were tried twice: as they are, and with each of their own
-lengths (windows, chunks, chosen keys or blocks) cut to 8 tokens or 2 blocks, which the sequences exceed. Where that
-gives something else, it stands behind *beyond*. {len(whole)} train exactly in both.
+{textwrap.fill(twice, 115, break_on_hyphens=False)}
 
 - *trains*: log-probabilities and gradients are those of plain passes over single rows (to 1e-4)
 - *packs*: a prompt is computed once for its completions, and nothing is padded; otherwise rows are
