@@ -203,7 +203,8 @@ def _check_modules_to_save(model: nn.Module, config: ModelConfig) -> None:
 def _not_adapted(model: Any) -> str | None:
     """Regular expression of the linear layers that get no adapter; None if there are none. Those beside the text model
     and its head, such as those in a tower for images, would not be trained by text."""
-    text = [name for name, module in model.named_modules() if module in (decoder(model), model.get_output_embeddings())]
+    of_text = decoder(model), model.get_output_embeddings()
+    text = [name for name, module in model.named_modules() if module in of_text]
     beside = rf"(?!({'|'.join(map(re.escape, text))})(\.|$)).*"
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     found = [beside] * any(re.fullmatch(beside, name) for name in linear)

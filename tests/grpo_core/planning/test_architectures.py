@@ -45,6 +45,14 @@ def _parameters(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def _short_config(family: str, **changes: Any) -> Any:
+    """Its small configuration with one layer of each kind, or two of one: recurrences take long."""
+    kinds = [*dict.fromkeys(MODELS[family].get("layer_types", ()))]
+    short = {"num_hidden_layers": 2} | ({"layer_types": kinds} if kinds else {})
+    own = {"bamba": {"attn_layer_indices": [1]}, "nemotron_h": {"num_hidden_layers": 4}}.get(family, {})
+    return small_config(family, **short | own | changes)
+
+
 def _model(config: Any, **options: Any) -> Any:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, **options)
@@ -154,7 +162,7 @@ class Sampled:
 @functools.cache
 def _sampled(family: str) -> Sampled:
     windowed = {"sliding_window": 24} if hasattr(small_config(family), "sliding_window") else {}
-    config, counter = small_config(family, **windowed), FlopCounterMode(display=False)
+    config, counter = _short_config(family, **windowed), FlopCounterMode(display=False)
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
     cache = None if family in OWN_CACHE else DynamicCache(config=config)
     ids = torch.arange(67)[None]
@@ -207,7 +215,8 @@ def test_adapter_parameters_are_those_of_peft_s_adapter(family: str, targets: li
     """peft refuses all linear layers of three families. None has all of the named ones."""
     keys = {"use_peft": True, "lora_r": 4} | ({"lora_target_modules": targets} if targets else {})
     config = parse_config(config_values(Path("model"), Path("data"), **keys))
-    model, shape = _model(small_config(family)), model_shape(small_config(family).to_dict())
+    small = _short_config(family)
+    model, shape = _model(small), model_shape(small.to_dict())
     try:
         adapted = with_adapter(model, config.model)
     except ValueError as error:
@@ -248,7 +257,7 @@ ROWS, GROUP, PROMPT, COMPLETION = 4, 2, 31, 33  # which fill the chunks of recur
 def test_a_pass_keeps_and_takes_what_torch_counts(
     gpu_kernels: None, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    kept, told, peak, worst = _counted(monkeypatch, family)
+    kept, told, peak, worst = _counted(monkeypatch, family, {})
     assert kept == pytest.approx(told, rel=0.1)
     assert 0.8 <= peak / worst <= 1.1
 
@@ -279,16 +288,16 @@ def test_under_an_adapter_a_pass_keeps_what_torch_counts(
     gpu_kernels: None, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """Where peft adapts experts, it keeps all of their weights with the adapter's change."""
-    kept, told, _, _ = _counted(monkeypatch, family, use_peft=True, lora_r=4)
+    kept, told, _, _ = _counted(monkeypatch, family, {}, use_peft=True, lora_r=4)
     assert kept == pytest.approx(told, rel=0.1)
 
 
 def _counted(
-    monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any] | None = None, **keys: Any
+    monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any], **keys: Any
 ) -> tuple[float, float, float, float]:
     """Bytes that a pass keeps and takes in all, each as torch counts it and as it is forecast. Packed where it can be,
     by what is tried on this machine."""
-    small = _short_config(family, changes or {})
+    small = _short_config(family, **changes)
     config = config_with(mixed_precision="no" if family in FLOAT32 else "bf16", **keys)
 
     def packable(model: Any, *_: Any, max_length: float) -> tuple[Any, str]:
@@ -317,14 +326,6 @@ def _counted(
     size = Pass(number, keyed, len(tokens.predicts), alone=True, rows=ROWS, longest=longest)
     worst = sum(training_parts(planned(config, shape, LENGTHS, Gpu("GPU")), size).values())
     return kept, activations(config, shape, size).kept, allocations.peak, worst
-
-
-def _short_config(family: str, changes: dict[str, Any]) -> Any:
-    """Its small configuration with one layer of each kind, or two of one: recurrences take long."""
-    kinds = [*dict.fromkeys(MODELS[family].get("layer_types", ()))]
-    short = {"num_hidden_layers": 2} | ({"layer_types": kinds} if kinds else {})
-    own = {"bamba": {"attn_layer_indices": [1]}, "nemotron_h": {"num_hidden_layers": 4}}.get(family, {})
-    return small_config(family, **short | own | changes)
 
 
 def _policy(small: Any, config: RunConfig) -> policies.Policy:
