@@ -64,6 +64,7 @@ SIDE_BY_SIDE = [
     Part("deterministic", "trainings:deterministic", 240, 60),
     Part("adapters", "trainings:adapters", 150, 40, ("peft",)),
     Part("8-bits", "trainings:eight_bits", 150, 40),
+    Part("hybrid", "trainings:hybrid", 240, 60, ("fla", "causal_conv1d")),
     Part("vllm-gap", "engines:gap", 180, 50, ("vllm",)),
     Part("vllm-resume", "engines:colocated", 240, 80, ("vllm",)),
     Part("vllm-adapter", "engines:adapter", 180, 60, ("vllm", "peft")),

@@ -2,6 +2,7 @@
 
 Of a run that is removed, its directory, its weights and its traces go. Its figures, configuration and evaluation stay
 in MLflow, and so do its versions with their tags: attempts are counted by them, and `grpo compare` reads them.
+Checkpoints made of GGUF files go once no run that is left names them.
 
 Versions are marked as removed before their weights are, and a folder is moved to TRASH before it is deleted: whatever
 ends this, nothing half removed looks whole, and the next call removes the rest.
@@ -34,6 +35,7 @@ from tasks.registry.champion import REMOVED, model_lock, why_needed
 from tasks.registry.lookup import if_there
 from tasks.registry.model_version import LOGGED_MODEL
 from tasks.stages.access import AccessError
+from tasks.stages.base_model import BASES, ORIGIN
 from tasks.stages.files import read_json, remove
 from tasks.stages.locks import LOCK, RunInUseError, holding, lock, locked
 from tasks.stages.mlflow_address import tracking_uri
@@ -44,6 +46,7 @@ from tasks.tracking.runs import RUN_FILE, answering, connect
 KEEP_DAYS = 30
 SECONDS_PER_DAY = 86_400
 TRASH = "trash"  # folder under the storage root
+NAMED = re.compile(rf"(?:runs|{BASES})/([\w.-]+)")
 TRACES_PER_REQUEST = 100
 YOUNG = "it has changed since"
 # What vLLM leaves on a machine when it is killed: shared memory, and sockets in the temporary folder.
@@ -54,8 +57,8 @@ SOCKET = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 @dataclass(frozen=True)
 class Item:
-    """What is old enough to be removed: a run's directory, an output in its replaced/, a sweep's folder, or what vLLM
-    left on this machine.
+    """What is old enough to be removed: a run's directory, an output in its replaced/, a sweep's folder, a checkpoint
+    made of a GGUF file, or what vLLM left on this machine.
 
     name: its path below the storage root. changed: in seconds since 1970. size: bytes on the disk, with those of its
     weights in MLflow if they are on this machine. kept: why it is not removed; "" if it is.
@@ -70,7 +73,7 @@ class Item:
 @dataclass(frozen=True)
 class RunFolder:
     """A run's directory, and what its configuration says: the sweep of which it is an arm ("" if of none, None if the
-    configuration cannot be read), and the runs whose files it names."""
+    configuration cannot be read), and the runs and bases whose files it names."""
 
     folder: Path
     sweep: str | None
@@ -128,6 +131,13 @@ def clean(keep_days: float, dry_run: bool, going_on: Collection[str]) -> Iterato
         for sweep in sweeps:
             if _changed(sweep) < before and sweep.name not in going_on | of_kept:
                 yield _handle(client, sweep, sweep, "", before, now, dry_run)
+        (bases := root / BASES).mkdir(exist_ok=True)
+        named = {other for name in kept for other in runs[name].names}
+        with holding(descriptor := os.open(bases, os.O_RDONLY)):
+            made = {*(it.parent for it in bases.glob(f"*/{ORIGIN}")), *bases.glob("*.partial")}
+            for base in sorted(made) if lock(descriptor) else ():  # else a process makes one
+                if _changed(base) < before and base.name not in named:
+                    yield _handle(client, base, base, "", before, now, dry_run)
         if left := leftovers(min(before, now - SECONDS_PER_DAY)):  # a young one may be about to be used
             stats = [it.lstat() for it in left]
             size, changed = 512 * sum(it.st_blocks for it in stats), max(it.st_mtime for it in stats)
@@ -142,7 +152,7 @@ def _read(folder: Path) -> RunFolder:
         text = (folder / run_files.CONFIG).read_text(errors="replace")
         sweep = tomllib.loads(text).get("registry", {}).get("sweep", "")
     quoted = (str(Path(it).resolve()) for it in re.findall(r'"([^"\n]+)"', text))  # which may be links
-    return RunFolder(folder, sweep, {name for it in (text, *quoted) for name in re.findall(r"runs/([\w.-]+)", it)})
+    return RunFolder(folder, sweep, {name for it in (text, *quoted) for name in re.findall(NAMED, it)})
 
 
 def _kept(

@@ -1,4 +1,5 @@
-"""config.json of the Qwen2.5 models, as far as forecasts read it, the sizes that follow, and runs planned with them."""
+"""config.json of the Qwen2.5 models and of Qwen3.5-0.8B, as far as forecasts read it, the sizes that follow, and runs
+planned with them."""
 
 from __future__ import annotations
 
@@ -35,10 +36,26 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 
+# Three layers of gated delta rule to one that attends.
+QWEN3_5 = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "full_attention_interval": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 16),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 128),
+    "linear_conv_kernel_dim": 4,
+    "intermediate_size": 3584,
+    "vocab_size": 248_320,
+    "tie_word_embeddings": True,
+}
+
 QWEN = {
     "0.5B": _config(896, 24, 14, 4864, small=True),
-    # Qwen3.5-0.8B by its width, depth and vocabulary, as if all its layers attended.
-    "0.8B": _config(1024, 24, 16, 3584, small=True) | {"vocab_size": 248_320},
+    "0.8B": {"model_type": "qwen3_5", "text_config": QWEN3_5, "tie_word_embeddings": True},
     "1.5B": _config(1536, 28, 12, 8960, small=True),
     "3B": _config(2048, 36, 16, 11008, small=True),
     "7B": _config(3584, 28, 28, 18944),
@@ -49,12 +66,12 @@ QWEN = {
 
 
 def qwen(size: str) -> ModelShape:
-    """Sizes of Qwen2.5 of this size ("7B")."""
+    """Sizes of the Qwen of this size ("7B")."""
     return model_shape(QWEN[size])
 
 
 def planned(config: RunConfig, shape: ModelShape | str, lengths: PromptLengths, gpu: Gpu) -> PlannedRun:
-    """Run with 20,000 prompts, of a model of this shape or of the Qwen2.5 of this size."""
+    """Run with 20,000 prompts, of a model of this shape or of the Qwen of this size."""
     shape = qwen(shape) if isinstance(shape, str) else shape
     return PlannedRun(config, make_plan(plan_inputs(config, 20_000)), shape, lengths, gpu)
 

@@ -1,9 +1,11 @@
-"""Whole trainings by `python -m grpo_core.train`: stopped and continued, deterministic, with adapters, in 4 bits."""
+"""Whole trainings by `python -m grpo_core.train`: stopped and continued, deterministic, with adapters, in 4 bits, of a
+hybrid."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,12 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from benchmarks.gpu.report import ON_GPU, PRECISION, TINY, Report, Row, at_most, distance, equals, small
 from benchmarks.side_ours import run_directory
@@ -34,6 +38,15 @@ BEGINS = ("training: starting", "training: continuing")  # the beginnings of the
 KEPT: dict[str, Any] = {"train.save_steps": 1, "train.save_total_limit": 20}
 TRAIN = ["-m", "grpo_core.train"]  # arguments of `python`
 NOISE = 5e-2  # relative, between gradient norms of the same update by kernels that add in another order
+# A training in which importing the kernels of hybrids fails.
+WITHOUT_KERNELS = """
+import sys
+sys.modules |= dict.fromkeys(("causal_conv1d", "fla"))
+from grpo_core.train import main
+main()
+"""
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES += ("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "eos_token_id", "pad_token_id")
 CLOCKS = ("time/", "step_time", "timestamp")  # figures that no two runs have alike
 
 
@@ -266,6 +279,46 @@ def eight_bits(scratch: Path, report: Report) -> None:
         equals(report, f"moments of 8 bits, offload {offload}: status", train(run).status, 0)
         found.append(weights_of(run))
     equal_tensors(report, "moments of 8 bits, offloaded", *reversed(found))
+
+
+def hybrid(scratch: Path, report: Report) -> None:
+    """Train a Qwen3.5 with the kernels of flash-linear-attention and causal-conv1d, and on the same completions with
+    transformers' own code in Python: log-probabilities and the first gradient agree."""
+    work, data = small(steps=3), scratch / "workload"
+    write(work, data)
+    _write_hybrid(work, data / "model")
+    kernels, python = scratch / "kernels", scratch / "python"
+    run_directory(work, data, kernels, {"precision": PRECISION})
+    recorded = {"rollout.recording": str(kernels)}
+    run_directory(work, data, python, {"precision": PRECISION, "engine": "recorded", "keys": recorded})
+    for run, program in ((kernels, None), (python, ["-c", WITHOUT_KERNELS])):
+        done = train(run, program)
+        equals(report, f"{run.name}: status", done.status, 0)
+        names = {*re.findall(r"`(\w+)` is falling back", done.said)}
+        found = ", ".join(sorted(names)) or "none"
+        wanted = "none" if run == kernels else "some"
+        report(Row(f"{run.name}: functions without a kernel", found, wanted, (wanted == "some") == bool(names)))
+        report(Row(f"{run.name}: seconds per update", f"{median(row['step_time'] for row in metrics_of(run)):.3f}"))
+    ours, theirs = (metrics_of(run)[0] for run in (kernels, python))
+    for run, row in (("kernels", ours), ("python", theirs)):
+        apart = row["sampling/sampling_logp_difference/mean"]
+        at_most(report, f"{run}: log-probabilities from the engine's with kernels", apart, 0.05 if ON_GPU else 1e-4)
+    away = abs(ours["grad_norm"] - theirs["grad_norm"]) / theirs["grad_norm"]
+    at_most(report, "gradient norm of the first update, relative", away, NOISE)
+
+
+def _write_hybrid(work: Workload, folder: Path) -> None:
+    """Put a Qwen3.5 of the workload's sizes in the place of its model."""
+    heads, widths = ("linear_num_key_heads", "linear_num_value_heads"), ("linear_key_head_dim", "linear_value_head_dim")
+    config = AutoConfig.from_pretrained(folder).to_dict()
+    sizes = {name: config[name] for name in SIZES} | dict.fromkeys(heads, work.heads)
+    sizes |= {"head_dim": work.hidden // work.heads} | dict.fromkeys(widths, work.hidden // work.heads)
+    sizes |= {"layer_types": ["linear_attention", "full_attention"] * (work.layers // 2)}
+    generation = GenerationConfig.from_pretrained(folder)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["qwen3_5_text"](**sizes), dtype=torch.float32)
+    model.generation_config = generation
+    model.save_pretrained(folder)
 
 
 def _drift(run: Path) -> float:

@@ -73,8 +73,8 @@ class AlgorithmConfig(Section):
     """Lower bound of the correction; default: none."""
     router_aux_loss_coef: float = Field(0.0, ge=0)
     """Mixtures of experts: weight of the loss that balances the routers' use of experts (Switch Transformers,
-    arXiv:2101.03961); 0 leaves it out. It costs one more forward pass of the update's rows. TRL's default is the
-    model's own value."""
+    arXiv:2101.03961); 0 leaves it out. It costs one more forward pass of the update's rows. With routing_replay, the
+    routers' own choices count. TRL's default is the model's own value."""
     routing_replay: bool = False
     """Mixtures of experts: training passes take the experts that the engine took when it sampled, with gate weights
     from the policy's own router logits (arXiv:2510.11370), for the update and for old log-probabilities."""

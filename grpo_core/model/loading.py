@@ -14,6 +14,7 @@ import torch
 from accelerate import PartialState
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed import DistributedConfig, mixin
@@ -153,7 +154,7 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
         use_rslora=config.use_rslora,
         lora_dropout=config.lora_dropout,
         target_modules=config.lora_target_modules or "all-linear",
-        exclude_modules=_beside_the_text_model(model),
+        exclude_modules=_not_adapted(model),
         modules_to_save=config.lora_modules_to_save and [*config.lora_modules_to_save],  # peft adds to the list
         # Else a copy of a tied embedding would be trained without the head, or the head without the embedding.
         ensure_weight_tying=bool(config.lora_modules_to_save and model.config.get_text_config().tie_word_embeddings),
@@ -199,13 +200,24 @@ def _check_modules_to_save(model: nn.Module, config: ModelConfig) -> None:
             )
 
 
-def _beside_the_text_model(model: Any) -> str | None:
-    """Regular expression of names beside the text model and its head, such as those in a tower for images, which text
-    would not train; None if no linear layer has one."""
-    text = [name for name, module in model.named_modules() if module in (decoder(model), model.get_output_embeddings())]
+def _not_adapted(model: Any) -> str | None:
+    """Regular expression of the linear layers that get no adapter; None if there are none. Those beside the text model
+    and its head, such as those in a tower for images, would not be trained by text."""
+    of_text = decoder(model), model.get_output_embeddings()
+    text = [name for name, module in model.named_modules() if module in of_text]
     beside = rf"(?!({'|'.join(map(re.escape, text))})(\.|$)).*"
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return beside if any(re.fullmatch(beside, name) for name in linear) else None
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    found = [beside] * any(re.fullmatch(beside, name) for name in linear)
+    return "|".join(found + [re.escape(name) for name, layer in linear.items() if not _gives_product(layer)]) or None
+
+
+def _gives_product(layer: nn.Linear) -> bool:
+    """False if a layer of transformers' own gives more than a linear one, as the routers of Llama 4 and Phi-3.5-MoE do:
+    an adapter would add to that."""
+    if type(layer).forward is nn.Linear.forward or not type(layer).__module__.startswith("transformers.models."):
+        return True
+    weights = {name: torch.empty(each.shape, device="meta") for name, each in layer.named_parameters()}
+    return isinstance(functional_call(layer, weights, torch.empty(1, layer.in_features, device="meta")), Tensor)
 
 
 def _check_untied(adapted: nn.Module, holders: Mapping[int, int]) -> None:

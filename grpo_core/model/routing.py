@@ -110,7 +110,8 @@ def difference(seen: Seen, others: Tensor) -> Tensor:
 
 
 def choice_counts(seen: Seen, at: Tensor, weights: Tensor, experts: int) -> Tensor:
-    """How often each expert is chosen for the tokens at these places, (n,), over all layers. (E,)"""
+    """How often the routers themselves choose each expert for the tokens at these places, (n,), over all layers, also
+    where other experts are taken. (E,)"""
     counts = torch.zeros(experts, dtype=torch.float64, device=at.device)
     for _, chosen in seen.values():
         counts.index_add_(0, chosen[at].flatten(), weights.double().repeat_interleave(chosen.shape[1]))

@@ -4,9 +4,13 @@ sees in the file's place."""
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,9 @@ from tasks.stages.files import remove
 from tasks.stages.lineage import DIGITS
 from tasks.stages.locks import holding
 from tasks.stages.run_directory import storage_root
+
+BASES = "bases"  # folder under the storage root
+ORIGIN = ".made_from.json"  # hidden, so that it is no part of a checkpoint's content
 
 
 def with_checkpoint(config: RunConfig, say: Callable[[str], None], *, download: bool = True) -> RunConfig:
@@ -38,16 +45,20 @@ def with_checkpoint(config: RunConfig, say: Callable[[str], None], *, download: 
         if not download:
             return config
         raise ConfigError(f"model.gguf_file = {keys.gguf_file!r}: {error}") from error
-    folder = storage_root() / "bases"
+    folder, content = storage_root() / BASES, content_hash(str(file))
     folder.mkdir(parents=True, exist_ok=True)
-    made = folder / f"{re.sub(r'[^A-Za-z0-9._-]', '-', file.stem)}-{content_hash(str(file))[:DIGITS]}"
+    made = folder / f"{re.sub(r'[^A-Za-z0-9._-]', '-', file.stem)}-{content[:DIGITS]}"
     with holding(descriptor := os.open(folder, os.O_RDONLY)):
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # one process converts, others wait for what it makes
         if not made.exists():
             say(f"{file} is made an ordinary checkpoint, once: {made}")
             remove(partial := made.with_name(f"{made.name}.partial"))
             _write_checkpoint(file, partial)
+            origin = {"file": str(file), "content": content, "date": date.today().isoformat()}
+            (partial / ORIGIN).write_text(json.dumps(origin | {"transformers": version("transformers")}, indent=1))
             publish(partial, made)
+        with suppress(PermissionError):  # another user's
+            (made / ORIGIN).touch()  # `grpo clean` sees by it that the checkpoint is used
     base = {"name_or_path": str(made), "gguf_file": None, "revision": None}
     return config.model_copy(update={"model": keys.model_copy(update=base)})
 

@@ -72,6 +72,15 @@ UNSUMMED = """
 from grpo_core import distributed
 distributed.average_gradients = lambda _: None
 """
+# In sampling and training alike.
+OTHER_KERNEL = """
+from transformers.models.qwen3_5 import modeling_qwen3_5 as hybrids
+for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+    def other(*arguments, own=getattr(hybrids, name), **keys):
+        output, state = own(*arguments, **keys)
+        return output.roll(1, -1), state
+    setattr(hybrids, name, other)
+"""
 
 
 @pytest.mark.parametrize(
@@ -79,6 +88,19 @@ distributed.average_gradients = lambda _: None
 )
 def test_a_part_that_trains_passes(tmp_path: Path, work: Work) -> None:
     assert failed(work, tmp_path) == []
+
+
+def test_the_part_of_hybrids_fails_without_their_kernels_or_with_one_that_computes_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels need a GPU."""
+    assert failed(trainings.hybrid, tmp_path / "right") == ["kernels: functions without a kernel"]
+    program = tmp_path / "planted.py"
+    program.write_text(PLANTED.format(fault=OTHER_KERNEL))
+    monkeypatch.setattr(trainings, "TRAIN", [str(program)])
+    found = failed(trainings.hybrid, tmp_path / "wrong")
+    assert "python: log-probabilities from the engine's with kernels" in found
+    assert "kernels: log-probabilities from the engine's with kernels" not in found
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -20,10 +20,14 @@ class Allocations(TorchDispatchMode):
         self.total = 0  # of these; some may be gone
         self.peak = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # skipping it takes time at each operation, and nothing is compiled inside
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = {storage._cdata for storage in _storages((args, kwargs))}
-        for storage in _storages(result):
+        for storage in _storages((result,)):
             if storage._cdata not in given:
                 self.total += storage.nbytes() - self.alive.pop(storage._cdata, (None, 0))[1]
                 self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
@@ -38,11 +42,12 @@ class Allocations(TorchDispatchMode):
         return self.total
 
 
-def _storages(values: Any) -> list[torch.UntypedStorage]:
-    found = []
-    for leaf in pytree.tree_leaves(values):
-        if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
-            found.append(leaf.untyped_storage())
-        elif isinstance(leaf, torch.UntypedStorage):
-            found.append(leaf)
-    return found
+def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.device.type != "meta":
+                yield value.untyped_storage()
+        elif isinstance(value, torch.UntypedStorage):
+            yield value
+        elif isinstance(value, list | tuple | dict):
+            yield from _storages(value.values() if isinstance(value, dict) else value)

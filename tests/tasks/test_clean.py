@@ -20,15 +20,19 @@ import mlflow
 import pytest
 import tomli_w
 
+from grpo_core.config.files import parse_config
 from grpo_core.errors import GrpoError
 from tasks import clean as cleaning
 from tasks.clean import clean, leftovers
 from tasks.registry.champion import PromotionError, promote, rollback
-from tasks.stages.locks import locked
+from tasks.stages import base_model
+from tasks.stages.base_model import ORIGIN, with_checkpoint
+from tasks.stages.locks import holding, lock, locked
 from tasks.stages.run_directory import storage_root
 from tasks.tracking.runs import connect
 from tasks.tracking.traces import Told, send
 from tests.evaluations import fixed_samples, promotion_config, register_version
+from tests.made_up import values_of
 from tests.tasks.registry.champions import make_champions, samples_of
 
 DAYS = 10
@@ -278,6 +282,31 @@ def test_a_run_whose_mlflow_run_is_elsewhere_stays() -> None:
     age(run)
     assert "is not at sqlite:" in run_clean()["runs/night"]
     assert run.exists()
+
+
+def test_a_gguf_file_s_checkpoint_goes_once_no_run_that_is_left_names_it_and_none_has_just_asked_for_it(
+    storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (storage.parent / "asked.gguf").touch()
+    monkeypatch.setattr(base_model, "_write_checkpoint", lambda _, folder: (folder / "weights").mkdir(parents=True))
+    keys = {"name_or_path": str(storage.parent), "gguf_file": "asked.gguf"}
+    config = parse_config(values_of("asked", model=keys))
+    asked = with_checkpoint(config, print).model.name_or_path
+    bases = Path(asked).parent
+    for name in ("kept", "gone", "unfinished.partial", "notes of a person"):
+        (bases / name / "weights").mkdir(parents=True)
+    for name in ("kept", "gone"):
+        (bases / name / ORIGIN).touch()
+        make_run(name, text=tomli_w.dumps({"model": {"name_or_path": str(bases / name)}}))
+    age(bases)
+    os.utime(storage / "runs" / "kept" / "training")
+    assert with_checkpoint(config, print).model.name_or_path == asked
+    with holding(descriptor := os.open(bases, os.O_RDONLY)):
+        assert lock(descriptor)
+        assert run_clean(dry_run=True) == {"runs/gone": ""}, "a process makes one"
+    expected = {"runs/gone": "", "bases/gone": "", "bases/unfinished.partial": ""}
+    assert run_clean(dry_run=True) == expected == run_clean()
+    assert {it.name for it in bases.iterdir()} == {Path(asked).name, "kept", "notes of a person"}
 
 
 class CutOff(BaseException):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import threading
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -17,10 +20,11 @@ from grpo_core.config.files import parse_config
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
+from grpo_core.fingerprint import content_hash
 from grpo_core.planning.adapter import check_adapter
 from tasks.data.lengths import load_tokenizer_and_context
 from tasks.stages import base_model
-from tasks.stages.base_model import with_checkpoint
+from tasks.stages.base_model import ORIGIN, with_checkpoint
 from tests.gguf_files import TEMPLATE, write_llama
 from tests.made_up import values_of
 
@@ -87,6 +91,10 @@ def test_a_file_is_converted_once_by_its_content_and_again_after_a_kill(
     said: list[str] = []
     first = with_checkpoint(_config(tmp_path / "a"), said.append)
     AutoTokenizer.from_pretrained(first.model.name_or_path)
+    origin = json.loads((Path(first.model.name_or_path) / ORIGIN).read_text())
+    assert origin["file"] == str(tmp_path / "a" / FILE)
+    assert origin["content"] == content_hash(origin["file"])
+    assert (origin["date"], origin["transformers"]) == (date.today().isoformat(), transformers.__version__)
     (tmp_path / "a" / FILE).rename(tmp_path / "b" / FILE)
     assert with_checkpoint(_config(tmp_path / "b"), said.append) == first
     assert with_checkpoint(first, said.append) == first
