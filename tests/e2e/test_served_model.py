@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tomli_w
 
@@ -24,29 +29,79 @@ VLLM = ("--", "--max-model-len", "32", "--enforce-eager")
 pytestmark = pytest.mark.e2e
 
 
-def test_a_promotion_under_load_changes_the_answers_and_loses_no_request(tmp_path: Path) -> None:
-    need_vllm()
-    inputs = write_inputs(tmp_path)
-    environment = {**os.environ, "GRPO_STORAGE": str(tmp_path / "storage"), "PYTHONPATH": python_path(ROOT)}
+# As a chat template of digits: no sign of its own.
+TEMPLATE = "{% for each in messages %}{{ each['content'] }}{% endfor %}{{ sign }}"
 
-    def grpo(*words: str) -> str:
+
+@dataclass(frozen=True)
+class Project:
+    """A folder with runs, and its commands."""
+
+    folder: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "GRPO_STORAGE": str(self.folder / "storage"), "PYTHONPATH": python_path(ROOT)}
+
+    def grpo(self, *words: str) -> str:
         command = [sys.executable, "-m", "flows.cli.main", *words]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1200)
+        options: Any = {"cwd": self.folder, "env": self.environment, "capture_output": True, "text": True}
+        done = subprocess.run(command, timeout=1200, **options)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    for number, rate in enumerate((1e-3, 1e-2), 1):
-        values = small_quickstart(f"run{number}", inputs, {"max_steps": 4, "learning_rate": rate})
-        values["rewards"] = [{"function": "length", "args": {"target": 3}}]
-        values["rollout"] |= {"num_generations": 8, "max_completion_length": 6, "stop": ["7"]}
-        values["train"] |= {"gradient_accumulation_steps": 1, "mixed_precision": "no"}
-        values["registry"] = {"model_name": "sums"}
-        (tmp_path / "config.toml").write_text(tomli_w.dumps(values))
-        grpo("run", "config.toml")
-    samples = [
-        read_parquet(tmp_path / "storage" / "runs" / f"run{number}" / "evaluation" / "samples.parquet")
-        for number in (1, 2)
-    ]
+    def run(self, values: dict[str, Any]) -> pl.DataFrame:
+        """Run the pipeline; returns what was evaluated."""
+        (self.folder / "config.toml").write_text(tomli_w.dumps(values))
+        self.grpo("run", "config.toml")
+        return read_parquet(self.folder / "storage" / "runs" / values["name"] / "evaluation" / "samples.parquet")
+
+
+def values_of(name: str, inputs: Path, rate: float) -> dict[str, Any]:
+    values = small_quickstart(name, inputs, {"max_steps": 4, "learning_rate": rate})
+    values["rewards"] = [{"function": "length", "args": {"target": 3}}]
+    values["rollout"] |= {"num_generations": 8, "max_completion_length": 6, "stop": ["7"]}
+    values["train"] |= {"gradient_accumulation_steps": 1, "mixed_precision": "no"}
+    return values | {"registry": {"model_name": "sums"}}
+
+
+def test_a_conversational_version_answers_messages_as_evaluated_without_its_system_prompt_being_said(
+    tmp_path: Path,
+) -> None:
+    need_vllm()
+    project, inputs = Project(tmp_path), write_inputs(tmp_path)
+    for name in ("train", "eval"):
+        table = pq.read_table(file := inputs / f"{name}.parquet")
+        asked = [[{"role": "user", "content": prompt}] for prompt in table["prompt"].to_pylist()]
+        pq.write_table(table.set_column(0, "prompt", pa.array(asked)), file)
+    settings = inputs / "base" / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
+    values = values_of("talk", inputs, 1e-3)
+    values["data"] |= {"system_prompt": "1+", "chat_template_kwargs": {"sign": "="}}
+    samples = project.run(values)
+    project.grpo("promote", "sums", "--version", "1", "--force")
+    [port] = free_ports(1)
+    command = [sys.executable, "-m", "flows.cli.main", "serve-model", "sums@champion", "--port", str(port), *VLLM]
+    options: Any = {"cwd": tmp_path, "env": project.environment}
+    with (
+        served_model(command, port, tmp_path / "log", "/health", **options) as url,
+        httpx2.Client(base_url=url, timeout=600) as client,
+    ):
+        for row in samples.iter_rows(named=True):
+            system, user = row["prompt"]
+            assert system["content"] == "1+"
+            answer = client.post("/v1/chat/completions", json={"model": "sums", "messages": [user]})
+            [choice] = answer.raise_for_status().json()["choices"]
+            assert choice["message"]["content"] == row["trained/completion"]
+    said = project.grpo("serve-model", "sums@champion", "--port", str(port), "--check", *VLLM)
+    assert "32 of 32 held-out prompts" in " ".join(said.split())
+
+
+def test_a_promotion_under_load_changes_the_answers_and_loses_no_request(tmp_path: Path) -> None:
+    need_vllm()
+    project, inputs = Project(tmp_path), write_inputs(tmp_path)
+    grpo, environment = project.grpo, project.environment
+    samples = [project.run(values_of(f"run{n}", inputs, rate)) for n, rate in enumerate((1e-3, 1e-2), 1)]
     prompts = samples[0]["prompt"].to_list()
     evaluated = [dict(zip(prompts, of["trained/completion"], strict=True)) for of in samples]
     assert evaluated[0] != evaluated[1]
