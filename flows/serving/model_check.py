@@ -46,17 +46,17 @@ def check_served(url: str, key: str, version: Version, recorded: Recorded) -> Ag
         return reward_change(run, others) if is_there else None
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    exact = precision_here(version) == "no" and find_gpu() is None
+    rounding = EXACT if precision_here(version) == "no" and find_gpu() is None else ROUNDED
     with httpx2.Client(base_url=url, headers=headers, timeout=None, trust_env=False) as client:
-        return compare(_ask(client, config, version.name, recorded), EXACT if exact else ROUNDED, change)
+        return compare(_ask(client, config, version.name, recorded, rounding), change)
 
 
-def _ask(client: httpx2.Client, config: RunConfig, name: str, recorded: Recorded) -> Iterator[Asked]:
+def _ask(client: httpx2.Client, config: RunConfig, name: str, recorded: Recorded, rounding: float) -> Iterator[Asked]:
     samples = recorded.samples.filter(set=HELD_OUT, sample=0).sort("row").head(PROMPTS)
     for row in samples.iter_rows(named=True):
         limit = min(own_limit(config, row) or config.evaluation_length, config.evaluation_length)
         served, tokens, tops = _answer(client, name, row["prompt"], limit)
-        yield Asked(row["row"], served, row["trained/completion"], partial(_steps, served, tokens, tops))
+        yield Asked(row["row"], served, row["trained/completion"], partial(_steps, served, tokens, tops, rounding))
 
 
 def _answer(client: httpx2.Client, name: str, prompt: Any, limit: int) -> tuple[str, Tokens, Tops]:
@@ -77,7 +77,7 @@ def _answer(client: httpx2.Client, name: str, prompt: Any, limit: int) -> tuple[
     return choice["text"], found["tokens"], [[*top.values()] for top in found["top_logprobs"]]
 
 
-def _steps(answer: str, tokens: Tokens, tops: Tops) -> Steps:
+def _steps(answer: str, tokens: Tokens, tops: Tops, rounding: float) -> Steps:
     """The answer, token by token, without a stop text. `tops`: the highest log-probabilities at each."""
-    gaps = [highest - second for highest, second, *_ in (sorted([*top, -math.inf])[::-1] for top in tops)]
-    return [(text[: len(answer)], gap) for text, gap in zip(itertools.accumulate(tokens), gaps, strict=True)]
+    ties = [highest - second < rounding for highest, second, *_ in (sorted([*top, -math.inf])[::-1] for top in tops)]
+    return [(text[: len(answer)], is_tie) for text, is_tie in zip(itertools.accumulate(tokens), ties, strict=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,8 @@ from grpo_core.rewards.trl_arguments import TrainerState
 # and in bfloat16 or by a GPU's kernels.
 EXACT, ROUNDED = 1e-3, 0.25
 
-# A greedy answer, token by token: the text up to each, and by how much its log-probability exceeds the second's.
-Steps = Sequence[tuple[str, float]]
+# A greedy answer, token by token: the text up to each, and whether another one is equally likely, except for rounding.
+Steps = Sequence[tuple[str, bool]]
 
 
 @dataclass(frozen=True)
@@ -57,34 +56,34 @@ class Agreement:
     reward_change: float | None
 
 
-def compare(asked: Iterable[Asked], rounding: float, reward_change: Callable[[list[Asked]], float | None]) -> Agreement:
+def compare(asked: Iterable[Asked], reward_change: Callable[[list[Asked]], float | None]) -> Agreement:
     """Compare the answers. `reward_change`: gives the sum over those that are not equal."""
     compared, differing = [*asked], list[dict[str, Any]]()
     others = [each for each in compared if each.served != each.evaluated]
     for each in others:
-        token, gap = departure(each.steps(), each.served, each.evaluated)
-        if gap >= rounding:
+        token, is_tie = departure(each.steps(), each.served, each.evaluated)
+        if not is_tie:
             differing.append({"row": each.row, "token": token, "served": each.served, "evaluated": each.evaluated})
     change = reward_change(others) if others else 0.0
     mean = None if change is None else change / max(len(compared), 1)
     return Agreement(len(compared), len(compared) - len(others), len(others) - len(differing), differing, mean)
 
 
-def departure(steps: Steps, *answers: str) -> tuple[int, float]:
-    """Number, from 1, of the greedy answer's first token at which one of these texts differs from it. Beside it: by how
-    much this token, or one just before that shows no text, such as an end token, exceeds the second."""
+def departure(steps: Steps, *answers: str) -> tuple[int, bool]:
+    """Number, from 1, of the greedy answer's first token at which one of these texts differs from it. Beside it: is it,
+    or one just before that shows no text, such as an end token, as likely as another?"""
     if not steps:
-        return 1, math.inf
+        return 1, False
     texts = ["", *(text for text, _ in steps)]
     [other, *_] = [text for text in answers if text != texts[-1]]
     last = len(steps) - 1  # where the other text goes on
     first = next((n for n in range(last) if not other.startswith(texts[n + 1])), last)
-    return first + 1, min(gap for _, gap in steps[texts.index(texts[first]) : first + 1])
+    return first + 1, any(is_tie for _, is_tie in steps[texts.index(texts[first]) : first + 1])
 
 
 def reward_change(run: Path, others: Sequence[Asked]) -> float | None:
-    """The sum of the run's rewards for the version's answers minus those for the evaluation's, both tokenized again. None
-    if a reward fails, which is printed, or if answers were conversations with an environment."""
+    """The sum of the run's rewards for the version's answers minus those for the evaluation's, tokenized again. None if
+    a reward fails, which is printed, or if there is an environment."""
     config, plan = load_config(run / run_files.CONFIG), load_plan(run / run_files.PLAN)
     if config.environment.is_used:
         return None

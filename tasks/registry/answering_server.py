@@ -54,7 +54,7 @@ def answer(model: Any, path: str, said: Mapping[str, Any]) -> dict[str, Any]:
         "id": uuid.uuid4().hex,
         "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
-        "model": said.get("model"),
+        "model": said["model"],
         "choices": [{"index": 0, **content, "logprobs": None, "finish_reason": "stop" if ended else "length"}],
         "usage": {"prompt_tokens": len(ids), "completion_tokens": tokens, "total_tokens": len(ids) + tokens},
     }
@@ -68,8 +68,8 @@ def main() -> None:
 
     async def complete(request: Request) -> Response:
         try:
-            said = {key: value for key, value in (await request.json()).items() if value is not None}
-            if said.get("model", name) != name:
+            said = {"model": name} | {key: value for key, value in (await request.json()).items() if value is not None}
+            if said["model"] != name:
                 raise ValueError(f"the model {said['model']!r} is not served here, but {name!r}")
             async with one_by_one:
                 if await request.is_disconnected():

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,9 +52,7 @@ def main() -> None:
 
 def compare_by_mlflow(config: RunConfig, run: Path, version: Path, sources: PromptSets) -> Agreement:
     """Ask the version up to `registry.served_prompts` held-out prompts, for at most SECONDS."""
-    trained = Trained(config, run, sources)
-    exact = (trained.device, trained.dtype) == ("cpu", torch.float32)
-    return compare(_ask(trained, version), EXACT if exact else ROUNDED, partial(reward_change, run))
+    return compare(_ask(Trained(config, run, sources), version), partial(reward_change, run))
 
 
 def _ask(trained: Trained, version: Path) -> Iterator[Asked]:
@@ -70,9 +69,9 @@ def _ask(trained: Trained, version: Path) -> Iterator[Asked]:
         prompt, limit = rows[row]["prompt"], own_limit(config, rows[row]) or config.evaluation_length
         params = {"temperature": 0.0, "max_new_tokens": min(limit, config.evaluation_length)}
         given = {"messages": without_gaps(prompt)} if is_conversation(prompt) else prompt
-        [served] = model.predict(given, params)
+        answered: Any = model.predict(given, params)
         wanted = evaluated[row] if same_way else trained.text(trained.answer(row), row)
-        yield Asked(row, served, wanted, partial(trained.steps, row))
+        yield Asked(row, answered[0], wanted, partial(trained.steps, row))
 
 
 @dataclass(frozen=True)
@@ -83,18 +82,12 @@ class Trained:
     run: Path
     sources: PromptSets
 
-    @property
-    def device(self) -> str:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        precision = with_precision_of(self.config, self.device).train.mixed_precision
-        return torch.bfloat16 if precision == "bf16" else torch.float32
-
     @cached_property
     def engine(self) -> TransformersEngine:
-        model = load_model(self.run / run_files.TRAINING / run_files.MODEL, dtype=self.dtype, device=self.device)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        precision = with_precision_of(self.config, device).train.mixed_precision
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        model = load_model(self.run / run_files.TRAINING / run_files.MODEL, dtype=dtype, device=device)
         return TransformersEngine(model, self.sources.tokenizer)
 
     def answer(self, row: int) -> list[int]:
@@ -117,7 +110,9 @@ class Trained:
         logits = model(input_ids=given, use_cache=False).logits[0, len(prompt) - 1 : -1]
         highest, second = logits.topk(2).values.float().unbind(-1)
         texts = [self.text(ids[:count], row) for count in range(1, len(ids) + 1)]
-        return [*zip(texts, (highest - second).tolist(), strict=True)]
+        exact = model.dtype == torch.float32 and model.device.type == "cpu"
+        ties = highest - second < (EXACT if exact else ROUNDED)
+        return [*zip(texts, ties.tolist(), strict=True)]
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,22 @@ import pytest
 import tomli_w
 
 from benchmarks.command import ROOT, python_path
+from flows.serving.model_check import check_served
 from grpo_core.system.tables import read_parquet
+from tasks.registry.judging import Recorded
 from tests.conftest import need_vllm, small_quickstart, write_inputs
-from tests.serving import free_ports, served_model
+from tests.readme import commands_of
+from tests.serving import free_ports, mlflow_server, served_model
+from tests.tasks.registry.evaluated import served_version
 
 CLIENTS, REQUESTS = 8, 1000
 VLLM = ("--", "--max-model-len", "32", "--enforce-eager")
+
+# As the page says.
+[EXPORTED] = [
+    words for words in commands_of(ROOT / "docs" / "how-to" / "serve.md") if "MLFLOW_GATEWAY" in " ".join(words)
+]
+GATEWAY = dict(word.split("=") for word in EXPORTED[1:])
 
 pytestmark = pytest.mark.e2e
 
@@ -80,21 +91,43 @@ def test_a_conversational_version_answers_messages_as_evaluated_without_its_syst
     values["data"] |= {"system_prompt": "1+", "chat_template_kwargs": {"sign": "="}}
     samples = project.run(values)
     project.grpo("promote", "sums", "--version", "1", "--force")
-    [port] = free_ports(1)
+    run = tmp_path / "storage" / "runs" / "talk"
+    recorded = Recorded(tomllib.loads((run / "config.toml").read_text()), {}, samples)
+    port, mlflow_port = free_ports(2)
     command = [sys.executable, "-m", "flows.cli.main", "serve-model", "sums@champion", "--port", str(port), *VLLM]
     options: Any = {"cwd": tmp_path, "env": project.environment}
+    (gateway_folder := tmp_path / "gateway").mkdir()
     with (
         served_model(command, port, tmp_path / "log", "/health", **options) as url,
+        mlflow_server(gateway_folder, mlflow_port, **GATEWAY),
         httpx2.Client(base_url=url, timeout=600) as client,
+        httpx2.Client(base_url=f"http://127.0.0.1:{mlflow_port}", timeout=600) as gateway,
     ):
+        make_endpoint(gateway, f"{url}/v1")
         for row in samples.iter_rows(named=True):
             system, user = row["prompt"]
             assert system["content"] == "1+"
-            answer = client.post("/v1/chat/completions", json={"model": "sums", "messages": [user]})
-            [choice] = answer.raise_for_status().json()["choices"]
-            assert choice["message"]["content"] == row["trained/completion"]
-    said = project.grpo("serve-model", "sums@champion", "--port", str(port), "--check", *VLLM)
-    assert "32 of 32 held-out prompts" in " ".join(said.split())
+            for asked, path in ((client, "/v1"), (gateway, "/gateway/openai/v1")):
+                answer = asked.post(f"{path}/chat/completions", json={"model": "sums", "messages": [user]})
+                [choice] = answer.raise_for_status().json()["choices"]
+                assert choice["message"]["content"] == row["trained/completion"]
+        found = check_served(url, "", served_version(run, run), recorded)
+    assert (found.compared, found.equal, found.reward_change) == (32, 32, 0.0)
+
+
+def make_endpoint(gateway: httpx2.Client, url: str) -> None:
+    """As on the page AI Gateway of MLflow."""
+
+    def make(kind: str, **values: Any) -> dict[str, Any]:
+        answer = gateway.post(f"/api/3.0/mlflow/gateway/{kind}/create", json=values)
+        [made] = answer.raise_for_status().json().values()
+        return made
+
+    key: dict[str, Any] = {"secret_value": {"api_key": "none"}, "auth_config": {"api_base": url}}
+    secret = make("secrets", secret_name="sums", provider="openai", **key)["secret_id"]
+    definition = make("model-definitions", name="sums", secret_id=secret, provider="openai", model_name="sums")
+    model = {"model_definition_id": definition["model_definition_id"], "linkage_type": "PRIMARY", "weight": 1.0}
+    make("endpoints", name="sums", model_configs=[model])
 
 
 def test_a_promotion_under_load_changes_the_answers_and_loses_no_request(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import yaml
 from mlflow.models import Model
 from safetensors.torch import load_file, save_file
 
+from flows.serving.model_check import _steps
 from grpo_core.config.files import load_config
 from grpo_core.data.prompts import FileRows
 from grpo_core.evaluation.run import evaluate
@@ -137,13 +137,13 @@ def test_answers_that_were_not_greedy_are_compared_with_the_policy_s_greedy_ones
 
 
 def test_an_answer_is_a_tie_if_its_first_other_token_is_hardly_likelier_than_the_next() -> None:
-    close, clear = 1e-4, 1.0
-    assert departure([("4", clear), ("42", close)], "42", "43") == (2, close)
-    assert departure([("4", close), ("42", clear)], "42", "43") == (2, clear)
-    assert departure([("4", clear), ("4", close)], "4", "42") == (2, close)  # it ends where the other goes on
-    assert departure([("4", clear), ("4", close), ("42", clear)], "42", "43") == (3, close)  # half a character
-    assert departure([("4", close), ("4", clear)], "4", "42") == (2, clear)
-    assert departure([], "", "42") == (1, math.inf)
+    assert departure([("4", False), ("42", True)], "42", "43") == (2, True)
+    assert departure([("4", True), ("42", False)], "42", "43") == (2, False)
+    assert departure([("4", False), ("4", True)], "4", "42") == (2, True)  # it ends where the other goes on
+    assert departure([("4", False), ("4", True), ("42", False)], "42", "43") == (3, True)  # half a character before
+    assert departure([("4", True), ("4", False)], "4", "42") == (2, False)
+    assert departure([], "", "42") == (1, False)
+    assert _steps("4", ["4", "7"], [[-0.1, -0.1, -3.0], [-0.1]], 1e-3) == [("4", True), ("4", False)]  # 7: a stop text
 
 
 def test_a_promotion_needs_the_agreement_that_it_asks_for() -> None:

@@ -26,7 +26,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def question(prompt: Any) -> dict[str, Any]:
     """What a user asks, who leaves the system prompt to the server."""
-    return {"prompt": prompt} if isinstance(prompt, str) else {"messages": without_gaps(prompt)[1:]}
+    asked = {"prompt": prompt} if isinstance(prompt, str) else {"messages": without_gaps(prompt)[1:]}
+    return {"model": "sums", **asked}
 
 
 def test_what_the_proxy_fills_in_is_answered_as_evaluated(run: Path) -> None:
