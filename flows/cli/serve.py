@@ -95,7 +95,7 @@ def serve_model(
             recorded = read_recorded(client, client.get_model_version(name, first.number))
         found = check_served(url, key, first, recorded)
         for each in found.differing:
-            where = f"held-out prompt {each['row']}, from token {each['token']} on"
+            where = f"held-out prompt {each['row']}" + (f", from token {each['token']} on" if each["token"] else "")
             say(f"{where}: served {each['served']!r}, evaluated {each['evaluated']!r}")
         text = f"{found.equal} of {found.compared} held-out prompts are answered as in the evaluation"
         text += f", {found.ties} more except for rounding" if found.ties else ""

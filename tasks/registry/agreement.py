@@ -16,7 +16,7 @@ from grpo_core.data.chat import completion_of
 from grpo_core.data.prompts import FileRows, load_tokenizer
 from grpo_core.errors import GrpoError
 from grpo_core.planning.plan import load_plan
-from grpo_core.rewards.batch import Batch
+from grpo_core.rewards.batch import Batch, ended_ids
 from grpo_core.rewards.composition import weighted_sum
 from grpo_core.rewards.contract import rewards_of
 from grpo_core.rewards.scoring import score
@@ -70,10 +70,10 @@ def compare(asked: Iterable[Asked], reward_change: Callable[[list[Asked]], float
 
 
 def departure(steps: Steps, *answers: str) -> tuple[int, bool]:
-    """Number, from 1, of the greedy answer's first token at which one of these texts differs from it. Beside it: is it,
-    or one just before that shows no text, such as an end token, as likely as another?"""
+    """Number, from 1, of the greedy answer's first token at which one of these texts differs from it; 0 without tokens.
+    Beside it: is it, or one just before that shows no text, such as an end token, as likely as another?"""
     if not steps:
-        return 1, False
+        return 0, False
     texts = ["", *(text for text, _ in steps)]
     [other, *_] = [text for text in answers if text != texts[-1]]
     last = len(steps) - 1  # where the other text goes on
@@ -90,13 +90,11 @@ def reward_change(run: Path, others: Sequence[Asked]) -> float | None:
     prompts = FileRows(run_files.prompts(run, config.evaluation_files[HELD_OUT]))
     rows = [prompts[each.row] for each in others for _ in range(2)]
     texts = [text for each in others for text in (each.evaluated, each.served)]
-    tokenizer = load_tokenizer(config.model)
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + end for text in texts]
     completions = [completion_of(row["prompt"], text) for row, text in zip(rows, texts, strict=True)]
+    ids, state = ended_ids(load_tokenizer(config.model), texts), TrainerState.after(plan.max_steps, plan)
     try:
-        batch = Batch(rows, completions, ids, state=TrainerState.after(plan.max_steps, plan))
-        sums = weighted_sum(np.array(score(rewards_of(config), batch)).T, config.rewards)
+        given = np.array(score(rewards_of(config), Batch(rows, completions, ids, state=state))).T
+        sums = weighted_sum(given, config.rewards)
     except GrpoError as error:
         print(f"by how much the reward changes is not known: {error}", flush=True)
         return None

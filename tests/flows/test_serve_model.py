@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from tasks.registry.judging import Recorded
 from tests.conftest import check_may_serve
 from tests.processes import wait_for
 from tests.serving import free_ports
-from tests.tasks.registry.evaluated import evaluated_run, make_version, served_version
+from tests.tasks.registry.evaluated import evaluated_run, make_version, reward_change, served_version
 
 SAMPLING = {"max_tokens": 8, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "stop": ["\n"]}
 SETTINGS = {"system_prompt": "Be brief.", "template": json.dumps({"enable_thinking": False}), "precision": "no"}
@@ -240,13 +241,21 @@ def test_without_vllm_the_version_s_own_code_answers_as_evaluated(
             streamed = client.post("/v1/chat/completions", json={"messages": [], "stream": True})
             broken = client.post("/v1/chat/completions", content="[")
             other = client.post("/v1/chat/completions", json={"model": "products"})
+        assert serving.front.current
+        serving.front.current.version = replace(found, sampling={**found.sampling, "stop": []})
+        without_folder = check_served(serving.url, "", found, recorded)
+        (tmp_path / "runs").mkdir()
+        run.rename(kept := tmp_path / "runs" / "test")
+        lost_stop = check_served(serving.url, "", found, recorded)
+    assert lost_stop.differing == without_folder.differing and len(lost_stop.differing) == 16 - lost_stop.equal > 0
+    assert (without_folder.reward_change, lost_stop.reward_change) == (
+        None,
+        pytest.approx(reward_change(kept, lost_stop)),
+    )
     assert (agreement.compared, agreement.equal, agreement.reward_change) == (16, 16, 0.0)
     assert model["id"] == "sums"
-    for answer, said in (
-        (streamed, "stream = True needs vLLM"),
-        (broken, "line 1"),
-        (other, "'products' is not served"),
-    ):
+    refused = {"stream = True needs vLLM": streamed, "line 1": broken, "'products' is not served": other}
+    for said, answer in refused.items():
         assert (answer.status_code, said in answer.json()["error"]["message"]) == (400, True), answer.text
 
 

@@ -17,6 +17,7 @@ from flows.serving.model_server import Version
 from grpo_core.config.files import load_config
 from grpo_core.evaluation.run import evaluate
 from grpo_core.system.tables import read_parquet
+from tasks.registry.agreement import Agreement
 from tasks.registry.answering import OPENAI, answering_of
 from tasks.registry.model_version import Example, _write
 from tests.conftest import config_values, make_model, make_run
@@ -70,3 +71,14 @@ def served_version(run: Path, folder: Path) -> Version:
     answering = answering_of(load_config(run / "config.toml"), conversational=chat, tools=None)
     sampling = {OPENAI[name]: value for name, value in answering.sampling.items()}
     return Version("sums", "1", folder / "model", sampling, answering.settings)
+
+
+def reward_change(run: Path, found: Agreement) -> float:
+    """By hand: numeric_match, and half of length with target 3; a character is a token, and there is an end token."""
+    rows = pq.read_table(run / "dataset" / "eval.parquet")["answer"].to_pylist()
+
+    def reward(text: str, row: int) -> float:
+        return float(text == rows[row]) + 0.5 * max(0.0, 1.0 - abs(len(text) + 1 - 3) / 3)
+
+    gains = [reward(it["served"], it["row"]) - reward(it["evaluated"], it["row"]) for it in found.differing]
+    return sum(gains) / found.compared

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 
 from flows.serving.model_check import _steps
 from grpo_core.config.files import load_config
-from grpo_core.data.prompts import FileRows
 from grpo_core.evaluation.run import evaluate
 from grpo_core.rollout.loading import read_prompts
 from grpo_core.system.tables import read_parquet
@@ -26,7 +25,7 @@ from tasks.registry import asking
 from tasks.registry.agreement import Agreement, departure
 from tasks.registry.answers import compare_by_mlflow
 from tasks.registry.asking import AGREEING, COMPARED, FAILED, TIES, disagreement
-from tests.tasks.registry.evaluated import evaluated_run, make_version
+from tests.tasks.registry.evaluated import evaluated_run, make_version, reward_change
 
 pytestmark = pytest.mark.slow
 
@@ -76,11 +75,6 @@ FAULTS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def reward(text: str, answer: str) -> float:
-    """numeric_match, and half of length with target 3, of a text whose characters are tokens, with its end token."""
-    return float(text == answer) + 0.5 * max(0.0, 1.0 - abs(len(text) + 1 - 3) / 3)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_version_that_something_happened_to_is_found(run: Path, tmp_path: Path, fault: str) -> None:
     version = make_version(run, run / "versions" / fault)
@@ -88,14 +82,11 @@ def test_a_version_that_something_happened_to_is_found(run: Path, tmp_path: Path
     found = agreement(run, version)
     assert found.equal + found.ties < found.compared
     assert found.equal + found.ties + len(found.differing) == found.compared == 16
-    answers, gains = FileRows(run / "dataset" / "eval.parquet"), list[float]()
     for each in found.differing:
-        served, evaluated, right = each["served"], each["evaluated"], answers[each["row"]]["answer"]
-        equal = [one == other for one, other in zip(served, evaluated, strict=False)]
+        equal = [one == other for one, other in zip(each["served"], each["evaluated"], strict=False)]
         assert each["token"] > [*equal, False].index(False)  # a token is a digit, or shows no text
-        gains.append(reward(served, right) - reward(evaluated, right))
     if not found.ties:
-        assert found.reward_change == pytest.approx(sum(gains) / 16)
+        assert found.reward_change == pytest.approx(reward_change(run, found))
 
 
 def test_a_lost_template_is_found(tmp_path: Path) -> None:
@@ -142,7 +133,7 @@ def test_an_answer_is_a_tie_if_its_first_other_token_is_hardly_likelier_than_the
     assert departure([("4", False), ("4", True)], "4", "42") == (2, True)  # it ends where the other goes on
     assert departure([("4", False), ("4", True), ("42", False)], "42", "43") == (3, True)  # half a character before
     assert departure([("4", True), ("4", False)], "4", "42") == (2, False)
-    assert departure([], "", "42") == (1, False)
+    assert departure([], "", "42") == (0, False)
     assert _steps("4", ["4", "7"], [[-0.1, -0.1, -3.0], [-0.1]], 1e-3) == [("4", True), ("4", False)]  # 7: a stop text
 
 
