@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -26,14 +26,15 @@ from typing import Any
 
 import httpx2
 import numpy as np
+import psutil
 
-from benchmarks.command import parse
+from benchmarks.command import ROOT, parse, python_path
 from benchmarks.vs_trl import busy_share, hardware
 from tests.conftest import make_model
 from tests.processes import wait_for
 from tests.serving import free_ports
 
-CLIENTS, REQUESTS, TOKENS = 8, 4, 128  # of a round, per client, per request
+CLIENTS, REQUESTS, TOKENS = 8, 2, 128  # of a round, per client, per request
 SINGLE = 40  # requests of a round for one token
 SETTINGS = {"system_prompt": "", "template": "{}", "precision": "no"}
 SAMPLING = {"max_tokens": TOKENS, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop": []}
@@ -47,15 +48,15 @@ def main() -> None:
     parser.add_argument("--front", nargs=2, metavar=("MODEL", "PORT"), help=argparse.SUPPRESS)
     arguments = parse(parser, writes=True)
     if arguments.front:
-        serve(Path(arguments.front[0]), int(arguments.front[1]))
+        serve(Path(arguments.front[0]), int(arguments.front[1]), ["--enforce-eager"] * arguments.tiny)
         return
     rounds, load = 1 if arguments.tiny else arguments.rounds, os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as scratch, serving(Path(scratch)) as (plain, proxied):
+    with tempfile.TemporaryDirectory() as scratch, serving(Path(scratch), arguments.tiny) as (plain, proxied, proxy):
         busy = busy_share()
-        found = measure(plain, proxied, rounds)
+        found = measure(plain, proxied, proxy, rounds)
     print(
-        f"one token: {found['plain_ms']:.2f} ms without the proxy, {found['added_ms']:+.2f} ms with it; {CLIENTS} "
-        f"clients: {found['plain_tokens_per_second']:,.0f} tokens per second, {found['lost_share']:+.1%} lost with it "
+        f"one token: {found['plain_ms']:.2f} ms without the proxy, {found['added_ms']:+.2f} ms with it, of which it "
+        f"computes {found['proxy_cpu_ms']:.2f} ms; {CLIENTS} clients: {found['plain_tokens_per_second']:,.0f} tokens per second, {found['lost_share']:+.1%} lost with it "
         f"(rounds {found['lost_low']:+.1%} to {found['lost_high']:+.1%}); other processes took {busy:.0%} of the "
         "processors before"
     )
@@ -63,15 +64,15 @@ def main() -> None:
     (arguments.output / "serving.json").write_text(json.dumps({**about, "rounds": rounds, **found}, indent=1) + "\n")
 
 
-def serve(folder: Path, port: int) -> None:
-    """Be the proxy of this model, whose server's address is printed."""
+def serve(folder: Path, port: int, options: Sequence[str]) -> None:
+    """Be the proxy of this model, whose server's address is printed. `options`: vLLM's."""
     from flows.serving.model_proxy import Front, serve_front
     from flows.serving.model_server import Server, Version, start_server
 
     version = Version("random", "1", folder, SAMPLING, SETTINGS)
 
     def start(version: Version) -> Server:
-        server = start_server(version, ["--max-model-len", "512"])
+        server = start_server(version, ["--max-model-len", "512", *options])
         print(server.url, flush=True)
         return server
 
@@ -79,12 +80,13 @@ def serve(folder: Path, port: int) -> None:
 
 
 @contextmanager
-def serving(scratch: Path) -> Iterator[tuple[httpx2.Client, httpx2.Client]]:
-    """Clients of the server, and of its proxy."""
+def serving(scratch: Path, tiny: bool) -> Iterator[tuple[httpx2.Client, httpx2.Client, psutil.Process]]:
+    """Clients of the server, and of its proxy; and the proxy."""
     make_model(scratch / "model", **MODEL)
     [port] = free_ports(1)
-    command = [sys.executable, "-m", "benchmarks.serving", "--front", scratch / "model", str(port)]
-    environment = {**os.environ, "GRPO_STORAGE": str(scratch)}
+    command = [sys.executable, "-m", "benchmarks.serving", "--front", str(scratch / "model"), str(port)]
+    command += ["--tiny", "--output", str(scratch)] * tiny
+    environment = {**os.environ, "GRPO_STORAGE": str(scratch), "PYTHONPATH": python_path(ROOT)}
     limits = httpx2.Limits(max_connections=CLIENTS, max_keepalive_connections=CLIENTS)
     options: dict[str, Any] = {"timeout": 600, "limits": limits, "trust_env": False}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as front:
@@ -93,8 +95,9 @@ def serving(scratch: Path) -> Iterator[tuple[httpx2.Client, httpx2.Client]]:
             url = front.stdout.readline().strip()
             clients = [httpx2.Client(base_url=each, **options) for each in (url, f"http://127.0.0.1:{port}")]
             with clients[0] as plain, clients[1] as proxied:
-                wait_for(lambda: is_ready(proxied), 600)
-                yield plain, proxied
+                wait_for(lambda: is_ready(proxied) or front.poll() is not None, 600)
+                assert front.poll() is None
+                yield plain, proxied, psutil.Process(front.pid)
         finally:
             front.terminate()
 
@@ -112,19 +115,22 @@ def ask(client: httpx2.Client, tokens: int) -> None:
     assert usage["completion_tokens"] == tokens
 
 
-def measure(plain: httpx2.Client, proxied: httpx2.Client, rounds: int) -> dict[str, float]:
+def measure(plain: httpx2.Client, proxied: httpx2.Client, proxy: psutil.Process, rounds: int) -> dict[str, float]:
     """Medians over the rounds, of which a first one does not count, and over its single requests."""
     single: dict[httpx2.Client, list[float]] = {plain: [], proxied: []}
     rates: dict[httpx2.Client, list[float]] = {plain: [], proxied: []}
+    computed: list[float] = []
     with ThreadPoolExecutor(CLIENTS) as clients:
         for number in range(rounds + 1):
             order = (plain, proxied) if number % 2 else (proxied, plain)
             times: dict[httpx2.Client, list[float]] = {plain: [], proxied: []}
+            before = sum(proxy.cpu_times()[:2])
             for _ in range(SINGLE):
                 for client in order:
                     begun = time.perf_counter()
                     ask(client, 1)
                     times[client].append(1e3 * (time.perf_counter() - begun))
+            computed.append(1e3 * (sum(proxy.cpu_times()[:2]) - before) / SINGLE)
             for client in order:
                 begun = time.perf_counter()
                 list(clients.map(lambda _, of=client: ask(of, TOKENS), range(CLIENTS * REQUESTS)))
@@ -136,6 +142,7 @@ def measure(plain: httpx2.Client, proxied: httpx2.Client, rounds: int) -> dict[s
     return {
         "plain_ms": median(single[plain]),
         "added_ms": float(np.median(np.array(single[proxied]) - np.array(single[plain]))),
+        "proxy_cpu_ms": median(computed[1:]),
         "plain_tokens_per_second": median(rates[plain]),
         "proxied_tokens_per_second": median(rates[proxied]),
         "lost_share": float(np.median(lost)),

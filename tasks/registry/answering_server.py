@@ -40,13 +40,16 @@ def answer(model: Any, path: str, said: Mapping[str, Any]) -> dict[str, Any]:
         if name not in READ | OF_ROUTE[path] and value != WITHOUT_EFFECT.get(name):
             raise ValueError(f"{name} = {value!r} needs vLLM, which is not installed here: leave it out")
     chat = path == CHAT
-    if model.settings["conversational"] != chat:
+    if model.settings["conversational"] != chat:  # vLLM would answer, but not as evaluated
         raise ValueError(f"the model was not trained on such prompts: ask it at {COMPLETIONS if chat else CHAT}")
+    prompt = said["messages" if chat else "prompt"]
+    if not chat and not isinstance(prompt, str):
+        raise ValueError("prompt: give one text; several, or tokens, need vLLM, which is not installed here")
     asked = {own: said[name] for own, name in OPENAI.items() if name in said}
     asked["max_new_tokens"] = limit = said.get("max_completion_tokens", asked.get("max_new_tokens"))
     asked["stop"] = [asked["stop"]] if isinstance(asked["stop"], str) else asked["stop"]
     variables = {**said.get("chat_template_kwargs", {}), **({"tools": said["tools"]} if "tools" in said else {})}
-    ids = model.prompt_ids(said["messages" if chat else "prompt"], variables)
+    ids = model.prompt_ids(prompt, variables)
     check_context(model.model.config, len(ids) + limit)
     text, tokens, ended = model.complete(ids, asked)
     content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
@@ -79,13 +82,8 @@ def main() -> None:
             text = str(error) if isinstance(error, ValueError | GrpoError) else repr(error)
             return JSONResponse({"error": {"message": text, "code": 400}}, status_code=400)
 
-    async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": name, "object": "model"}]})
-
-    async def health(request: Request) -> Response:
-        return Response()
-
-    routes = [Route("/health", health), Route("/v1/models", models)]
+    listed = {"object": "list", "data": [{"id": name, "object": "model"}]}
+    routes = [Route("/health", lambda _: Response()), Route("/v1/models", lambda _: JSONResponse(listed))]
     routes += [Route(path, complete, methods=["POST"]) for path in OF_ROUTE]
     uvicorn.run(Starlette(routes=routes), host=host, port=int(port), log_level="warning")
 

@@ -49,6 +49,9 @@ def test_what_the_proxy_fills_in_is_answered_as_evaluated(run: Path) -> None:
     ):
         with pytest.raises(Exception, match=said):
             answer(model, path, {**as_evaluated(version, question(row["prompt"])), **wrong})
+    if path == COMPLETIONS:
+        with pytest.raises(ValueError, match="prompt: give one text"):
+            answer(model, path, as_evaluated(version, {"prompt": ["1+1=", "1+2="]}))
     other = {"messages": [{"role": "user", "content": "1"}]} if path == COMPLETIONS else {"prompt": "1"}
     with pytest.raises(ValueError, match=f"ask it at {path}$"):
         answer(model, CHAT if path == COMPLETIONS else COMPLETIONS, as_evaluated(version, other))
