@@ -55,10 +55,10 @@ def main() -> None:
         busy = busy_share()
         found = measure(plain, proxied, proxy, rounds)
     print(
-        f"one token: {found['plain_ms']:.2f} ms without the proxy, {found['added_ms']:+.2f} ms with it, of which it "
-        f"computes {found['proxy_cpu_ms']:.2f} ms; {CLIENTS} clients: {found['plain_tokens_per_second']:,.0f} tokens per second, {found['lost_share']:+.1%} lost with it "
-        f"(rounds {found['lost_low']:+.1%} to {found['lost_high']:+.1%}); other processes took {busy:.0%} of the "
-        "processors before"
+        f"one token: {found['plain_ms']:.2f} ms without the proxy, {found['added_ms']:+.2f} ms with it, which computes "
+        f"for {found['proxy_cpu_ms']:.2f} ms per request; {CLIENTS} clients: {found['plain_tokens_per_second']:,.0f} "
+        f"tokens per second, {found['lost_share']:+.1%} lost with it (rounds {found['lost_low']:+.1%} to "
+        f"{found['lost_high']:+.1%}); other processes took {busy:.0%} of the processors before"
     )
     about = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "hardware": hardware(), "load_before": load, "busy_before": busy}
     (arguments.output / "serving.json").write_text(json.dumps({**about, "rounds": rounds, **found}, indent=1) + "\n")
