@@ -185,14 +185,15 @@ def prefect_server(
 
 
 @contextmanager
-def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """An MLflow server over a SQLite file and artifacts in `folder`, until the body ends or it is killed."""
+def mlflow_server(folder: Path, port: int, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """An MLflow server over a SQLite file and artifacts in `folder`, until the body ends or it is killed;
+    `environment`: further variables."""
     check_may_serve()
     stores = ["--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}", "--artifacts-destination", str(folder)]
     command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1", *stores]
     log = folder / "mlflow.log"
-    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with _leading(command, log, cwd=folder, env=environment) as process:
+    variables = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **environment}
+    with _leading(command, log, cwd=folder, env=variables) as process:
         _wait(process, log, lambda: httpx2.get(f"http://127.0.0.1:{port}/health", timeout=5).is_success)
         yield process
 

@@ -12,16 +12,19 @@ import runpy
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from kubernetes import client
 
 from flows.cli.reference_pages import commands_as_markdown
+from flows.cli.serve import KEY
 from grpo_core.environments.registry import ADAPTERS
 from grpo_core.planning.hardware import MEMORY_MIB
 from grpo_core.rewards.builtin.code_tests import FUNCTIONS, read_test
 from tasks.stages.table import ALL_STAGES
-from tests.command_line import fenced, grpo_commands
+from tests.command_line import fenced, grpo_commands, parse
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -139,6 +142,42 @@ def test_the_page_of_kubernetes_shows_the_whole_definitions_of_its_file_with_wha
     role = next(yaml.safe_load_all((HOW_TO / "kubernetes" / "role.yaml").read_text()))
     assert volume["metadata"] == {"name": file["variables"]["storage_claim"], **added}
     assert role["metadata"] == {"name": "grpo-train", **added}
+
+
+def with_quantities(value: Any) -> Any:
+    """A manifest with its quantities as text, which is how Kubernetes' client has them."""
+    if isinstance(value, dict):
+        texts = {
+            key: {name: str(it) for name, it in value[key].items()} for key in ("limits", "requests") if key in value
+        }
+        return {key: with_quantities(inner) for key, inner in value.items()} | texts
+    return [with_quantities(inner) for inner in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("name", ["role", "serve", "storage", "training"])
+def test_a_manifest_has_only_fields_that_kubernetes_has_and_all_that_it_needs(name: str) -> None:
+    api = client.ApiClient()
+    for each in yaml.safe_load_all((HOW_TO / "kubernetes" / f"{name}.yaml").read_text()):
+        text = with_quantities(each)
+        found = api.deserialize(json.dumps(text), f"V1{each['kind']}", "application/json")
+        assert api.sanitize_for_serialization(found) == text
+
+
+def test_the_manifest_of_serving_starts_what_its_probes_and_its_service_ask() -> None:
+    deployment, service = yaml.safe_load_all((HOW_TO / "kubernetes" / "serve.yaml").read_text())
+    pod = deployment["spec"]["template"]
+    [container] = pod["spec"]["containers"]
+    program, *words = container["args"]
+    assert program == "grpo"
+    asked: dict[str, Any] = parse(words)
+    assert (asked["host"], asked["vllm_options"][0]) == ("0.0.0.0", "--gpu-memory-utilization")
+    [port] = container["ports"]
+    assert (port["containerPort"], port["name"]) == (asked["port"], service["spec"]["ports"][0]["targetPort"])
+    assert KEY in [variable["name"] for variable in container["env"]]
+    assert {container[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe")} == {"/health"}
+    assert service["spec"]["selector"] == pod["metadata"]["labels"] == deployment["spec"]["selector"]["matchLabels"]
+    page = (HOW_TO / "serve.md").read_text()
+    assert asked["model"] in page and f"http://{service['metadata']['name']}.training/v1" in page
 
 
 @pytest.mark.slow

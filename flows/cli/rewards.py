@@ -21,7 +21,7 @@ from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import completion_of
 from grpo_core.errors import ConfigError
-from grpo_core.rewards.batch import Batch
+from grpo_core.rewards.batch import Batch, ended_ids
 from grpo_core.rewards.contract import Reward, resolve_here, rewards_of
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.rewards.scoring import score
@@ -148,9 +148,7 @@ def _ids(config: RunConfig, rewards: Sequence[Reward], texts: Sequence[str]) -> 
         return [[] for _ in texts]
     from tasks.data.lengths import load_tokenizer_and_context
 
-    tokenizer, _ = load_tokenizer_and_context(config.model)
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return [tokenizer(text, add_special_tokens=False)["input_ids"] + end for text in texts]
+    return ended_ids(load_tokenizer_and_context(config.model)[0], texts)
 
 
 def _row_as_lines(row: Mapping[str, Any], rewards: Sequence[Reward]) -> list[str]:

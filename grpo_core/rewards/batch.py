@@ -74,6 +74,12 @@ def joined(batches: Sequence[Batch]) -> Batch:
     return Batch(**columns, state=batches[0].state if batches else UNKNOWN_PLAN)
 
 
+def ended_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Tokens of each text as a completion, with the end token."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] + end for text in texts]
+
+
 def short(value: Any) -> str:
     """A value as Python writes it, with its middle left out if it is long."""
     text = repr(value)

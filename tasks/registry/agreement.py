@@ -1,148 +1,101 @@
-"""Asks a model version held-out prompts as MLflow will, and compares with what the evaluation found: `python -m
-tasks.registry.agreement RUN VERSION OUTPUT`, where VERSION is the version's folder. Writes an `Agreement` as JSON.
-
-The version answers greedily. Its answers are compared with the evaluation's own if these are greedy and each to one
-prompt, and otherwise with the trained policy's greedy answers by the engine `transformers`.
-"""
+"""Whether the answers of a model version are those of its evaluation, however the version is asked."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from grpo_core import run_files
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.files import load_config
-from grpo_core.config.run import RunConfig
-from grpo_core.data.chat import decode_completions, is_conversation, text_of, without_gaps
-from grpo_core.model.loading import load_model
-from grpo_core.model.precision import with_precision_of
-from grpo_core.rollout.loading import PromptSets, read_prompts
-from grpo_core.rollout.requests import evaluation_request, own_limit
-from grpo_core.rollout.transformers_engine import TransformersEngine
-from grpo_core.rollout.types import Sampling
-from grpo_core.system.libraries import quiet_libraries
-from grpo_core.system.processes import run_and_leave
-from grpo_core.system.tables import read_parquet
+from grpo_core.data.chat import completion_of
+from grpo_core.data.prompts import FileRows, load_tokenizer
+from grpo_core.errors import GrpoError
+from grpo_core.planning.plan import load_plan
+from grpo_core.rewards.batch import Batch, ended_ids
+from grpo_core.rewards.composition import weighted_sum
+from grpo_core.rewards.contract import rewards_of
+from grpo_core.rewards.scoring import score
+from grpo_core.rewards.trl_arguments import TrainerState
 
-SECONDS = 20.0  # after which no further prompt is asked
-SHOWN = 5  # answers that differ
-# Difference of the two highest logits within which rounding may choose either token: in float32 on a CPU, and in
-# bfloat16 or by a GPU's kernels.
+# Difference of the two highest log-probabilities within which rounding may choose either token: in float32 on a CPU,
+# and in bfloat16 or by a GPU's kernels.
 EXACT, ROUNDED = 1e-3, 0.25
+
+# A greedy answer, token by token: the text up to each, and whether another one is equally likely, except for rounding.
+Steps = Sequence[tuple[str, bool]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The version's answer to a held-out prompt, and the evaluation's. `steps`: gives one of them, token by token."""
+
+    row: int
+    served: str
+    evaluated: str
+    steps: Callable[[], Steps]
 
 
 @dataclass(frozen=True)
 class Agreement:
     """Number of compared prompts, of equal answers, and of ties: answers whose first differing token is one of two that
-    are equally likely, except for rounding. `differing`: the first of the others, with both answers."""
+    are equally likely, except for rounding.
+
+    differing: row and first differing token of each other one, with both answers. reward_change: the mean reward of the
+    version's answers minus that of the evaluation's, over the compared prompts; None if it is not known.
+    """
 
     compared: int
     equal: int
     ties: int
     differing: list[dict[str, Any]]
+    reward_change: float | None
 
 
-def main() -> None:
-    quiet_libraries()
-    run, version, output = map(Path, sys.argv[1:])
-    config = load_config(run / run_files.CONFIG)
-    files = {HELD_OUT: run_files.prompts(run, config.evaluation_files[HELD_OUT])}
-    sources = read_prompts(config, files)
+def compare(asked: Iterable[Asked], reward_change: Callable[[list[Asked]], float | None]) -> Agreement:
+    """Compare the answers. `reward_change`: gives the sum over those that are not equal."""
+    compared, differing = [*asked], list[dict[str, Any]]()
+    others = [each for each in compared if each.served != each.evaluated]
+    for each in others:
+        token, is_tie = departure(each.steps(), each.served, each.evaluated)
+        if not is_tie:
+            differing.append({"row": each.row, "token": token, "served": each.served, "evaluated": each.evaluated})
+    change = reward_change(others) if others else 0.0
+    mean = None if change is None else change / max(len(compared), 1)
+    return Agreement(len(compared), len(compared) - len(others), len(others) - len(differing), differing, mean)
+
+
+def departure(steps: Steps, *answers: str) -> tuple[int, bool]:
+    """Number, from 1, of the greedy answer's first token at which one of these texts differs from it; 0 without tokens.
+    Beside it: is it, or one just before that shows no text, such as an end token, as likely as another?"""
+    if not steps:
+        return 0, False
+    texts = ["", *(text for text, _ in steps)]
+    [other, *_] = [text for text in answers if text != texts[-1]]
+    last = len(steps) - 1  # where the other text goes on
+    first = next((n for n in range(last) if not other.startswith(texts[n + 1])), last)
+    return first + 1, any(is_tie for _, is_tie in steps[texts.index(texts[first]) : first + 1])
+
+
+def reward_change(run: Path, others: Sequence[Asked]) -> float | None:
+    """The sum of the run's rewards for the version's answers minus those for the evaluation's, tokenized again. None if
+    a reward fails, which is printed, or if there is an environment."""
+    config, plan = load_config(run / run_files.CONFIG), load_plan(run / run_files.PLAN)
+    if config.environment.is_used:
+        return None
+    prompts = FileRows(run_files.prompts(run, config.evaluation_files[HELD_OUT]))
+    rows = [prompts[each.row] for each in others for _ in range(2)]
+    texts = [text for each in others for text in (each.evaluated, each.served)]
+    completions = [completion_of(row["prompt"], text) for row, text in zip(rows, texts, strict=True)]
+    ids, state = ended_ids(load_tokenizer(config.model), texts), TrainerState.after(plan.max_steps, plan)
     try:
-        output.write_text(json.dumps(asdict(compare(config, run, version, sources))))
-    finally:
-        if sources.setting:
-            sources.setting.environments.close()
-
-
-def compare(config: RunConfig, run: Path, version: Path, sources: PromptSets) -> Agreement:
-    """Ask the version up to `registry.served_prompts` held-out prompts, for at most SECONDS."""
-    from mlflow import pyfunc
-
-    model, trained, rows = pyfunc.load_model(str(version)), Trained(config, run, sources), sources.sets[HELD_OUT].rows
-    evaluated = read_parquet(run / run_files.EVALUATION / run_files.SAMPLES).filter(set=HELD_OUT, sample=0).sort("row")
-    same_way = config.evaluation.temperature == 0 and not config.environment.is_used
-    expected = evaluated["trained/completion"].to_list() if same_way else None
-    compared = equal = ties = 0
-    differing: list[dict[str, Any]] = []
-    end = time.monotonic() + SECONDS
-    for row in range(min(len(rows), config.registry.served_prompts)):
-        if compared and time.monotonic() > end:
-            break
-        limit = own_limit(config, rows[row])
-        params = {
-            "temperature": 0.0,
-            "max_new_tokens": min(limit or config.evaluation_length, config.evaluation_length),
-        }
-        answers: Any = model.predict(_as_input(rows[row]["prompt"]), params)
-        served = answers[0]
-        wanted = expected[row] if expected else trained.text(trained.answer(row), row)
-        compared += 1
-        if served == wanted:
-            equal += 1
-        elif trained.is_tie(row, served, wanted):
-            ties += 1
-        else:
-            differing.append({"row": row, "version": served, "evaluation": wanted})
-    return Agreement(compared, equal, ties, differing[:SHOWN])
-
-
-def _as_input(prompt: Any) -> Any:
-    return {"messages": without_gaps(prompt)} if is_conversation(prompt) else prompt
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The trained policy; its model is loaded when it is asked."""
-
-    config: RunConfig
-    run: Path
-    sources: PromptSets
-
-    @cached_property
-    def engine(self) -> TransformersEngine:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        precision = with_precision_of(self.config, device).train.mixed_precision
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        model = load_model(self.run / run_files.TRAINING / run_files.MODEL, dtype=dtype, device=device)
-        return TransformersEngine(model, self.sources.tokenizer)
-
-    def answer(self, row: int) -> list[int]:
-        """The tokens of a greedy answer."""
-        request = evaluation_request(self.config, self.sources.sets[HELD_OUT], row)
-        sampling = Sampling(self.config.evaluation_length, stop=tuple(self.config.rollout.stop))
-        [(_, [completion])] = [one for finished in self.engine.generate([request], sampling) for one in finished]
-        return completion.ids
-
-    def text(self, ids: list[int], row: int) -> str:
-        prompts, stop = self.sources.sets[HELD_OUT], self.config.rollout.stop
-        [found] = decode_completions([prompts.rows[row]], [prompts.ids[row]], [ids], self.sources.tokenizer, stop)
-        return text_of(found)
-
-    @torch.inference_mode()
-    def is_tie(self, row: int, *answers: str) -> bool:
-        """True if two tokens are equally likely, except for rounding, at the first token of the greedy answer at which
-        one of these texts differs from it, or at one just before that shows no text, such as an end token."""
-        ids, prompt = self.answer(row), self.sources.sets[HELD_OUT].ids[row]
-        texts = [self.text(ids[:count], row) for count in range(len(ids) + 1)]
-        [other, *_] = [text for text in answers if text != texts[-1]]
-        first = next((n for n in range(len(ids)) if not other.startswith(texts[n + 1])), len(ids) - 1)
-        begin = texts.index(texts[first])
-        model = self.engine.model
-        given = torch.tensor([[*prompt, *ids[:first]]], device=model.device)
-        logits = model(input_ids=given, use_cache=False).logits[0, len(prompt) + begin - 1 :].float()
-        highest, second = logits.topk(2).values.unbind(-1)
-        exact = model.dtype == torch.float32 and model.device.type == "cpu"
-        return bool((highest - second < (EXACT if exact else ROUNDED)).any())
-
-
-if __name__ == "__main__":
-    run_and_leave(main)
+        given = np.array(score(rewards_of(config), Batch(rows, completions, ids, state=state))).T
+        sums = weighted_sum(given, config.rewards)
+    except GrpoError as error:
+        print(f"by how much the reward changes is not known: {error}", flush=True)
+        return None
+    return float(np.nansum(sums[1::2] - sums[::2]))

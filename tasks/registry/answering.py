@@ -18,6 +18,8 @@ from grpo_core.config.run import RunConfig
 CODE = Path(__file__).with_name("answering_model.py")
 TYPES = {"max_new_tokens": "long", "temperature": "double", "top_p": "double", "top_k": "long"}
 LISTS = {"stop": "string"}
+# OpenAI's name of each of these.
+OPENAI = {"max_new_tokens": "max_tokens", **{name: name for name in ("temperature", "top_p", "top_k", "stop")}}
 
 
 @dataclass(frozen=True)

@@ -46,33 +46,40 @@ class AnsweringModel(mlflow.pyfunc.PythonModel):
         )
 
     def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> list[str]:
-        return [self.answer(prompt, params or {}) for prompt in model_input.iloc[:, 0]]
+        column = model_input.columns[0]  # MLflow passes on no further ones
+        if column not in (0, "prompt", "messages"):
+            raise ValueError(f"the first column is {column!r}: give prompts as a list, or in a first column 'prompt'")
+        variables = json.loads(self.settings["template"])
+        return [self.complete(self.prompt_ids(each, variables), params or {})[0] for each in model_input[column]]
 
     @torch.inference_mode()
-    def answer(self, prompt: Any, asked: Mapping[str, Any]) -> str:
-        ids = self.prompt_ids(prompt)
+    def complete(self, ids: Sequence[int], asked: Mapping[str, Any]) -> tuple[str, int, bool]:
+        """The text that follows these tokens, its number of tokens, and whether it has come to its end."""
         sampling: dict[str, Any] = {"do_sample": False}
         if asked["temperature"] > 0:
             sampling = {"do_sample": True, **{key: asked[key] for key in ("temperature", "top_p", "top_k")}}
-        stop = [*asked["stop"]]
+        stop, limit = [*asked["stop"]], int(asked["max_new_tokens"])
         rows = torch.tensor([ids], device=self.model.device)
         [row] = self.model.generate(
             rows,
             attention_mask=torch.ones_like(rows),
-            max_new_tokens=int(asked["max_new_tokens"]),
+            max_new_tokens=limit,
             **sampling,
             **({"stop_strings": stop, "tokenizer": self.tokenizer} if stop else {}),
         ).tolist()
-        text = self.text(ids, row[len(ids) :])
-        return text[: min((at for each in stop if (at := text.find(each)) >= 0), default=len(text))]
+        completion = row[len(ids) :]
+        text = self.text(ids, completion)
+        end = min((at for each in stop if (at := text.find(each)) >= 0), default=len(text))
+        ends = self.model.generation_config.eos_token_id or []
+        return text[:end], len(completion), len(completion) < limit or end < len(text) or completion[-1] in ends
 
-    def prompt_ids(self, prompt: Any) -> list[int]:
+    def prompt_ids(self, prompt: Any, variables: Mapping[str, Any]) -> list[int]:
+        """Tokens of a text, or of messages with these variables of the chat template."""
         if not self.settings["conversational"]:
             return self.tokenizer(prompt)["input_ids"]
         messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
         if (system := self.settings["system_prompt"]) and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
-        variables = json.loads(self.settings["template"])
         encoded = self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=True, **variables
         )

@@ -15,6 +15,8 @@ from tasks.processes.run import ProcessError, TimeLimitError, run_process
 from tasks.stages.files import remove
 
 COMPARED, AGREEING, TIES = "served.compared", "served.agreeing", "served.ties"  # tags: numbers of prompts
+REWARD = "served.reward_change"  # tag: the mean reward of the version's answers minus that of the evaluation's
+SHOWN = 5  # answers that differ
 FAILED = "served.failed"  # tag: why the version could not be asked
 LONGEST = 500  # characters of a tag
 MEMORY = 2.2  # bytes per byte of weights: the version's, and the trained policy's if an answer differs
@@ -34,7 +36,7 @@ def ask_version(config: RunConfig, run: Path, version: Path, on_gpu: bool, log: 
                 return _not_asked(log, f"it was evaluated on a GPU, and none is free: {none_free}")
             if why := _too_much(config, version):
                 return _not_asked(log, why)
-            command = ["-m", "tasks.registry.agreement", str(run), str(version), str(output)]
+            command = ["-m", "tasks.registry.answers", str(run), str(version), str(output)]
             run_process(command, log.info, limit=MOST_SECONDS)
         found = json.loads(output.read_text())
     except (ProcessError, TimeLimitError) as error:
@@ -45,14 +47,17 @@ def ask_version(config: RunConfig, run: Path, version: Path, on_gpu: bool, log: 
     finally:
         remove(output)
     agreeing = found["equal"] + found["ties"]
-    for each in found["differing"]:
-        log.warning("held-out prompt %d: the version answers %r, in the evaluation %r", *each.values())
+    for each in found["differing"][:SHOWN]:
+        log.warning(
+            "held-out prompt %d: from token %d on, the version answers %r, in the evaluation %r", *each.values()
+        )
     log.info(
         "asked as MLflow asks it, the version answers %d of %d held-out prompts as in the evaluation",
         agreeing,
         found["compared"],
     )
-    return {COMPARED: found["compared"], AGREEING: agreeing, TIES: found["ties"]}
+    change = {} if found["reward_change"] is None else {REWARD: f"{found['reward_change']:.6g}"}
+    return {COMPARED: found["compared"], AGREEING: agreeing, TIES: found["ties"], **change}
 
 
 def _not_asked(log: Any, why: str) -> dict[str, Any]:

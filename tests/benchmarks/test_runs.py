@@ -41,6 +41,7 @@ RUNS: list[tuple[str, str]] = [
     ("recipes ms-swift=clone/.git --output out/recipes.md", "out/recipes.md"),
     ("records " + OUT, "out/records.json"),
     ("seeds --trials 1 --output out/seeds.md", "out/seeds.md"),
+    ("serving " + OUT, "out/serving.json"),
     ("sharded_memory --models 7B --gpus 8 --tiny", ""),
     ("sharding --turns 1 --rounds 1 --tiny", ""),
     ("staleness --simulate " + OUT, "out/staleness-simulated.json out/staleness-simulated.png"),
@@ -54,8 +55,8 @@ PIPELINES = [
     ("large_data --rows 16 --output out/large.json", "out/large.json"),
     ("reward_models --tiny && recipe_curves --record", "docs/images/*.png"),
 ]
-NEEDS = {"vs_trl": VLLM}
-LONG = ("vs_trl", "records", "staleness --real")  # in `make e2e`
+NEEDS = {"vs_trl": VLLM, "serving": VLLM}
+LONG = ("vs_trl", "records", "serving", "staleness --real")  # in `make e2e`
 ELSEWHERE = {"gpu_check", "mutants"}  # test_gpu_check.py; Cosmic Ray is not installed here
 # By these processes, and by those that they start. Not Prefect: it reads its settings when it is imported.
 IMPORTED = (

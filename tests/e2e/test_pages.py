@@ -15,8 +15,10 @@ from pathlib import Path
 import httpx2
 import nbformat
 import pytest
+from mlflow import MlflowClient
 from nbclient import NotebookClient
 
+from grpo_core.system.tables import read_parquet
 from tests.command_line import fenced
 from tests.conftest import EXAMPLE
 from tests.e2e.commands import SECONDS, run
@@ -126,7 +128,12 @@ def test_the_pages_around_the_quickstart_can_be_followed_in_their_order(tmp_path
     tracked = environment | {"MLFLOW_TRACKING_URI": database}
     with served_model(serve, port, tmp_path / "log", "/ping", cwd=tmp_path, env=tracked) as url:
         found = httpx2.post(f"{url}/invocations", json=asked, timeout=SECONDS).raise_for_status().json()
+        run = MlflowClient(database).get_model_version_by_alias("arithmetic", "champion").tags["run"]
+        samples = read_parquet(tmp_path / "storage" / "runs" / run / "evaluation" / "samples.parquet").head(100)
+        asking = {"inputs": samples["prompt"].to_list()}
+        answers = httpx2.post(f"{url}/invocations", json=asking, timeout=SECONDS).raise_for_status().json()
     assert re.fullmatch(r"\d+", found["predictions"][0])
+    assert answers["predictions"] == samples["trained/completion"].to_list()
 
 
 PAGE = ROOT / "docs" / "how-to" / "notebook.md"

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,18 @@ from typer.testing import CliRunner
 
 from benchmarks.command import ROOT, python_path
 from flows.cli.main import app
-from flows.serving import model_proxy
+from flows.serving import model_proxy, model_server
 from flows.serving.children import start_child
-from flows.serving.model_check import _is_tie
+from flows.serving.model_check import check_served
 from flows.serving.model_proxy import Front, serve_front
-from flows.serving.model_server import Server, Version, as_evaluated
+from flows.serving.model_server import Server, Version, as_evaluated, start_server
+from grpo_core.config.files import load_config
+from grpo_core.system.tables import read_parquet
+from tasks.registry.judging import Recorded
 from tests.conftest import check_may_serve
 from tests.processes import wait_for
 from tests.serving import free_ports
+from tests.tasks.registry.evaluated import evaluated_run, make_version, reward_change, served_version
 
 SAMPLING = {"max_tokens": 8, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "stop": ["\n"]}
 SETTINGS = {"system_prompt": "Be brief.", "template": json.dumps({"enable_thinking": False}), "precision": "no"}
@@ -69,6 +75,7 @@ class Serving:
         self.folder, self.wanted, self.said, self.servers, self.asked = folder, "1", list[str](), list[Server](), 0
         self.front = Front(self.start, self.to_serve, self.said.append, **options)
         self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx2.Client(base_url=self.url, timeout=60)
 
     def start(self, of: Version) -> Server:
         with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -89,7 +96,7 @@ class Serving:
         return None if current and current.version.number == self.wanted else version(self.wanted)
 
     def served_by(self, **asked: Any) -> str:
-        answer = httpx2.post(f"{self.url}/v1/completions", json={"prompt": "1", **asked}, timeout=60)
+        answer = self.client.post("/v1/completions", json={"prompt": "1", **asked})
         return answer.raise_for_status().json()["served_by"]
 
 
@@ -186,12 +193,13 @@ def test_only_what_completes_and_describes_is_passed_on_to_this_server_alone(tmp
 def test_a_promotion_is_followed_while_an_old_request_still_runs(tmp_path: Path) -> None:
     serving = Serving(tmp_path)
     with running(serving), ThreadPoolExecutor(1) as client:
-        slow = client.submit(serving.served_by, seconds=15.0)
+        slow = client.submit(serving.served_by, until=str(tmp_path / "answer"))
         wait_for(lambda: serving.servers[0].in_flight == 1)
         for number in ("2", "3"):
             serving.wanted = number
             wait_for(lambda number=number: serving.front.current.version.number == number)
         assert not slow.done()
+        (tmp_path / "answer").touch()
         assert slow.result() == "1"
 
 
@@ -202,16 +210,53 @@ def test_answers_come_in_parts_and_a_client_that_goes_away_is_not_waited_for(tmp
     with running(serving):
         for wrong in ({}, {"Authorization": "Bearer other"}):
             assert httpx2.post(f"{serving.url}/v1/completions", json={}, headers=wrong).status_code == 401
-        asked = {"json": {"prompt": "1", "stream": True, "seconds": 0.1}, "headers": header}
+        asked = {"json": {"prompt": "1", "stream": True}, "headers": header}
         with httpx2.stream("POST", f"{serving.url}/v1/completions", **asked) as answer:
             assert "".join(answer.iter_text()) == "data: 1 0\n\ndata: 1 1\n\ndata: 1 2\n\n"
-        asked["json"] |= {"seconds": 30.0}
+        asked["json"] |= {"until": str(tmp_path / "never")}
         with httpx2.stream("POST", f"{serving.url}/v1/completions", **asked) as answer:
             next(answer.iter_text())
         wait_for(lambda: serving.servers[0].in_flight == 0, 20)
         with suppress(httpx2.ReadTimeout):
-            httpx2.post(f"{serving.url}/v1/completions", json={"seconds": 60.0}, headers=header, timeout=1)
+            httpx2.post(f"{serving.url}/v1/completions", json={"until": "never"}, headers=header, timeout=0.2)
         wait_for(lambda: serving.servers[0].in_flight == 0, 20)
+
+
+@pytest.mark.served
+def test_without_vllm_the_version_s_own_code_answers_as_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = evaluated_run(tmp_path, conversational=True)
+    found = served_version(run, make_version(run, tmp_path / "version"))
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
+    monkeypatch.setattr(model_server, "has_vllm", lambda: False)
+    serving = Serving(tmp_path)
+    serving.front.start, serving.front.wanted = partial(start_server, options=[]), lambda current: found
+    config = load_config(run / "config.toml").model_dump(mode="json", exclude_unset=True)
+    recorded = Recorded(config, {}, read_parquet(run / "evaluation" / "samples.parquet"))
+    with running(serving):
+        agreement = check_served(serving.url, "", found, recorded)
+        with httpx2.Client(base_url=serving.url, timeout=60) as client:
+            [model] = client.get("/v1/models").json()["data"]
+            streamed = client.post("/v1/chat/completions", json={"messages": [], "stream": True})
+            broken = client.post("/v1/chat/completions", content="[")
+            other = client.post("/v1/chat/completions", json={"model": "products"})
+        assert serving.front.current
+        serving.front.current.version = replace(found, sampling={**found.sampling, "stop": []})
+        without_folder = check_served(serving.url, "", found, recorded)
+        (tmp_path / "runs").mkdir()
+        run.rename(kept := tmp_path / "runs" / "test")
+        lost_stop = check_served(serving.url, "", found, recorded)
+    assert lost_stop.differing == without_folder.differing and len(lost_stop.differing) == 16 - lost_stop.equal > 0
+    assert (without_folder.reward_change, lost_stop.reward_change) == (
+        None,
+        pytest.approx(reward_change(kept, lost_stop)),
+    )
+    assert (agreement.compared, agreement.equal, agreement.reward_change) == (16, 16, 0.0)
+    assert model["id"] == "sums"
+    refused = {"stream = True needs vLLM": streamed, "line 1": broken, "'products' is not served": other}
+    for said, answer in refused.items():
+        assert (answer.status_code, said in answer.json()["error"]["message"]) == (400, True), answer.text
 
 
 @pytest.mark.parametrize(
@@ -220,6 +265,8 @@ def test_answers_come_in_parts_and_a_client_that_goes_away_is_not_waited_for(tmp
         (["sums"], "", "'sums': give a version after an @, such as sums@champion"),
         (["sums@1", "--host", "0.0.0.0"], "", "set a key in $GRPO_MODEL_KEY"),
         (["sums@1"], "ключ", "has characters that no header can have"),
+        (["sums@1", "--host", "::"], "", "set a key in $GRPO_MODEL_KEY"),
+        (["sums@1", "--host", "::1"], "", "sums@1: no such version"),
         (["sums@1", "--", "--port=1"], "", "--port after -- is not vLLM's here"),
         (["sums@champion"], "", "sums@champion: no such version; `grpo promote sums` makes the champion"),
     ],
@@ -236,12 +283,3 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(
     done = CliRunner().invoke(app, ["serve-model", "--port", str(port), *words])
     assert (done.exit_code, done.stdout) == (2, "")
     assert said in " ".join(done.stderr.split())
-
-
-def test_an_answer_is_a_tie_if_its_first_other_token_is_hardly_likelier_than_the_next() -> None:
-    close, clear = 1e-4, 1.0
-    assert _is_tie([("4", clear), ("2", close)], "43", 1e-3)
-    assert not _is_tie([("4", close), ("2", clear)], "43", 1e-3)
-    assert _is_tie([("4", clear), ("", close)], "42", 1e-3)  # it ends where the other goes on
-    assert not _is_tie([("4", clear), ("", clear)], "42", 1e-3)
-    assert not _is_tie([], "42", 1e-3)

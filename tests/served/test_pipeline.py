@@ -182,6 +182,7 @@ def test_the_registered_version_carries_the_alias_and_loads_with_transformers(fi
     model = mlflow.pyfunc.load_model("models:/arithmetic@candidate")
     assert model.predict(answers["prompt"].to_list()) == answers["trained/completion"].to_list()
     assert version.tags["served.agreeing"] == version.tags["served.compared"] == str(answers.height)
+    assert version.tags["served.reward_change"] == "0"
     pipeline = mlflow.transformers.load_model("models:/arithmetic@candidate")
     [served] = pipeline(answers["prompt"][0], max_new_tokens=6, do_sample=False, return_full_text=False)
     assert served["generated_text"] == answers["trained/completion"][0]

@@ -9,74 +9,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
 from mlflow.models import Model
 from safetensors.torch import load_file, save_file
 
+from flows.serving.model_check import _steps
 from grpo_core.config.files import load_config
 from grpo_core.evaluation.run import evaluate
 from grpo_core.rollout.loading import read_prompts
 from grpo_core.system.tables import read_parquet
 from tasks.processes.run import ProcessError, TimeLimitError
 from tasks.registry import asking
-from tasks.registry.agreement import Agreement, compare
-from tasks.registry.answering import answering_of
+from tasks.registry.agreement import Agreement, departure
+from tasks.registry.answers import compare_by_mlflow
 from tasks.registry.asking import AGREEING, COMPARED, FAILED, TIES, disagreement
-from tasks.registry.model_version import Example, _write
-from tests.conftest import config_values, make_model, make_run
-
-TEMPLATE = "{% for each in messages %}{{ each['content'] }}{% endfor %}{{ sign }}"  # no digit, no sign of its own
+from tests.tasks.registry.evaluated import evaluated_run, make_version, reward_change
 
 pytestmark = pytest.mark.slow
 
 
-def evaluated_run(folder: Path, *, conversational: bool = False, **sections: Any) -> Path:
-    """A run whose trained policy is a random model, with its evaluation."""
-    base = make_model(folder / "base")
-    values = {**config_values(base, folder, stop=["7"], max_completion_length=8), **sections}
-    if conversational:
-        tokenizer = json.loads((base / "tokenizer_config.json").read_text())
-        (base / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "chat_template": TEMPLATE}))
-        values["data"] |= {"chat_template_kwargs": {"sign": "="}, "system_prompt": "1+"}
-    run = make_run(folder / "run", values)
-    if conversational:
-        held_out = pq.read_table(run / "dataset" / "eval.parquet")
-        asked = [
-            [{"role": "system", "content": "1+"}, {"role": "user", "content": it.as_py()}] for it in held_out["prompt"]
-        ]
-        table = held_out.set_column(held_out.column_names.index("prompt"), "prompt", pa.array(asked))
-        pq.write_table(table, run / "dataset" / "eval.parquet")
-    torch.manual_seed(1)
-    trained = make_model(run / "training" / "model")
-    weights = load_file(trained / "model.safetensors")
-    save_file(
-        {name: each + 0.05 * torch.randn_like(each) for name, each in weights.items()},
-        trained / "model.safetensors",
-        {"format": "pt"},
-    )
-    for file in base.glob("*token*"):
-        shutil.copy(file, trained)
-    (run / "evaluation").mkdir()
-    evaluate(run, run / "evaluation")
-    return run
-
-
-def make_version(run: Path, folder: Path) -> Path:
-    config, samples = load_config(run / "config.toml"), read_parquet(run / "evaluation" / "samples.parquet")
-    prompt = samples["prompt"][0]
-    prompt = prompt if isinstance(prompt, str) else prompt.to_list()
-    answering = answering_of(config, conversational=not isinstance(prompt, str), tools=None)
-    _write(run / "training", folder, Model(str(folder)), answering, Example(prompt, samples["trained/completion"][0]))
-    return folder
-
-
 def agreement(run: Path, version: Path) -> Agreement:
     config = load_config(run / "config.toml")
-    return compare(config, run, version, read_prompts(config, {"held-out": run / "dataset" / "eval.parquet"}))
+    return compare_by_mlflow(config, run, version, read_prompts(config, {"held-out": run / "dataset" / "eval.parquet"}))
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["texts", "conversations"])
@@ -86,7 +42,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def test_a_version_answers_every_prompt_as_in_the_evaluation(run: Path, tmp_path: Path) -> None:
     found = agreement(run, make_version(run, tmp_path / "version"))
-    assert (found.compared, found.equal) == (16, 16)
+    assert (found.compared, found.equal, found.reward_change) == (16, 16, 0.0)
     answers = read_parquet(run / "evaluation" / "samples.parquet")["trained/completion"]
     assert answers.n_unique() > 3
 
@@ -125,7 +81,12 @@ def test_a_version_that_something_happened_to_is_found(run: Path, tmp_path: Path
     FAULTS[fault](version)
     found = agreement(run, version)
     assert found.equal + found.ties < found.compared
-    assert found.differing
+    assert found.equal + found.ties + len(found.differing) == found.compared == 16
+    for each in found.differing:
+        equal = [one == other for one, other in zip(each["served"], each["evaluated"], strict=False)]
+        assert each["token"] > [*equal, False].index(False)  # a token is a digit, or shows no text
+    if not found.ties:
+        assert found.reward_change == pytest.approx(reward_change(run, found))
 
 
 def test_a_lost_template_is_found(tmp_path: Path) -> None:
@@ -164,6 +125,16 @@ def test_answers_that_were_not_greedy_are_compared_with_the_policy_s_greedy_ones
     run = evaluated_run(tmp_path, evaluation={"temperature": 5.0})
     found = agreement(run, make_version(run, tmp_path / "version"))
     assert (found.compared, found.equal) == (16, 16)
+
+
+def test_an_answer_is_a_tie_if_its_first_other_token_is_hardly_likelier_than_the_next() -> None:
+    assert departure([("4", False), ("42", True)], "42", "43") == (2, True)
+    assert departure([("4", True), ("42", False)], "42", "43") == (2, False)
+    assert departure([("4", False), ("4", True)], "4", "42") == (2, True)  # it ends where the other goes on
+    assert departure([("4", False), ("4", True), ("42", False)], "42", "43") == (3, True)  # half a character before
+    assert departure([("4", True), ("4", False)], "4", "42") == (2, False)
+    assert departure([], "", "42") == (0, False)
+    assert _steps("4", ["4", "7"], [[-0.1, -0.1, -3.0], [-0.1]], 1e-3) == [("4", True), ("4", False)]  # 7: a stop text
 
 
 def test_a_promotion_needs_the_agreement_that_it_asks_for() -> None:

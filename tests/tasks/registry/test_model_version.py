@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 import mlflow
+import pandas as pd
 import pytest
 import yaml
 from mlflow.pyfunc.scoring_server import invocations
@@ -169,6 +170,9 @@ def test_mlflow_answers_with_the_completion_alone_by_the_sampling_of_the_evaluat
     stop = answer[1]
     assert model.predict(PROMPT, params={"stop": [stop]}) == [answer[: answer.index(stop)]]
     assert len({*model.predict([PROMPT] * 20, params={"temperature": 9.0})}) > 1
+    assert model.predict(pd.DataFrame({"prompt": [PROMPT], "id": [7]})) == [answer]
+    with pytest.raises(ValueError, match="the first column is 'id': give prompts as a list, or in a first column"):
+        model.predict(pd.DataFrame({"id": ["7"], "prompt": [PROMPT]}))
     body = json.dumps({"inputs": [PROMPT], "params": {"max_new_tokens": 2}})
     served = invocations(body, "application/json", model, model.metadata.get_input_schema())
     assert (served.status, json.loads(served.response)) == (200, {"predictions": [short]})

@@ -1,0 +1,119 @@
+"""Asks a model version held-out prompts as MLflow will, and compares with what the evaluation found: `python -m
+tasks.registry.answers RUN VERSION OUTPUT`, where VERSION is the version's folder. Writes an `Agreement` as JSON.
+
+The version answers greedily. Its answers are compared with the evaluation's own if these are greedy and each to one
+prompt, and otherwise with the trained policy's greedy answers by the engine `transformers`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_core import run_files
+from grpo_core.config.evaluation import HELD_OUT
+from grpo_core.config.files import load_config
+from grpo_core.config.run import RunConfig
+from grpo_core.data.chat import decode_completions, is_conversation, text_of, without_gaps
+from grpo_core.model.loading import load_model
+from grpo_core.model.precision import with_precision_of
+from grpo_core.rollout.loading import PromptSets, read_prompts
+from grpo_core.rollout.requests import evaluation_request, own_limit
+from grpo_core.rollout.transformers_engine import TransformersEngine
+from grpo_core.rollout.types import Sampling
+from grpo_core.system.libraries import quiet_libraries
+from grpo_core.system.processes import run_and_leave
+from grpo_core.system.tables import read_parquet
+from tasks.registry.agreement import EXACT, ROUNDED, Agreement, Asked, Steps, compare, reward_change
+
+SECONDS = 20.0  # after which no further prompt is asked
+
+
+def main() -> None:
+    quiet_libraries()
+    run, version, output = map(Path, sys.argv[1:])
+    config = load_config(run / run_files.CONFIG)
+    files = {HELD_OUT: run_files.prompts(run, config.evaluation_files[HELD_OUT])}
+    sources = read_prompts(config, files)
+    try:
+        output.write_text(json.dumps(asdict(compare_by_mlflow(config, run, version, sources))))
+    finally:
+        if sources.setting:
+            sources.setting.environments.close()
+
+
+def compare_by_mlflow(config: RunConfig, run: Path, version: Path, sources: PromptSets) -> Agreement:
+    """Ask the version up to `registry.served_prompts` held-out prompts, for at most SECONDS."""
+    return compare(_ask(Trained(config, run, sources), version), partial(reward_change, run))
+
+
+def _ask(trained: Trained, version: Path) -> Iterator[Asked]:
+    from mlflow import pyfunc
+
+    config, rows, model = trained.config, trained.sources.sets[HELD_OUT].rows, pyfunc.load_model(str(version))
+    samples = read_parquet(trained.run / run_files.EVALUATION / run_files.SAMPLES)
+    evaluated = samples.filter(set=HELD_OUT, sample=0).sort("row")["trained/completion"]
+    same_way = config.evaluation.temperature == 0 and not config.environment.is_used
+    end = time.monotonic() + SECONDS
+    for row in range(min(len(rows), config.registry.served_prompts)):
+        if row and time.monotonic() > end:
+            break
+        prompt, limit = rows[row]["prompt"], own_limit(config, rows[row]) or config.evaluation_length
+        params = {"temperature": 0.0, "max_new_tokens": min(limit, config.evaluation_length)}
+        given = {"messages": without_gaps(prompt)} if is_conversation(prompt) else prompt
+        answered: Any = model.predict(given, params)
+        wanted = evaluated[row] if same_way else trained.text(trained.answer(row), row)
+        yield Asked(row, answered[0], wanted, partial(trained.steps, row))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The trained policy; its model is loaded when it is asked."""
+
+    config: RunConfig
+    run: Path
+    sources: PromptSets
+
+    @cached_property
+    def engine(self) -> TransformersEngine:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        precision = with_precision_of(self.config, device).train.mixed_precision
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        model = load_model(self.run / run_files.TRAINING / run_files.MODEL, dtype=dtype, device=device)
+        return TransformersEngine(model, self.sources.tokenizer)
+
+    def answer(self, row: int) -> list[int]:
+        """The tokens of a greedy answer."""
+        request = evaluation_request(self.config, self.sources.sets[HELD_OUT], row)
+        sampling = Sampling(self.config.evaluation_length, stop=tuple(self.config.rollout.stop))
+        [(_, [completion])] = [one for finished in self.engine.generate([request], sampling) for one in finished]
+        return completion.ids
+
+    def text(self, ids: list[int], row: int) -> str:
+        prompts, stop = self.sources.sets[HELD_OUT], self.config.rollout.stop
+        [found] = decode_completions([prompts.rows[row]], [prompts.ids[row]], [ids], self.sources.tokenizer, stop)
+        return text_of(found)
+
+    @torch.inference_mode()
+    def steps(self, row: int) -> Steps:
+        """A greedy answer, token by token."""
+        ids, prompt, model = self.answer(row), self.sources.sets[HELD_OUT].ids[row], self.engine.model
+        given = torch.tensor([[*prompt, *ids]], device=model.device)
+        logits = model(input_ids=given, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        highest, second = logits.topk(2).values.float().unbind(-1)
+        texts = [self.text(ids[:count], row) for count in range(1, len(ids) + 1)]
+        exact = model.dtype == torch.float32 and model.device.type == "cpu"
+        ties = highest - second < (EXACT if exact else ROUNDED)
+        return [*zip(texts, ties.tolist(), strict=True)]
+
+
+if __name__ == "__main__":
+    run_and_leave(main)
