@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.base import Section
 from grpo_core.config.environment import OWN_REWARD, EnvironmentConfig
-from grpo_core.config.evaluation import HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
+from grpo_core.config.evaluation import HELD_OUT, EvaluationConfig, PromotionConfig, PublishConfig, RegistryConfig
 from grpo_core.config.inputs import CurriculumConfig, DataConfig, ModelConfig, RewardConfig
 from grpo_core.config.launch import LaunchConfig, host_name
 from grpo_core.config.metrics import evaluated_metrics, reward_means
@@ -49,6 +49,7 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     registry: RegistryConfig = RegistryConfig()
     promotion: PromotionConfig = PromotionConfig()
+    publish: PublishConfig = PublishConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
