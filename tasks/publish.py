@@ -49,7 +49,7 @@ def _work(context: Context) -> dict[str, Any]:
             export = _export(context, made, folder, log)
             write_text(judged, json.dumps(export))
         repository = repository_of(config.publish, made)
-        write_card(folder / "README.md", context.run, config, export["verdict"], commit, repository)
+        write_card(folder / "README.md", context.run, config, export, commit, repository)
         log.info("%s: %s", final / made, export["verdict"])
         if repository and export["kept"]:
             export["hub"] = push(folder, repository, f"{name} version {version} of the run {config.name}")

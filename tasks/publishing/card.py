@@ -20,20 +20,23 @@ from tasks.stages.files import write_text
 LICENCE = ("license", "license_name", "license_link")  # keys of a card's metadata
 
 
-def write_card(file: Path, run: Path, config: RunConfig, export: str, commit: str, repository: str) -> None:
-    """Write the card. `export`: verdict on the export; `commit`: of the code that the run was trained with, "" if
-    unknown; `repository`: of the hub, "" if none."""
+def write_card(
+    file: Path, run: Path, config: RunConfig, export: Mapping[str, Any], commit: str, repository: str
+) -> None:
+    """Write the card. `export`: its verdict, and its figures unless it is the trained policy's own files; `commit`: of
+    the code that the run was trained with, "" if unknown; `repository`: of the hub, "" if none."""
     from huggingface_hub import EvalResult, ModelCardData
 
     record, licence = read_record(run, config), _licence_of_base(config)
-    held_out, metric = record.evaluation["sets"][HELD_OUT], record.metric
+    metric, own = record.metric, export["sets"].get(HELD_OUT)
+    trained = record.evaluation["sets"][HELD_OUT]["policies"]["trained"][metric]["mean"]
     base, data = config.model.name_or_path, [each.data for each in sources_of(config).values()]
     result = EvalResult(
         task_type="text-generation",
         dataset_type=_shown(next(iter(config.data.origins.values())).eval),
         dataset_name=HELD_OUT,
         metric_type=metric,
-        metric_value=round(held_out["policies"]["trained"][metric]["mean"], 4),
+        metric_value=round(own["exported"] if own else trained, 4),
     )
     metadata = ModelCardData(
         base_model=base if _is_on_hub(base) else None,
@@ -45,7 +48,7 @@ def write_card(file: Path, run: Path, config: RunConfig, export: str, commit: st
         eval_results=[result],
         **licence,
     )
-    parts = [f"# {config.name}", *_parts(record, export, commit, licence), _usage(record, repository)]
+    parts = [f"# {config.name}", *_parts(record, export["verdict"], commit, licence), _usage(record, repository)]
     write_text(file, f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
 
 
@@ -114,11 +117,15 @@ def _given(arguments: Mapping[str, Any]) -> list[str]:
 
 def _licence_of_base(config: RunConfig) -> dict[str, Any]:
     """What the base's own card says of its licence; empty if it has none, or the hub does not answer."""
-    from huggingface_hub import ModelCard
+    from huggingface_hub import ModelCard, hf_hub_download
 
-    from grpo_core.model.checkpoint_fit import file_of  # imports torch
-
-    if (file := file_of(config.model.name_or_path, config.model.revision, "README.md")) is None:
+    file = Path(base := config.model.name_or_path, "README.md")
+    if _is_on_hub(base):
+        try:
+            file = Path(hf_hub_download(base, file.name, revision=config.model.revision))
+        except OSError:  # the repository has none, or the hub does not answer
+            return {}
+    if not file.is_file():
         return {}
     said = ModelCard.load(file, ignore_metadata_errors=True).data.to_dict()
     return {key: str(said[key]) for key in LICENCE if said.get(key)}

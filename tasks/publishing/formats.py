@@ -55,7 +55,7 @@ def write_format(made: str, model: Path, folder: Path, dense: Path, log: Any) ->
         index.unlink()
     shutil.copytree(folder, dense)
     command = [str(Path(llm_compressor.__file__)), *map(str, (model, folder, dense)), BITS[made]]
-    run_process(command, log.info, python=os.environ[QUANTIZE_PYTHON])
+    run_process(command, log.debug, python=os.environ[QUANTIZE_PYTHON])
     for file in model.glob("generation_config.json"):
         for place in (folder, dense):
             shutil.copy2(file, place)

@@ -4,8 +4,10 @@ DENSE the weights that the saved codes stand for. Runs in the environment of llm
 
 from __future__ import annotations
 
+import re
 import sys
 
+OF_CODES = re.compile(r"\.weight_(packed|scale|shape|zero_point|g_idx)$").search  # names of what lies beside weights
 GROUP = 128  # weights that share a scale in 4 bits; a row of weights where that does not divide it, and in 8 bits
 
 
@@ -32,7 +34,7 @@ def main() -> None:
     )
     read.generation_config = GenerationConfig()
     read.hf_quantizer = None  # it would save codes again
-    read.save_pretrained(dense)
+    read.save_pretrained(dense, state_dict={name: it for name, it in read.state_dict().items() if not OF_CODES(name)})
 
 
 if __name__ == "__main__":
