@@ -17,10 +17,12 @@ TOKEN = "hf_of_the_test"
 
 @dataclass
 class Hub:
-    """`asked`: each request's method and path. `files`: by repository and path."""
+    """`refused`: beginning of the actions on a repository that are refused. `asked`: each request's method and path.
+    `files`: by repository and path."""
 
     role: str = "write"
     address: str = ""
+    refused: str = ""
     asked: list[str] = field(default_factory=list)
     made: list[dict[str, Any]] = field(default_factory=list)
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -39,6 +41,8 @@ class Hub:
         name, (owner, action) = f"{name}/{action.partition('/')[0]}", (name, action.partition("/")[2])
         if name not in self.files:
             return 404, {"error": "Repository not found"}
+        if self.refused and action.startswith(self.refused):
+            return 403, {"error": "not now"}
         if action == "auth-check/write":
             return (200, {}) if owner == "ada" else (403, {"error": "you may not write here"})
         if action.startswith("preupload/"):
