@@ -45,11 +45,15 @@ class Hub:
             return 403, {"error": "not now"}
         if action == "auth-check/write":
             return (200, {}) if owner == "ada" else (403, {"error": "you may not write here"})
+        if action.startswith("tree/"):
+            return 200, [{"type": "file", "path": path, "size": 1, "oid": "1"} for path in self.files[name]]
         if action.startswith("preupload/"):
             paths = [each["path"] for each in json.loads(sent)["files"]]
             return 200, {"files": [{"path": each, "uploadMode": "regular", "shouldIgnore": False} for each in paths]}
         if action.startswith("commit/"):
             for line in map(json.loads, sent.splitlines()):
+                if line["key"] == "deletedFile":
+                    del self.files[name][line["value"]["path"]]
                 if line["key"] == "file":
                     self.files[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
             return 200, {"commitUrl": f"{self.address}/{name}/commit/1", "commitOid": "1" * 40, "success": True}

@@ -126,6 +126,11 @@ class RunConfig(Section):
                 "for other batches, and its mode that avoids this replaces the training's own products too; set "
                 "rollout.engine to 'transformers', or train.deterministic to false"
             )
+        if self.publish.hub_repository and self.registry.sweep:
+            raise ValueError(
+                f"publish.hub_repository={self.publish.hub_repository!r} in a sweep: each arm would overwrite the "
+                "weights of the others; remove it, and publish the chosen arm by a run of its own"
+            )
         self._check_machines()
         self._check_environment()
         self._check_routing()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import operator
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,7 @@ from grpo_core.config.files import load_config
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data.units import paired_units
-from grpo_core.evaluation.outcomes import bounds_of, deciding_metric, outcomes, unit_name, unit_numbers
+from grpo_core.evaluation.outcomes import bounds_of, outcomes, unit_name, unit_numbers
 from grpo_core.evaluation.samples import answers_of, prompt_columns, samples_table
 from grpo_core.evaluation.statistics import paired_difference
 from grpo_core.planning.plan import load_plan
@@ -55,15 +56,15 @@ def evaluate_exported(run: Path, folder: Path) -> dict[str, Any]:
         parts = (prompts, answers_of(TRAINED, run / run_files.EVALUATION / run_files.SAMPLES, prompts), exported)
         scores = [f"{policy}/rewards/{it.name}" for policy in (TRAINED, EXPORTED) for it in session.scoring.rewards]
         columns = [functools.reduce(operator.or_, (part[name] for part in parts)) for name in prompts]
-        report = compare(pl.concat([samples_table(of_set, scores) for of_set in columns], how="diagonal"), config)
+        samples = pl.concat([samples_table(of_set, scores) for of_set in columns], how="diagonal")
+        evaluated = json.loads((run / run_files.EVALUATION / run_files.REPORT).read_text())
+        report = compare(samples, config, config.promotion.metric or evaluated["deciding_metric"])
     session.processes.end_training()
     return report
 
 
-def compare(samples: pl.DataFrame, config: RunConfig) -> dict[str, Any]:
-    """Metric that decides, and for each evaluation set both means, the paired difference, and the number of equal
-    answers among all."""
-    metric = config.promotion.metric or deciding_metric(samples, config.accuracy_reward)
+def compare(samples: pl.DataFrame, config: RunConfig, metric: str) -> dict[str, Any]:
+    """For each evaluation set both means, the paired difference, and the number of equal answers among all."""
     sets: dict[str, Any] = {}
     for name in config.evaluation_files:
         before, after = (

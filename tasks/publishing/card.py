@@ -33,7 +33,7 @@ def write_card(
     base, data = config.model.name_or_path, [each.data for each in sources_of(config).values()]
     result = EvalResult(
         task_type="text-generation",
-        dataset_type=_shown(next(iter(config.data.origins.values())).eval),
+        dataset_type=", ".join(_shown(origin.eval) for origin in config.data.origins.values()),
         dataset_name=HELD_OUT,
         metric_type=metric,
         metric_value=round(own["exported"] if own else trained, 4),
@@ -96,9 +96,13 @@ def _usage(record: Record, repository: str) -> str:
     options = ["add_generation_prompt=True", "return_dict=True", 'return_tensors="pt"']
     chat = [f"[{', '.join(messages)}]", *options, *_given(config.data.chat_template_kwargs)]
     encode = f"tokenizer.apply_chat_template({', '.join(chat)})" if talks else 'tokenizer(prompt, return_tensors="pt")'
+    names = [*config.environment.factories, *config.environment.tools]
+    left_out = (
+        f"It was trained and evaluated with {', '.join(names)}, which these lines leave out.\n\n" if names else ""
+    )
     return f"""## Use
 
-```python
+{left_out}```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 place = {(repository or "path/to/this/folder")!r}

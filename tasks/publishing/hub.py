@@ -11,6 +11,7 @@ from grpo_core.config.evaluation import PublishConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from tasks.stages.errors import StageError
+from tasks.stages.files import WEIGHTS
 
 KEY = "publish.hub_repository"
 
@@ -52,13 +53,19 @@ def check_hub(config: RunConfig) -> None:
 
 
 def push(folder: Path, repository: str, message: str) -> str:
-    """Upload the folder's files, in one commit, to the repository, which is made private if there is none. Returns the
-    commit's address."""
+    """Upload the folder's files in one commit, which removes the weights of an earlier export, to the repository, which
+    is made private if there is none. Returns the commit's address."""
     from huggingface_hub import HfApi
 
     with _refusals(repository, StageError):
         HfApi().create_repo(repository, private=True, exist_ok=True)
-        return str(HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message=message).commit_url)
+        done = HfApi().upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message=message,
+            delete_patterns=[f"*{WEIGHTS}", "*.index.json"],
+        )
+        return str(done.commit_url)
 
 
 def _check_may_make(name: str, who: dict[str, Any]) -> None:

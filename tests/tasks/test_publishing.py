@@ -107,8 +107,10 @@ def test_an_export_is_pushed_whole_into_a_private_repository(stand_in: Hub, tmp_
     config = _config(hub_repository="ada/sums")
     check_hub(config)
     name = repository_of(config.publish, "int8")
+    stand_in.files[name] = {"LICENSE": b"theirs", "model-2.safetensors": b"of an earlier export"}
     assert push(tmp_path, name, "version 3").endswith("/ada/sums-int8/commit/1")
-    assert stand_in.files[name] == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    pushed = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert stand_in.files[name] == pushed | {"LICENSE": b"theirs"}
     assert [made.get("private", made.get("visibility")) for made in stand_in.made] in ([True], ["private"])
     check_hub(config)  # now that it is there
 
@@ -172,13 +174,15 @@ def test_a_run_is_not_started_whose_codes_nothing_could_make(
     ("publish", "said"),
     [
         ({"hub_repository": "ada/sums"}, "without formats"),
+        ({"formats": ["int8"], "hub_repository": "ada/a", "sweep": "lr"}, "each arm would overwrite"),
         ({"formats": ["int8", "int8"]}, "names a format twice"),
         ({"formats": ["gguf"]}, "'huggingface', 'bfloat16', 'int8' or 'int4'"),
     ],
 )
 def test_a_section_that_exports_nothing_or_twice_is_refused(publish: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        parse_config(values_of("sums", publish=publish))
+        registry = {"sweep": publish.pop("sweep")} if "sweep" in publish else {}
+        parse_config(values_of("sums", publish=publish, registry=registry))
 
 
 def test_exports_are_made_again_alone_if_their_keys_change() -> None:

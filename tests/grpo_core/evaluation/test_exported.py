@@ -42,6 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert said.n_unique() > 10
     report = evaluate(run, run / "evaluation")
     assert report["sets"]["held-out"]["policies"]["trained"]["accuracy"]["mean"] == 1
+    (run / "evaluation" / "report.json").write_text(json.dumps(report))
     return run
 
 
