@@ -1,4 +1,5 @@
-"""Evaluate base, champion and trained policy on the same prompts, set by set, each prompt once.
+"""Evaluate base, champion and trained policy on the same prompts, set by set, each prompt once; or what a run has
+exported, on the same prompts as its trained policy.
 
 Entry point: `python -m grpo_core.evaluate RUN_DIR`.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from grpo_core import run_files
 from grpo_core.evaluation.reporting import write_report
@@ -23,11 +25,18 @@ def main() -> None:
     parser.add_argument("--champion", type=Path, help="folder of the model to beat, as transformers loads it")
     parser.add_argument("--earlier", type=Path, help="samples.parquet of another run, evaluated the same way")
     parser.add_argument("--known", nargs="+", default=[], help="policies whose answers are taken from there")
+    parser.add_argument("--exported", type=Path, help="folder of an export, to be compared with RUN's evaluated policy")
     arguments = parser.parse_args()
     output = arguments.output or arguments.run / run_files.EVALUATION
-    write_report(
-        output, lambda: evaluate(arguments.run, output, arguments.champion, arguments.earlier, arguments.known)
-    )
+
+    def work() -> dict[str, Any]:
+        if arguments.exported:
+            from grpo_core.evaluation.exported import evaluate_exported  # imports polars, scipy
+
+            return evaluate_exported(arguments.run, arguments.exported)
+        return evaluate(arguments.run, output, arguments.champion, arguments.earlier, arguments.known)
+
+    write_report(output, work)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ PLAN = "plan.json"
 PROBE = "probe"
 TRAINING = "training"
 EVALUATION = "evaluation"
+PUBLISHED = "published"
 
 # In the folder of a training.
 METRICS = "metrics.jsonl"

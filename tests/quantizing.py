@@ -25,7 +25,7 @@ from grpo_core.evaluation.comparison import compare_policies
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.run_files import SAMPLES
 from tasks.stages import table
-from tasks.stages.table import ALL_STAGES, REGISTER, STAGES, TRAIN, Stage
+from tasks.stages.table import ALL_STAGES, PUBLISH, REGISTER, STAGES, TRAIN, Stage
 from tests.made_up import outcomes_of, samples_of
 
 QUANTIZE = Stage(
@@ -40,7 +40,7 @@ QUANTIZE = Stage(
     reads=(TRAIN,),
 )
 table.STAGES = (*STAGES[:-1], QUANTIZE, REGISTER)
-table.ALL_STAGES = (*ALL_STAGES[:-1], QUANTIZE, REGISTER)
+table.ALL_STAGES = (*ALL_STAGES[:-2], QUANTIZE, REGISTER, PUBLISH)
 
 from tasks.stages.run import Context, run_stage  # noqa: E402 (reads the table)
 

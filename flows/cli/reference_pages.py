@@ -33,6 +33,7 @@ KEY_PAGES = {  # by section, links to the pages that explain it, relative to the
     "evaluation.sets": "[sets](../explanation/evaluation.md#sets-categories-guards)",
     "registry": "[files and tags](files.md#in-mlflow)",
     "promotion": "[promotion](../how-to/promote.md)",
+    "publish": "[exports](../how-to/publish.md)",
     "promotion.guards": "[guards](../explanation/evaluation.md#sets-categories-guards)",
 }
 REPEATED = ("rewards", "data.sources", "evaluation.sets", "promotion.guards")  # one table of TOML per item: [[rewards]]

@@ -21,7 +21,7 @@ from grpo_core.system.processes import importing
 from tasks.stages.condition import conditions, refuse_outdated_inputs
 from tasks.stages.locks import locked
 from tasks.stages.run_directory import find_run, read_config, run_folder
-from tasks.stages.table import ALL_STAGES, EVALUATE, REGISTER, TRAIN, stages_of
+from tasks.stages.table import ALL_STAGES, EVALUATE, PUBLISH, REGISTER, TRAIN, stages_of
 
 BY_NAME = {stage.name: stage for stage in ALL_STAGES}
 
@@ -93,12 +93,14 @@ def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
         rest = seconds - sum(value for _, value in timed)
         shown = [(name, f"{value:.1f}") for name, value in [("start of command and Prefect", rest), *timed]]
         terminal.print(table_of(("stage", "seconds"), shown, "Where the time went"))
+    exports = PUBLISH.read_receipt(folder)["exports"] if PUBLISH.is_asked(config) else {}
+    published = "".join(f"published   {PUBLISH.path(folder) / made}: {it['verdict']}\n" for made, it in exports.items())
     terminal.print(
         "\n".join(f"{sentence}." for sentence in verdicts(report, metric_of(config, report))) + "\n"
         f"{counted['updates']} of {training['planned']['updates']} planned updates, "
         f"{counted['completions']:,} completions; pipeline took {seconds:.0f} s\n"
         f"registered  {registration['model_name']} version {registration['version']}, "
-        f"alias {registration['alias']}\n"
+        f"alias {registration['alias']}\n{published}"
         f"run         {folder}\n"
         f"report      {EVALUATE.path(folder) / PAGE}\n"
         f"look at it  {where}",

@@ -35,6 +35,7 @@ ADDRESSES = (
     ("launch", "hosts"),  # the environment is sent there, secrets included
     ("launch", "kubernetes"),  # to the image that the file names
     ("launch", "server_hosts"),
+    ("publish", "hub_repository"),  # the weights are pushed there, with the worker's token
     ("launch", "launcher"),  # a scheduler sends the environment to machines of its own choice
 )
 

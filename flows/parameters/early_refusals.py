@@ -21,6 +21,8 @@ from tasks.data.path_or_hub import check_places
 from tasks.data.sources import count_prompts, needs_loading, training_sources
 from tasks.processes.launchers.kubernetes_job import read_template
 from tasks.processes.training_machine import check_training_machine
+from tasks.publishing.formats import check_formats
+from tasks.publishing.hub import check_hub
 from tasks.stages.run_directory import run_folder, storage_root
 from tasks.stages.table import GPU_DEPLOYMENT
 
@@ -37,15 +39,17 @@ def refuse_early(config: RunConfig, known_prompts: int | None = None, here: bool
 
     Raises ConfigError if model, prompts or recording do not exist, if vLLM would not find a model's weights, if a
     completion has no place in the model's positions, if servers need more GPUs than there are, if launch.kubernetes is
-    wrong, if a function that `[data]` names cannot be loaded, or if a curriculum has no pass rates; RewardError or
-    EnvironmentsError if a reward, environment or tool cannot be loaded; SourceError if the training file cannot be
-    read; PlanError if sizes do not fit together, whichever prompts validate keeps; MachineError if this machine should
-    train on a GPU but cannot, or vLLM is not installed.
+    wrong, if a function that `[data]` names cannot be loaded, if a curriculum has no pass rates, or if an export could
+    not be made or pushed; RewardError or EnvironmentsError if a reward, environment or tool cannot be loaded;
+    SourceError if the training file cannot be read; PlanError if sizes do not fit together, whichever prompts validate
+    keeps; MachineError if this machine should train on a GPU but cannot, or vLLM is not installed.
     """
     if here and not os.environ.get(GPU_DEPLOYMENT):
         check_training_machine(config)
         if (gpu := find_gpu()) and config.rollout.server_gpus:
             count_gpus(config, gpu)
+        check_formats(config)
+        check_hub(config)
     if known_prompts is None:
         check_places(config)
         if config.launch.launcher == "kubernetes":

@@ -1,8 +1,10 @@
-"""`[evaluation]`, `[registry]` and `[promotion]`: how a policy is judged, registered and promoted."""
+"""`[evaluation]`, `[registry]`, `[promotion]` and `[publish]`: how a policy is judged, registered, promoted and
+exported."""
 
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -182,3 +184,31 @@ class PromotionConfig(Section):
     """Ask a person before a version that passes becomes the champion: the flow run is suspended, shows the verdict and
     the samples that changed most, and continues with the person's answer, name and comment. Without Prefect's
     deployments, `grpo promote --approve NAME` answers."""
+
+
+class PublishConfig(Section):
+    """Exports of the registered version, each judged against the trained policy on the run's held-out prompts."""
+
+    formats: list[Literal["huggingface", "bfloat16", "int8", "int4"]] = Field(default_factory=list)
+    """What the registered version is exported as, each in a folder of its own under the run: huggingface (the trained
+    weights as they are, LoRA merged), bfloat16 (half the size), int8 and int4 (weights of the linear layers, by
+    llm-compressor, in the Python that GRPO_QUANTIZE_PYTHON names). Each has a model card. Empty: nothing is
+    exported."""
+    max_drop: float = Field(0.02, ge=0)
+    """Largest fall of the deciding metric below the trained policy's that an export may have: the lower bound of the
+    paired difference must be at least minus this. 0.02 of accuracy is 2 points; set it for a reward by its range."""
+    hub_repository: str | None = None
+    """Repository of the Hugging Face hub, OWNER/NAME, that takes the exports that are shown to keep max_drop; each
+    format except the first goes to OWNER/NAME-FORMAT. A repository that does not exist yet is made, private. The
+    token is the hub's own: HF_TOKEN, or `hf auth login`."""
+
+    @model_validator(mode="after")
+    def _exports_something(self) -> PublishConfig:
+        if len({*self.formats}) < len(self.formats):
+            raise ValueError(f"formats={self.formats} names a format twice; name each once")
+        if self.hub_repository and not self.formats:
+            raise ValueError(
+                f"hub_repository={self.hub_repository!r} without formats: nothing is exported; add formats, such as "
+                "['huggingface'], or remove hub_repository"
+            )
+        return self

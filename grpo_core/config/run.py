@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.base import Section
 from grpo_core.config.environment import OWN_REWARD, EnvironmentConfig
-from grpo_core.config.evaluation import HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
+from grpo_core.config.evaluation import HELD_OUT, EvaluationConfig, PromotionConfig, PublishConfig, RegistryConfig
 from grpo_core.config.inputs import CurriculumConfig, DataConfig, ModelConfig, RewardConfig
 from grpo_core.config.launch import LaunchConfig, host_name
 from grpo_core.config.metrics import evaluated_metrics, reward_means
@@ -50,6 +50,7 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     registry: RegistryConfig = RegistryConfig()
     promotion: PromotionConfig = PromotionConfig()
+    publish: PublishConfig = PublishConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
@@ -125,6 +126,11 @@ class RunConfig(Section):
                 f"train.deterministic=true with rollout.engine={self.rollout.engine!r}: vLLM's kernels give other bits "
                 "for other batches, and its mode that avoids this replaces the training's own products too; set "
                 "rollout.engine to 'transformers', or train.deterministic to false"
+            )
+        if self.publish.hub_repository and self.registry.sweep:
+            raise ValueError(
+                f"publish.hub_repository={self.publish.hub_repository!r} in a sweep: each arm would overwrite the "
+                "weights of the others; remove it, and publish the chosen arm by a run of its own"
             )
         self._check_machines()
         self._check_environment()

@@ -65,10 +65,10 @@ def load_sampling(
     return SamplingSession(config, processes, dtype, shard, scoring, prompts.sets, base, engine)
 
 
-def answers_of_base(session: SamplingSession) -> Columns:
-    """Answers of the policy that the training started from."""
+def answers_of_base(session: SamplingSession, policy: str = "base") -> Columns:
+    """Answers of the policy that the session was loaded with, as those of `policy`."""
     rewards = session.scoring.rewards
-    return {name: answer_columns("base", _samples(session, "base", name), rewards) for name in session.sets}
+    return {name: answer_columns(policy, _samples(session, policy, name), rewards) for name in session.sets}
 
 
 def answers_of_model(session: SamplingSession, policy: str, folder: Path) -> Columns:

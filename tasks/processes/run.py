@@ -67,9 +67,10 @@ def run_process(
     grace: float = GRACE_SECONDS,
     limit: float = threading.TIMEOUT_MAX,
     check: Callable[[], None] = lambda: None,
+    python: str | None = None,
 ) -> None:
     """Run one `python COMMAND…` to its end, in the way `run_together` runs several."""
-    run_together({"": command}, lambda name, line: on_line(line), {"": env or {}}, grace, limit, check)
+    run_together({"": command}, lambda name, line: on_line(line), {"": env or {}}, grace, limit, check, python=python)
 
 
 def run_together(
@@ -80,10 +81,11 @@ def run_together(
     limit: float = threading.TIMEOUT_MAX,
     check: Callable[[], None] = lambda: None,
     endless: Collection[str] = (),
+    python: str | None = None,
 ) -> None:
     """Run `python COMMAND…` for each name, concurrently, until all have ended; those in `endless` are ended when the
     others have. `on_line` gets the name and each line; `env`: further environment variables, by name; `check` is
-    called at least every CHECK_SECONDS.
+    called at least every CHECK_SECONDS; `python`: default `training_python`.
 
     If one fails, the others are ended too. Raises ProcessError with the name and the last lines of the one that failed
     by itself, and TimeLimitError if they have not ended after `limit` seconds.
@@ -105,7 +107,7 @@ def run_together(
     with ExitStack() as stack:
         try:
             for name, command in commands.items():
-                running[name] = _start(command, (env or {}).get(name, {}), grace)
+                running[name] = _start(command, (env or {}).get(name, {}), grace, python or training_python())
                 stack.callback(_release, running[name])
                 followers.append(
                     threading.Thread(target=_follow, args=(name, running[name], lines, grace), daemon=True)
@@ -190,9 +192,9 @@ def _pass_on_next(lines: _Lines, on_line: Callable[[str, str], None]) -> None:
             on_line(name, line)
 
 
-def _start(command: Sequence[str], env: Mapping[str, str], grace: float) -> subprocess.Popen[str]:
+def _start(command: Sequence[str], env: Mapping[str, str], grace: float, python: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tasks.processes.supervise", str(grace), training_python(), *command],
+        [sys.executable, "-m", "tasks.processes.supervise", str(grace), python, *command],
         stdin=subprocess.PIPE,  # it closes when this process dies
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

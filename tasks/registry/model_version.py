@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,9 +24,8 @@ from grpo_core.system.libraries import quiet_libraries
 from tasks.processes.training_machine import training_packages
 from tasks.registry.answering import Answering, add_answering, answering_of
 from tasks.stages.errors import StageError
-from tasks.stages.files import remove
+from tasks.stages.files import WEIGHTS, link, remove
 
-WEIGHTS = ".safetensors"
 LOGGED_MODEL = "model"  # name of the logged model that holds a version's weights
 PINNED = ("torch", "transformers", "tokenizers", "safetensors", "accelerate")
 
@@ -64,7 +62,7 @@ def log_version(
         _write(training, scratch, Model(model.artifact_location, run_id, model_id=model.model_id), answering, example)
         tags = {**tags, **ask(scratch)}
         if model.artifact_location.startswith(("file:", "/")):
-            shutil.copytree(scratch, local_file_uri_to_path(model.artifact_location), copy_function=_link)
+            shutil.copytree(scratch, local_file_uri_to_path(model.artifact_location), copy_function=link)
         else:
             client.log_model_artifacts(model.model_id, str(scratch))
     except BaseException:
@@ -143,21 +141,8 @@ def _write(training: Path, folder: Path, card: Model, answering: Answering, exam
     card.flavors["transformers"]["source_model_name"] = answering.base  # not a folder that is gone
     add_answering(card, folder, answering)
     for weights in (training / run_files.MODEL).rglob("*" + WEIGHTS):
-        _link(weights, folder / "model" / weights.relative_to(training / run_files.MODEL))
+        link(weights, folder / "model" / weights.relative_to(training / run_files.MODEL))
     if (training / run_files.ADAPTER).exists():
-        shutil.copytree(training / run_files.ADAPTER, folder / "adapter", copy_function=_link)
+        shutil.copytree(training / run_files.ADAPTER, folder / "adapter", copy_function=link)
     card.model_size_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     card.save(str(folder / "MLmodel"))
-
-
-def _link(source: Path | str, target: Path | str) -> None:
-    """Link a weights file if the file system allows it, otherwise copy it; copy any other file."""
-    if str(source).endswith(WEIGHTS):
-        try:
-            Path(source).chmod(0o444)  # a write to one name would change both
-            os.link(source, target)
-        except OSError:  # another user's file, another file system, or one without links
-            pass
-        else:
-            return
-    shutil.copy2(source, target)

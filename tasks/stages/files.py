@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from grpo_core.system.files import publish
 from grpo_core.system.memory import gib_text
 
+WEIGHTS = ".safetensors"
 ROOM = 2**20  # bytes that a database needs for its next transactions
 
 
@@ -72,3 +74,16 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def link(source: Path | str, target: Path | str) -> None:
+    """Link a weights file if the file system allows it, otherwise copy it; copy any other file."""
+    if str(source).endswith(WEIGHTS):
+        try:
+            Path(source).chmod(0o444)  # a write to one name would change both
+            os.link(source, target)
+        except OSError:  # another user's file, another file system, or one without links
+            pass
+        else:
+            return
+    shutil.copy2(source, target)

@@ -178,8 +178,24 @@ REGISTER = Stage(
     key_figure=lambda config, receipt: f"{receipt['model_name']} version {receipt['version']}",
     reads=(PLAN, TRAIN, EVALUATE),
 )
+PUBLISH = Stage(
+    name="publish",
+    task="tasks.publish:publish",
+    meaning="Export the run's registered policy, and compare each export with it.",
+    output=run_files.PUBLISHED,
+    receipt=run_files.REPORT,
+    depends_on=lambda parts: parts.policy | parts.evaluation | parts.registration | parts.section("publish"),
+    key_figure=lambda config, receipt: "; ".join(
+        f"{name} {'kept' if export['kept'] else 'not shown to be kept'}" for name, export in receipt["exports"].items()
+    ),
+    gpu=True,
+    resumable=True,
+    reads=(VALIDATE, PLAN, TRAIN, EVALUATE, REGISTER),
+    asked_by="publish.formats",
+    prompts=lambda config: config.evaluation_files.values(),
+)
 STAGES = (VALIDATE, PLAN, TRAIN, EVALUATE, REGISTER)  # of every run
-ALL_STAGES = (VALIDATE, PROBE, *STAGES[1:])
+ALL_STAGES = (VALIDATE, PROBE, *STAGES[1:], PUBLISH)
 
 
 def stages_of(config: RunConfig) -> tuple[Stage, ...]:

@@ -74,6 +74,7 @@ def test_no_function_of_a_module_that_the_worker_does_not_list_not_even_imported
         ("rollout", "vllm_server_base_urls", ["http://evil.example"]),
         ("launch", "hosts", ["evil.example"]),
         ("launch", "server_hosts", ["evil.example"]),
+        ("publish", "hub_repository", "evil/weights"),
         ("launch", "slurm", ["--partition=evil"]),
         ("launch", "kubernetes", "evil.yaml"),
         ("launch", "launcher", "slurm"),
@@ -82,10 +83,10 @@ def test_no_function_of_a_module_that_the_worker_does_not_list_not_even_imported
 def test_no_machine_to_which_weights_or_the_environment_would_be_sent(
     section: str, key: str, given: list[str] | str
 ) -> None:
-    changes: dict[str, Any] = {"rollout": {"engine": "vllm-server"}}
-    changes.setdefault(section, {})[key] = given
+    base: dict[str, Any] = {"rollout": {"engine": "vllm-server"}, "publish": {"formats": ["huggingface"]}}
+    changes = {**base, section: {**base.get(section, {}), key: given}}
     said = rf"{section}\.{key} = {re.escape(repr(given))}: here only a preset may set where the environment or weights"
-    for each in (changes, {"rollout": {"engine": "vllm-server"}, f"{section}.{key}": given}):
+    for each in (changes, {**base, f"{section}.{key}": given}):
         with pytest.raises(ConfigError, match=said):
             resolve_allowed("team", each)
 
@@ -235,7 +236,7 @@ def test_every_key_that_may_name_a_file_an_address_or_code_is_known() -> None:
     names |= {f"evaluation.{key}" for key in ("accuracy_reward", "answer_pattern", "category_column", "group_column")}
     names |= {f"evaluation.sets.{key}" for key in ("name", "split", "subset", "revision", "source")}
     names |= {"registry.experiment", "registry.model_name", "registry.alias", "registry.sweep"}
-    names |= {"promotion.set", "promotion.guards.set", "promotion.guards.metric"}
+    names |= {"publish.formats", "promotion.set", "promotion.guards.set", "promotion.guards.metric"}
     refused = {".".join(address) for address in allowed.ADDRESSES}
     refused |= {f"environment.{key}" for key in ("environment_factory", "environment_args", "tools")}
     refused |= {"data.columns", "data.sources.columns", "data.schema"}
