@@ -118,7 +118,9 @@ def test_an_adapter_that_a_model_does_not_take_is_refused_unless_its_layers_are_
     assert _tried(model_folder, model=numbered) == {"refused": ""}
 
 
-def test_a_copy_that_cannot_be_made_refuses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_cannot_be_made_or_run_refuses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HRM-text has a cache for several passes through its layers, whose number its copy does not have."""
+    assert "list index out of range" in _tried(tmp_path, "hrm_text", sizes={"num_layers_per_stack": 2})["untried"]
     monkeypatch.setattr(try_small, "LARGEST", 100)
     assert "100 are the most" in _tried(tmp_path, "qwen2")["untried"]
 
