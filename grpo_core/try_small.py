@@ -59,8 +59,11 @@ def try_small(model: dict[str, Any], max_length: int, bf16: bool, **keys: Any) -
         for weights in small.parameters():  # large enough for attention to tell tokens apart
             if weights.dim() > 1:
                 torch.nn.init.normal_(weights, std=weights.shape[-1] ** -0.5)
-        small(input_ids=random_ids(small, (2, TOKENS)), use_cache=False).logits.sum().backward()
+        ids = random_ids(small, (2, TOKENS))
+        small(input_ids=ids, use_cache=False).logits.sum().backward()
         small.zero_grad()
+        with torch.no_grad():
+            small(input_ids=ids, use_cache=True)
     except ConfigError as error:
         return {"refused": str(error)}
     except Exception as error:  # of whatever kind: it says something about the copy only
