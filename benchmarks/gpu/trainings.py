@@ -311,7 +311,7 @@ def _write_hybrid(work: Workload, folder: Path) -> None:
     """Put a Qwen3.5 of the workload's sizes in the place of its model."""
     heads, widths = ("linear_num_key_heads", "linear_num_value_heads"), ("linear_key_head_dim", "linear_value_head_dim")
     config = AutoConfig.from_pretrained(folder).to_dict()
-    sizes = {name: config[name] for name in SIZES} | dict.fromkeys(heads, work.heads)
+    sizes: dict[str, Any] = {name: config[name] for name in SIZES} | dict.fromkeys(heads, work.heads)
     sizes |= {"head_dim": work.hidden // work.heads} | dict.fromkeys(widths, work.hidden // work.heads)
     sizes |= {"layer_types": ["linear_attention", "full_attention"] * (work.layers // 2)}
     generation = GenerationConfig.from_pretrained(folder)
