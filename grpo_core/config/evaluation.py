@@ -207,7 +207,7 @@ class PublishConfig(Section):
     def _is_made_here(cls, formats: object) -> object:
         if isinstance(formats, list) and "gguf" in formats:
             raise ValueError(
-                "'gguf' is not made here, since no evaluation of such a file is; export 'huggingface', and convert that "
+                "'gguf' is not made here, since such a file is not evaluated; export 'huggingface', and convert that "
                 "folder by llama.cpp's convert_hf_to_gguf.py"
             )
         return formats
