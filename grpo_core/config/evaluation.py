@@ -202,6 +202,16 @@ class PublishConfig(Section):
     format except the first goes to OWNER/NAME-FORMAT. A repository that does not exist yet is made, private. The
     token is the hub's own: HF_TOKEN, or `hf auth login`."""
 
+    @field_validator("formats", mode="before")
+    @classmethod
+    def _is_made_here(cls, formats: object) -> object:
+        if isinstance(formats, list) and "gguf" in formats:
+            raise ValueError(
+                "'gguf' is not made here, since such a file is not evaluated; export 'huggingface', and convert that "
+                "folder by llama.cpp's convert_hf_to_gguf.py"
+            )
+        return formats
+
     @model_validator(mode="after")
     def _exports_something(self) -> PublishConfig:
         if len({*self.formats}) < len(self.formats):

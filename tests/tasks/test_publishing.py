@@ -176,7 +176,8 @@ def test_a_run_is_not_started_whose_codes_nothing_could_make(
         ({"hub_repository": "ada/sums"}, "without formats"),
         ({"formats": ["int8"], "hub_repository": "ada/a", "sweep": "lr"}, "each arm would overwrite"),
         ({"formats": ["int8", "int8"]}, "names a format twice"),
-        ({"formats": ["gguf"]}, "'huggingface', 'bfloat16', 'int8' or 'int4'"),
+        ({"formats": ["gguf"]}, "convert that folder by llama.cpp's convert_hf_to_gguf.py"),
+        ({"formats": ["fp8"]}, "'huggingface', 'bfloat16', 'int8' or 'int4'"),
     ],
 )
 def test_a_section_that_exports_nothing_or_twice_is_refused(publish: dict[str, Any], said: str) -> None:
