@@ -218,6 +218,8 @@ tokens. GPUs were not tried here."""
     twice = f"""{sum("beyond" in it for it in tried.values())} families were tried twice: as they are, and with each of
 their own lengths (windows, chunks, chosen keys or blocks) cut to 8 tokens or 2 blocks, which the sequences exceed.
 Where that gives something else, it stands behind *beyond*. {len(whole)} train exactly in both."""
+    untried = f"""Not tried, since no small copy could be made of transformers' own configuration, or it did not run:
+{", ".join(others) or "none"}. They may train: each training tries its model first."""
     return f"""# Models
 
 {textwrap.fill(said, 115, break_on_hyphens=False)}
@@ -239,7 +241,10 @@ Where that gives something else, it stands behind *beyond*. {len(whole)} train e
 ## Why not
 
 {"".join(reasons(family, it) for family, it in tried.items())}
-No small copy of transformers' own configuration was made or run of: {", ".join(others) or "none"}.
+{textwrap.fill(untried, 115, break_on_hyphens=False)}
+
+Next: [what is refused, GGUF files, multimodal checkpoints](algorithm.md#models), [mixtures of
+experts](../how-to/mixtures-of-experts.md), [forecasts](plan.md#families).
 """
 
 

@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def serve(folder: Path, port: int, options: Sequence[str]) -> None:
-    """Be the proxy of this model, whose server's address is printed. `options`: vLLM's."""
+    """Be the proxy of this model, whose server's address and secret are printed. `options`: vLLM's."""
     from flows.serving.model_proxy import Front, serve_front
     from flows.serving.model_server import Server, Version, start_server
 
@@ -74,7 +74,7 @@ def serve(folder: Path, port: int, options: Sequence[str]) -> None:
 
     def start(version: Version) -> Server:
         server = start_server(version, ["--max-model-len", "512", *options])
-        print(server.url, flush=True)
+        print(server.url, server.secret, flush=True)
         return server
 
     serve_front(Front(start, lambda current: None if current else version, lambda text: None), "127.0.0.1", port)
@@ -93,7 +93,8 @@ def serving(scratch: Path, tiny: bool) -> Iterator[tuple[httpx2.Client, httpx2.C
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as front:
         try:
             assert front.stdout
-            url = front.stdout.readline().strip()
+            url, secret = front.stdout.readline().split()
+            options["headers"] = {"Authorization": f"Bearer {secret}"}
             clients = [httpx2.Client(base_url=each, **options) for each in (url, f"http://127.0.0.1:{port}")]
             with clients[0] as plain, clients[1] as proxied:
                 wait_for(lambda: is_ready(proxied) or front.poll() is not None, 600)

@@ -10,9 +10,12 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+
+from grpo_core.rollout.vllm.secret_required import SecretRequired
 
 
 async def health(request: Request) -> Response:
@@ -45,7 +48,7 @@ if __name__ == "__main__":
         sys.exit("RuntimeError: no memory is left")
     routes = [Route("/health", health), Route("/v1/{path:path}", answer, methods=["POST"])]
     uvicorn.run(
-        Starlette(routes=routes),
+        Starlette(routes=routes, middleware=[Middleware(SecretRequired)]),
         host="127.0.0.1",
         port=int(sys.argv[2]),
         log_level="warning",

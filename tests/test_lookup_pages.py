@@ -91,7 +91,7 @@ def test_a_message_on_the_page_is_one_that_the_code_gives(message: str) -> None:
 
 
 def test_the_page_of_the_plan_names_the_gpus_whose_memory_is_known() -> None:
-    said = re.search(r"Known by name: (.*?)\. Of another", " ".join((REFERENCE / "plan.md").read_text().split()))
+    said = re.search(r"Known by name: (.*?)\. For another", " ".join((REFERENCE / "plan.md").read_text().split()))
     assert said and set(re.findall(r"`(.*?)`", said[1])) == MEMORY_MIB.keys()
 
 
@@ -184,7 +184,7 @@ def test_the_manifest_of_serving_starts_what_its_probes_and_its_service_ask() ->
 def test_the_flow_of_the_page_on_events_is_the_deployment_that_the_page_starts(tmp_path: Path) -> None:
     page = (REFERENCE / "events.md").read_text()
     [code] = fenced(page, "python")
-    (tmp_path / "serve_model.py").write_text(code)
-    flow = runpy.run_path(str(tmp_path / "serve_model.py"))["serve_model"]
+    (tmp_path / "take_champion.py").write_text(code)
+    flow = runpy.run_path(str(tmp_path / "take_champion.py"))["take_champion"]
     assert f"start_deployment.py {flow.name}/production" in page
     assert [*flow.parameters.properties] == ["model", "version"]

@@ -98,6 +98,7 @@ def serve_front(front: Front, host: str, port: int) -> None:
         if request.url.path in COMPLETING:
             body = _filled_in(target.version, body)
         headers = [(name, value) for name, value in request.headers.raw if name.lower() not in OF_CONNECTION]
+        headers.append((b"authorization", f"Bearer {target.secret}".encode()))
         url = f"{target.url}{request.url.path}"  # one of PASSED_ON
         sent = client.build_request(request.method, url, headers=headers, content=body)
         sending, leaving = asyncio.ensure_future(client.send(sent, stream=True)), asyncio.ensure_future(_left(request))
@@ -264,9 +265,10 @@ async def _started(front: Front, version: Version, client: httpx2.AsyncClient) -
     """Start a version's server and wait until it is ready. Raises ServerEndedError if it ends before."""
     server = await asyncio.to_thread(front.start, version)
     front.running.append(server)
+    headers = {"Authorization": f"Bearer {server.secret}"}
     while server.child.process.poll() is None:
         with suppress(httpx2.HTTPError):
-            if (await client.get(f"{server.url}/health")).is_success:
+            if (await client.get(f"{server.url}/health", headers=headers)).is_success:
                 return server
         await asyncio.sleep(READY_SECONDS)
     front.running.remove(server)

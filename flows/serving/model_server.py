@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from flows.serving.ports import HOST
 from grpo_core.config.training import BF16_CAPABILITY
 from grpo_core.errors import GrpoError
 from grpo_core.planning.hardware import capability, find_gpu
+from grpo_core.rollout.vllm.logprobs import HEAD
+from grpo_core.rollout.vllm.secret import SECRET
 from grpo_core.system.files import publish
 from tasks.processes.machine import free_port
 from tasks.processes.run import training_python
@@ -48,11 +51,12 @@ class Version:
 
 @dataclass
 class Server:
-    """A version's server. `in_flight`: requests that it has not answered yet."""
+    """A version's server. `secret`: every request needs it; `in_flight`: requests that it has not answered yet."""
 
     version: Version
     url: str
     child: Child
+    secret: str
     in_flight: int = 0
 
 
@@ -114,17 +118,19 @@ def has_vllm() -> bool:
 def start_server(version: Version, options: Sequence[str]) -> Server:
     """Start the version's server on a free port of this machine: vLLM, with further `options` of its own, or the
     version's own code if vLLM is not installed."""
-    port = free_port()
+    port, secret = free_port(), secrets.token_urlsafe()
     if has_vllm():
         module = ["vllm.entrypoints.openai.api_server", "--model", str(version.folder), "--host", HOST]
         module += ["--served-model-name", version.name, "--port", str(port), "--dtype", DTYPES[precision_here(version)]]
+        module += ["--hf-overrides", json.dumps(HEAD)]  # as in evaluations
+        module += ["--middleware", "grpo_core.rollout.vllm.secret_required.SecretRequired"]
         module += ["--generation-config", "vllm", *options]  # not what the base's file says: a request says it
     else:
         module = ["tasks.registry.answering_server", str(version.folder.parent), version.name, HOST, str(port)]
     log = _copies() / f"{_file_name(version.name, version.number)}-{os.getpid()}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
-    own = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"}  # the proxy asks for a key
+    own = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"} | {SECRET: secret}
     child = start_child(
         f"the server of {version.name} version {version.number}",
         module,
@@ -133,7 +139,7 @@ def start_server(version: Version, options: Sequence[str]) -> Server:
         {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONSAFEPATH": "1", **own},
         python=training_python(),
     )
-    return Server(version, f"http://{HOST}:{port}", child)
+    return Server(version, f"http://{HOST}:{port}", child, secret)
 
 
 def end_server(server: Server) -> None:

@@ -2,7 +2,7 @@
 HOST PORT`, where VERSION is the version's folder.
 
 The version's own code answers, one request after the other, each as a whole. A request says its sampling and the chat
-template's variables: the proxy before this server fills in the evaluation's.
+template's variables, and has the secret in $GRPO_VLLM_SECRET: the proxy before this server adds them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from typing import Any
 import uvicorn
 from mlflow import pyfunc
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from grpo_core.errors import GrpoError
 from grpo_core.model.pretrained import check_context
+from grpo_core.rollout.vllm.secret_required import SecretRequired
 from grpo_core.system.libraries import quiet_libraries
 from tasks.registry.answering import OPENAI
 
@@ -85,7 +87,8 @@ def main() -> None:
     listed = {"object": "list", "data": [{"id": name, "object": "model"}]}
     routes = [Route("/health", lambda _: Response()), Route("/v1/models", lambda _: JSONResponse(listed))]
     routes += [Route(path, complete, methods=["POST"]) for path in OF_ROUTE]
-    uvicorn.run(Starlette(routes=routes), host=host, port=int(port), log_level="warning")
+    app = Starlette(routes=routes, middleware=[Middleware(SecretRequired)])
+    uvicorn.run(app, host=host, port=int(port), log_level="warning")
 
 
 if __name__ == "__main__":

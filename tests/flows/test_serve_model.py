@@ -27,6 +27,8 @@ from flows.serving.model_check import check_served
 from flows.serving.model_proxy import Front, serve_front
 from flows.serving.model_server import Server, Version, as_evaluated, start_server
 from grpo_core.config.files import load_config
+from grpo_core.rollout.vllm.logprobs import HEAD
+from grpo_core.rollout.vllm.secret import SECRET
 from grpo_core.system.tables import read_parquet
 from tasks.registry.judging import Recorded
 from tests.conftest import check_may_serve
@@ -83,10 +85,10 @@ class Serving:
         log = self.folder / f"{of.number}.log"
         module, environment = (
             ["tests.stand_in_model", of.number, str(port)],
-            {**os.environ, "PYTHONPATH": python_path(ROOT)},
+            {**os.environ, "PYTHONPATH": python_path(ROOT), SECRET: "own"},
         )
         child = start_child(f"version {of.number}", module, 5, log, environment)
-        self.servers.append(Server(of, f"http://127.0.0.1:{port}", child))
+        self.servers.append(Server(of, f"http://127.0.0.1:{port}", child, "own"))
         return self.servers[-1]
 
     def to_serve(self, current: Server | None) -> Version | None:
@@ -242,6 +244,7 @@ def test_without_vllm_the_version_s_own_code_answers_as_evaluated(
             broken = client.post("/v1/chat/completions", content="[")
             other = client.post("/v1/chat/completions", json={"model": "products"})
         assert serving.front.current
+        around = httpx2.post(f"{serving.front.current.url}/v1/chat/completions", json={})
         serving.front.current.version = replace(found, sampling={**found.sampling, "stop": []})
         without_folder = check_served(serving.url, "", found, recorded)
         (tmp_path / "runs").mkdir()
@@ -253,10 +256,27 @@ def test_without_vllm_the_version_s_own_code_answers_as_evaluated(
         pytest.approx(reward_change(kept, lost_stop)),
     )
     assert (agreement.compared, agreement.equal, agreement.reward_change) == (16, 16, 0.0)
-    assert model["id"] == "sums"
+    assert (model["id"], around.status_code) == ("sums", 401)
     refused = {"stream = True needs vLLM": streamed, "line 1": broken, "'products' is not served": other}
     for said, answer in refused.items():
         assert (answer.status_code, said in answer.json()["error"]["message"]) == (400, True), answer.text
+
+
+def test_vllm_has_the_logits_of_evaluations_and_a_secret_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
+    monkeypatch.setenv(SECRET, "of trainings")
+    monkeypatch.setattr(model_server, "has_vllm", lambda: True)
+    started: list[Any] = []
+    monkeypatch.setattr(model_server, "start_child", lambda *asked, **_: started.append(asked))
+    servers = [start_server(version("1"), ["--seed", "1"]) for _ in range(2)]
+    assert len({server.secret for server in servers} | {"of trainings", ""}) == 4
+    for server, (_, module, _, _, environment) in zip(servers, started, strict=True):
+        assert json.loads(module[module.index("--hf-overrides") + 1]) == HEAD
+        assert module[module.index("--middleware") + 1].endswith(".SecretRequired")
+        assert environment[SECRET] == server.secret
+        assert module[-2:] == ["--seed", "1"]  # a person's options win
 
 
 @pytest.mark.parametrize(
