@@ -107,6 +107,8 @@ def determining(config: RunConfig) -> dict[str, Any]:
         from grpo_core.data.recording import folder_of  # imports pyarrow, which takes a command long
 
         values["rollout"]["content of the recording"] = content_hash(str(folder_of(config.rollout)))
+    if values["rollout"].keys() & {"top_p", "top_k", "min_p"}:
+        values["rollout"]["loss"] = "over the tokens that are left"  # earlier, over the whole vocabulary
     for reward in values["rewards"]:
         record = BUILTIN.get(reward["function"])
         left_out = record.operational if record else ()

@@ -136,7 +136,7 @@ def clean(keep_days: float, dry_run: bool, going_on: Collection[str]) -> Iterato
         with holding(descriptor := os.open(bases, os.O_RDONLY)):
             made = {*(it.parent for it in bases.glob(f"*/{ORIGIN}")), *bases.glob("*.partial")}
             for base in sorted(made) if lock(descriptor) else ():  # else a process makes one
-                if _changed(base) < before and base.name not in named:
+                if _changed(base) < min(before, now - SECONDS_PER_DAY) and base.name not in named:
                     yield _handle(client, base, base, "", before, now, dry_run)
         if left := leftovers(min(before, now - SECONDS_PER_DAY)):  # a young one may be about to be used
             stats = [it.lstat() for it in left]

@@ -45,7 +45,7 @@ def _work(context: Context) -> dict[str, Any]:
     exports: dict[str, dict[str, Any]] = {}
     for made in config.publish.formats:
         folder, judged = context.partial / made, context.partial / f"{made}.json"
-        if not (export := read_json(judged)):
+        if context.force or not (export := read_json(judged)):
             export = _export(context, made, folder, log)
             write_text(judged, json.dumps(export))
         repository = repository_of(config.publish, made)

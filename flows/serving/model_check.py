@@ -20,7 +20,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.planning.hardware import find_gpu
 from grpo_core.rollout.requests import own_limit
 from grpo_core.system.tables import read_parquet
-from tasks.registry.agreement import EXACT, ROUNDED, Agreement, Asked, Steps, compare, reward_change
+from tasks.registry.agreement import EXACT, ROUNDED, Agreement, Asked, Steps, compare, with_reward_change
 from tasks.registry.judging import Recorded
 from tasks.stages.run_directory import run_folder
 
@@ -39,16 +39,14 @@ def check_served(url: str, key: str, version: Version, recorded: Recorded) -> Ag
             "or in conversations with an environment; evaluate it with evaluation.temperature = 0"
         )
 
-    def change(others: list[Asked]) -> float | None:
-        run = run_folder(config.name)
-        samples = run / run_files.EVALUATION / run_files.SAMPLES
-        is_there = samples.exists() and read_parquet(samples).equals(recorded.samples)
-        return reward_change(run, others) if is_there else None
-
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     rounding = EXACT if precision_here(version) == "no" and find_gpu() is None else ROUNDED
     with httpx2.Client(base_url=url, headers=headers, timeout=None, trust_env=False) as client:
-        return compare(_ask(client, config, version.name, recorded, rounding), change)
+        found, others = compare(_ask(client, config, version.name, recorded, rounding))
+    run = run_folder(config.name)
+    samples = run / run_files.EVALUATION / run_files.SAMPLES
+    is_there = samples.exists() and read_parquet(samples).equals(recorded.samples)
+    return with_reward_change(found, others, run) if is_there else found
 
 
 def _ask(client: httpx2.Client, config: RunConfig, name: str, recorded: Recorded, rounding: float) -> Iterator[Asked]:

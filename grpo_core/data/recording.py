@@ -22,6 +22,7 @@ from grpo_core.planning.plan import Plan
 KEY = b"grpo"  # of a file's metadata
 FILE = "rollout-{:06d}.parquet"
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what the log-probabilities are of
+WHOLE = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # earlier, log-probabilities were over the whole vocabulary anyway
 FACTS = {"num_generations", "generation_batch_size", "max_completion_length", "vocabulary", *DRAWING}
 NEEDED = {"step", "row", "prompt", "prompt_ids", "completion_ids", "sampling_logprobs", "truncated", "completion"}
 
@@ -97,7 +98,7 @@ def _check_file(file: Path, config: RunConfig, plan: Plan) -> None:
         schema = pq.read_schema(file)
     except (OSError, pa.ArrowInvalid) as error:
         raise ConfigError(f"{file} cannot be read: {error}; record again") from None
-    known = json.loads((schema.metadata or {}).get(KEY, b"{}"))
+    known = WHOLE | json.loads((schema.metadata or {}).get(KEY, b"{}"))
     if not (known.keys() >= FACTS and {*schema.names} >= NEEDED):
         raise ConfigError(f"{file} lacks what a training on it needs: an older version has written it; record again")
     asked = {

@@ -212,12 +212,15 @@ def _not_adapted(model: Any) -> str | None:
 
 
 def _gives_product(layer: nn.Linear) -> bool:
-    """False if a layer of transformers' own gives more than a linear one, as the routers of Llama 4 and Phi-3.5-MoE do:
-    an adapter would add to that."""
+    """False if a layer of transformers' own gives more than a linear one, as the routers of Llama 4 and Phi-3.5-MoE do,
+    or takes other inputs: an adapter would add to that."""
     if type(layer).forward is nn.Linear.forward or not type(layer).__module__.startswith("transformers.models."):
         return True
     weights = {name: torch.empty(each.shape, device="meta") for name, each in layer.named_parameters()}
-    return isinstance(functional_call(layer, weights, torch.empty(1, layer.in_features, device="meta")), Tensor)
+    try:
+        return isinstance(functional_call(layer, weights, torch.empty(1, layer.in_features, device="meta")), Tensor)
+    except (RuntimeError, TypeError):  # of shapes or arguments
+        return False
 
 
 def _check_untied(adapted: nn.Module, holders: Mapping[int, int]) -> None:

@@ -18,7 +18,7 @@ from grpo_core.config.memory_bounds import KEPT_LOGITS, chunk_tokens
 Floor = Callable[[Tensor], Tensor]  # (N, V) logits at the sampling temperature → (N,) lowest that can be sampled
 Figure = Callable[[Tensor, Tensor], Tensor]  # (N, V) logits at the sampling temperature, (N,) targets → (N,)
 FUSED = ("cuda",)  # types of devices that `fused_logprobs` is for
-FLOOR_PARTS = 8  # of a chunk
+FLOOR_PARTS = 32  # of a chunk
 LEAST = torch.finfo(torch.float32).min  # for log p where p = 0: its term is 0
 CAST = 2**20  # elements of a weight that a CPU converts together, so that they are still near when they are multiplied
 
@@ -61,9 +61,11 @@ def leave_out(
 ) -> Float32[Tensor, "N V"]:
     """Set the logits below the lowest to −inf, in place, but not the targets': rounding, or an update since they were
     sampled, may have moved them below."""
-    if lowest is None:
-        return logits
-    return logits.masked_fill_((logits < lowest[:, None]).scatter_(1, targets[:, None], False), -torch.inf)
+    if lowest is not None:
+        size = -(-len(logits) // FLOOR_PARTS)
+        for part, at, least in zip(logits.split(size), targets.split(size), lowest.split(size), strict=True):
+            part.masked_fill_((part < least[:, None]).scatter_(1, at[:, None], False), -torch.inf)
+    return logits
 
 
 @torch.no_grad()

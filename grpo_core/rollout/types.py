@@ -60,7 +60,7 @@ class Completion:
     """Sampled tokens (the end token included), each token's log-probability, and whether the length limit cut it.
 
     A log-probability is at the sampling temperature (at 1 where sampling is greedy), after the repetition penalty and
-    over the whole vocabulary, whatever top-k, top-p and min-p have left out. `mask`: of a conversation, 1 per token
+    over the tokens that min-p, top-k and top-p leave. `mask`: of a conversation, 1 per token
     that the policy sampled and 0 per token of the environment, whose log-probability is given as 0; None: the policy
     sampled all of them. `ages`: hand-overs of weights since the token was sampled; None: 0 for all of them.
     `versions`: the weights that sampled the token, counted by hand-overs; None: the engine does not say. `routes`: the

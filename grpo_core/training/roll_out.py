@@ -133,7 +133,8 @@ def _outside(session: Session, batch: GenerationBatch, floor: Floor, keys: str) 
         return (logits.gather(1, targets[:, None]).squeeze(1) < floor(logits)).float()
 
     def outside(inputs: PassInputs) -> Tensor:
-        return session.policy.over_logits(inputs, are_outside)[None]
+        with session.policy.routing(inputs):
+            return session.policy.over_logits(inputs, are_outside)[None]
 
     mask = batch.completion_mask
     (found,) = _computed(session, session.policy, batch, mask.sum(1) > 0, outside, 1)

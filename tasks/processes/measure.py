@@ -65,8 +65,8 @@ def check_model(config: RunConfig, prompt_tokens: int, gpu: Gpu | None, say: Cal
             found = _answer(command, {"CUDA_VISIBLE_DEVICES": ""})
         except StageError as error:
             found = {"untried": str(error)}
-        else:
-            with suppress(OSError):  # a full disk
+        with suppress(OSError):  # a full disk
+            if not found.get("untried"):  # which may have a passing cause
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_text(file, json.dumps(found) + "\n")
     if found.get("untried"):

@@ -21,7 +21,14 @@ FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec('llmcompre
 
 
 def check_formats(config: RunConfig) -> None:
-    """Raises ConfigError if a format needs llm-compressor and GRPO_QUANTIZE_PYTHON names no Python that has it."""
+    """Raises ConfigError if a format needs llm-compressor and GRPO_QUANTIZE_PYTHON names no Python that has it, or if
+    it cannot be evaluated."""
+    rounded = [it for it in config.publish.formats if it != "huggingface"]
+    if rounded and config.rollout.engine == "vllm-server" and config.train.mixed_precision == "no":
+        raise ConfigError(
+            f"publish.formats has {rounded[0]!r}, which is evaluated in bfloat16, and vLLM servers compute in float32 "
+            "with train.mixed_precision = 'no'; remove it, or sample by another engine"
+        )
     asked = [it for it in config.publish.formats if it in BITS]
     if not asked:
         return
@@ -55,7 +62,7 @@ def write_format(made: str, model: Path, folder: Path, dense: Path, log: Any) ->
         index.unlink()
     shutil.copytree(folder, dense)
     command = [str(Path(llm_compressor.__file__)), *map(str, (model, folder, dense)), BITS[made]]
-    run_process(command, log.debug, python=os.environ[QUANTIZE_PYTHON])
+    run_process(command, log.debug, {"CUDA_VISIBLE_DEVICES": ""}, python=os.environ[QUANTIZE_PYTHON])
     for file in model.glob("generation_config.json"):
         for place in (folder, dense):
             shutil.copy2(file, place)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +56,22 @@ class Agreement:
     reward_change: float | None
 
 
-def compare(asked: Iterable[Asked], reward_change: Callable[[list[Asked]], float | None]) -> Agreement:
-    """Compare the answers. `reward_change`: gives the sum over those that are not equal."""
+def compare(asked: Iterable[Asked]) -> tuple[Agreement, list[Asked]]:
+    """Compare the answers, without rewards, which may fail or hang; also returns those that are not equal."""
     compared, differing = [*asked], list[dict[str, Any]]()
     others = [each for each in compared if each.served != each.evaluated]
     for each in others:
         token, is_tie = departure(each.steps(), each.served, each.evaluated)
         if not is_tie:
             differing.append({"row": each.row, "token": token, "served": each.served, "evaluated": each.evaluated})
-    change = reward_change(others) if others else 0.0
-    mean = None if change is None else change / max(len(compared), 1)
-    return Agreement(len(compared), len(compared) - len(others), len(others) - len(differing), differing, mean)
+    equal, ties = len(compared) - len(others), len(others) - len(differing)
+    return Agreement(len(compared), equal, ties, differing, None if others else 0.0), others
+
+
+def with_reward_change(found: Agreement, others: Sequence[Asked], run: Path) -> Agreement:
+    """The agreement with how the reward changes by the answers that are not equal."""
+    change = reward_change(run, others) if others else 0.0
+    return found if change is None else replace(found, reward_change=change / max(found.compared, 1))
 
 
 def departure(steps: Steps, *answers: str) -> tuple[int, bool]:
@@ -95,7 +100,7 @@ def reward_change(run: Path, others: Sequence[Asked]) -> float | None:
     try:
         given = np.array(score(rewards_of(config), Batch(rows, completions, ids, state=state))).T
         sums = weighted_sum(given, config.rewards)
-    except GrpoError as error:
+    except (GrpoError, OSError) as error:
         print(f"by how much the reward changes is not known: {error}", flush=True)
         return None
     return float(np.nansum(sums[1::2] - sums[::2]))

@@ -44,7 +44,8 @@ def answer(model: Any, path: str, said: Mapping[str, Any]) -> dict[str, Any]:
     chat = path == CHAT
     if model.settings["conversational"] != chat:  # vLLM would answer, but not as evaluated
         raise ValueError(f"the model was not trained on such prompts: ask it at {COMPLETIONS if chat else CHAT}")
-    prompt = said["messages" if chat else "prompt"]
+    if (prompt := said.get(key := "messages" if chat else "prompt")) is None:
+        raise ValueError(f"{key}: missing")
     if not chat and not isinstance(prompt, str):
         raise ValueError("prompt: give one text; several, or tokens, need vLLM, which is not installed here")
     asked = {own: said[name] for own, name in OPENAI.items() if name in said}
@@ -69,6 +70,8 @@ def main() -> None:
     quiet_libraries()
     folder, name, host, port = sys.argv[1:]
     model: Any = pyfunc.load_model(folder).unwrap_python_model()
+    if not hasattr(model, "complete"):
+        sys.exit(f"{name}: an earlier release has registered this version; register it again")
     one_by_one = asyncio.Lock()
 
     async def complete(request: Request) -> Response:

@@ -32,7 +32,8 @@ from grpo_core.rollout.types import Sampling
 from grpo_core.system.libraries import quiet_libraries
 from grpo_core.system.processes import run_and_leave
 from grpo_core.system.tables import read_parquet
-from tasks.registry.agreement import EXACT, ROUNDED, Agreement, Asked, Steps, compare, reward_change
+from tasks.registry.agreement import EXACT, ROUNDED, Agreement, Asked, Steps, compare, with_reward_change
+from tasks.stages.files import write_text
 
 SECONDS = 20.0  # after which no further prompt is asked
 
@@ -44,15 +45,19 @@ def main() -> None:
     files = {HELD_OUT: run_files.prompts(run, config.evaluation_files[HELD_OUT])}
     sources = read_prompts(config, files)
     try:
-        output.write_text(json.dumps(asdict(compare_by_mlflow(config, run, version, sources))))
+        found, others = compare_by_mlflow(config, run, version, sources)
+        write_text(output, json.dumps(asdict(found)))  # before rewards, which may hang or end this process
+        write_text(output, json.dumps(asdict(with_reward_change(found, others, run))))
     finally:
         if sources.setting:
             sources.setting.environments.close()
 
 
-def compare_by_mlflow(config: RunConfig, run: Path, version: Path, sources: PromptSets) -> Agreement:
-    """Ask the version up to `registry.served_prompts` held-out prompts, for at most SECONDS."""
-    return compare(_ask(Trained(config, run, sources), version), partial(reward_change, run))
+def compare_by_mlflow(
+    config: RunConfig, run: Path, version: Path, sources: PromptSets
+) -> tuple[Agreement, list[Asked]]:
+    """Ask the version up to `registry.served_prompts` held-out prompts, for at most SECONDS; see `compare`."""
+    return compare(_ask(Trained(config, run, sources), version))
 
 
 def _ask(trained: Trained, version: Path) -> Iterator[Asked]:

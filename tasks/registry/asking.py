@@ -12,7 +12,7 @@ from grpo_core.planning.nvidia import visible_devices
 from grpo_core.system.memory import GIB, available_memory, gib_text
 from tasks.processes.gpus.locks import one_free_gpu
 from tasks.processes.run import ProcessError, TimeLimitError, run_process
-from tasks.stages.files import remove
+from tasks.stages.files import read_json, remove
 
 COMPARED, AGREEING, TIES = "served.compared", "served.agreeing", "served.ties"  # tags: numbers of prompts
 REWARD = "served.reward_change"  # tag: the mean reward of the version's answers minus that of the evaluation's
@@ -40,10 +40,13 @@ def ask_version(config: RunConfig, run: Path, version: Path, on_gpu: bool, log: 
             run_process(command, log.info, limit=MOST_SECONDS)
         found = json.loads(output.read_text())
     except (ProcessError, TimeLimitError) as error:
-        if isinstance(error, TimeLimitError) or error.restartable or "out of memory" in str(error):
+        if found := read_json(output):  # and then a reward has failed, or takes too long
+            log.warning("by how much the reward changes is not known: %s", error)
+        elif isinstance(error, TimeLimitError) or error.restartable or "out of memory" in str(error):
             return _not_asked(log, str(error))
-        log.warning("the version could not be asked as MLflow asks it: %s", error)
-        return {FAILED: str(error)[-LONGEST:]}
+        else:
+            log.warning("the version could not be asked as MLflow asks it: %s", error)
+            return {FAILED: str(error)[-LONGEST:]}
     finally:
         remove(output)
     agreeing = found["equal"] + found["ties"]

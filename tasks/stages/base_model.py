@@ -57,8 +57,8 @@ def with_checkpoint(config: RunConfig, say: Callable[[str], None], *, download: 
             origin = {"file": str(file), "content": content, "date": date.today().isoformat()}
             (partial / ORIGIN).write_text(json.dumps(origin | {"transformers": version("transformers")}, indent=1))
             publish(partial, made)
-        with suppress(PermissionError):  # another user's
-            (made / ORIGIN).touch()  # `grpo clean` sees by it that the checkpoint is used
+        with suppress(OSError):  # another user's, or of before
+            os.utime(made / ORIGIN)  # `grpo clean` sees by it that the checkpoint is used
     base = {"name_or_path": str(made), "gguf_file": None, "revision": None}
     return config.model_copy(update={"model": keys.model_copy(update=base)})
 

@@ -33,7 +33,7 @@ from grpo_core.model.loading import base_weights, copy_of_whole_weights, in_chec
 from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.sampling_ahead import choose_groups
 from grpo_core.rollout.checksums import checksums_of
-from grpo_core.rollout.requests import vllm_parameters
+from grpo_core.rollout.requests import training_sampling, vllm_parameters
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of
 from grpo_core.rollout.vllm.client import NO_WEIGHTS, OVER_4BIT, OVER_BASE, Server, Weights, token_versions
@@ -349,6 +349,11 @@ def _objection(
         return f"computes in {started['dtype']}, the policy in {dtype} (train.mixed_precision)"
     if started["logprobs_mode"] != LOGPROBS_MODE:
         return f"answers with {started['logprobs_mode']}, needed are {LOGPROBS_MODE}"
+    if "truncation_problem" in started and training_sampling(config.rollout).is_truncated:
+        return (
+            "was started by an earlier release, which gives log-probabilities over the whole vocabulary also with "
+            "top_p, top_k or min_p: start it again"
+        )
     if started["lora_rank"] < adapter_rank:
         return (
             f"makes room for adapters of rank {started['lora_rank']} at most, model.lora_r={config.model.lora_r}"

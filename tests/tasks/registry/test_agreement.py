@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from grpo_core.evaluation.run import evaluate
 from grpo_core.rollout.loading import read_prompts
 from grpo_core.system.tables import read_parquet
 from tasks.processes.run import ProcessError, TimeLimitError
-from tasks.registry import asking
-from tasks.registry.agreement import Agreement, departure
+from tasks.registry import answers, asking
+from tasks.registry.agreement import Agreement, departure, with_reward_change
 from tasks.registry.answers import compare_by_mlflow
 from tasks.registry.asking import AGREEING, COMPARED, FAILED, TIES, disagreement
 from tests.tasks.registry.evaluated import evaluated_run, make_version, reward_change
@@ -32,7 +33,8 @@ pytestmark = pytest.mark.slow
 
 def agreement(run: Path, version: Path) -> Agreement:
     config = load_config(run / "config.toml")
-    return compare_by_mlflow(config, run, version, read_prompts(config, {"held-out": run / "dataset" / "eval.parquet"}))
+    sources = read_prompts(config, {"held-out": run / "dataset" / "eval.parquet"})
+    return with_reward_change(*compare_by_mlflow(config, run, version, sources), run)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["texts", "conversations"])
@@ -176,3 +178,24 @@ def test_a_version_is_asked_only_where_it_can_answer_as_it_was_evaluated(
     version = make_version(run, tmp_path / "version")
     log = logging.getLogger("asking")
     assert asking.ask_version(load_config(run / "config.toml"), run, version, on_gpu, log) == tags
+
+
+def test_answers_that_were_compared_count_though_a_reward_hangs(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of a version whose tokenizer was swapped ends while its answers get rewards."""
+    version = make_version(run, tmp_path / "version")
+    swap_digits(version)
+
+    def hang(*arguments: Any) -> None:
+        raise TimeLimitError("after 300 s")
+
+    def run_process(command: list[str], *arguments: Any, **options: Any) -> None:
+        monkeypatch.setattr(sys, "argv", command[1:])
+        answers.main()
+
+    monkeypatch.setattr(answers, "with_reward_change", hang)
+    monkeypatch.setattr(asking, "run_process", run_process)
+    tags = asking.ask_version(load_config(run / "config.toml"), run, version, False, logging.getLogger("asking"))
+    assert tags.keys() == {COMPARED, AGREEING, TIES}
+    assert "held-out prompts as in the evaluation" in disagreement({name: str(it) for name, it in tags.items()}, 1.0)
