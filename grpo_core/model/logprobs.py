@@ -91,8 +91,8 @@ def divergence(
     """KL(p ‖ q) = Σ_j p_j (log p_j − log q_j), where p = softmax(h Wᵀ), and q is that of the other."""
     kl = torch.empty(len(hidden), device=hidden.device)
     for part in _chunks(len(hidden), len(weight)):
-        log_p = _log_softmax(hidden[part], weight, 1.0)
-        kl[part] = kl_of_logs(log_p, _log_softmax(other_hidden[part], other_weight, 1.0))
+        log_p = float32_product(hidden[part], weight).log_softmax(-1)
+        kl[part] = kl_of_logs(log_p, float32_product(other_hidden[part], other_weight).log_softmax(-1))
     return kl
 
 
@@ -157,12 +157,6 @@ class _ChosenLogprobs(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden[part]
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
-
-
-def _log_softmax(
-    hidden: Float[Tensor, "N h"], weight: Float[Tensor, "V h"], temperature: float
-) -> Float32[Tensor, "N V"]:
-    return float32_product(hidden, weight).div_(temperature).log_softmax(-1)
 
 
 def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
