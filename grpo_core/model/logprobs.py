@@ -63,8 +63,9 @@ def leave_out(
     sampled, may have moved them below."""
     if lowest is not None:
         size = -(-len(logits) // FLOOR_PARTS)
-        for part, at, least in zip(logits.split(size), targets.split(size), lowest.split(size), strict=True):
-            part.masked_fill_((part < least[:, None]).scatter_(1, at[:, None], False), -torch.inf)
+        for part in (slice(start, start + size) for start in range(0, len(logits), size)):
+            drop = (logits[part] < lowest[part, None]).scatter_(1, targets[part, None], False)
+            logits[part].masked_fill_(drop, -torch.inf)
     return logits
 
 
