@@ -218,8 +218,8 @@ tokens. GPUs were not tried here."""
     twice = f"""{sum("beyond" in it for it in tried.values())} families were tried twice: as they are, and with each of
 their own lengths (windows, chunks, chosen keys or blocks) cut to 8 tokens or 2 blocks, which the sequences exceed.
 Where that gives something else, it stands behind *beyond*. {len(whole)} train exactly in both."""
-    untried = f"""Not tried, since no small copy could be made of transformers' own configuration, or it did not run:
-{", ".join(others) or "none"}. They may train: each training tries its model first."""
+    untried = f"""No small copy of these families could be made or run, so they were not tried:
+{", ".join(others)}. They may train: each plan tries its model first."""
     return f"""# Models
 
 {textwrap.fill(said, 115, break_on_hyphens=False)}

@@ -1,5 +1,5 @@
-"""A stand-in for the HTTP API of the Hugging Face hub, as far as an upload asks it: whoever has the token may write to
-repositories of `ada`, and files are taken in the commit itself. It is no test of the hub."""
+"""A stand-in for the routes of the Hugging Face hub's HTTP API that an upload requests. The token gives the right to
+write to repositories of `ada`, and files come in the commit itself. It is no test of the hub."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ class RolloutConfig(Section):
     """Sampling temperature; in training, log-probabilities are scaled by it too. At least 0.01 unless engine is
     `transformers`."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling: the smallest set of tokens with at least this probability; 1 keeps all. The policy
-    that is trained is the one that samples: ratio, loss and entropy are over the tokens that are left."""
+    """Nucleus sampling: the smallest set of tokens with at least this probability; 1 keeps all. The policy that is
+    trained is the one that samples: ratio, loss and entropy are over the tokens that are left."""
     top_k: int = Field(0, ge=0)
     """Sample among this many most likely tokens; 0 keeps all. For the loss, see top_p."""
     min_p: float = Field(0.0, ge=0, le=1)

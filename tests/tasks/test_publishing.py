@@ -21,6 +21,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.evaluation.statistics import BINARY, paired_difference
 from tasks.publishing.card import write_card
+from tasks.publishing.formats import check_formats
 from tasks.publishing.hub import check_hub, push, repository_of
 from tasks.publishing.verdict import rows, verdict
 from tasks.stages.errors import StageError
@@ -168,6 +169,13 @@ def test_a_run_is_not_started_whose_codes_nothing_could_make(
     with pytest.raises(ConfigError, match=r"publish\.formats has 'int4', which llm-compressor makes") as raised:
         refuse_early(config)
     assert said in str(raised.value)
+
+
+def test_what_servers_could_not_evaluate_is_refused_before_the_training(tmp_path: Path, model_folder: Path) -> None:
+    values = config_values(model_folder, tmp_path, engine="vllm-server", mixed_precision="no")
+    check_formats(parse_config({**values, "publish": {"formats": ["huggingface"]}}))
+    with pytest.raises(ConfigError, match="has 'bfloat16', which is evaluated in bfloat16, and vLLM servers"):
+        check_formats(parse_config({**values, "publish": {"formats": ["huggingface", "bfloat16"]}}))
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from torch import nn
+from transformers import Llama4TextConfig
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
+from transformers.models.llama4.modeling_llama4 import Llama4Router
 
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.model.loading import load_model, trainable_state, with_adapter
+from grpo_core.model.loading import _gives_product, load_model, trainable_state, with_adapter
 from grpo_core.model.policy import Policy
 from grpo_core.model.precision import in_float32
 from grpo_core.model.saving import save_model
@@ -153,3 +157,10 @@ def test_loading_takes_little_more_memory_than_what_is_held_afterwards(
         policy = load(tmp_path / "deep")
     assert policy.packs
     assert held * parameters <= allocations.peak <= (held + 1) * parameters  # bytes
+
+
+def test_layers_that_give_or_take_more_than_a_product_of_vectors_get_no_adapter() -> None:
+    llama = Llama4TextConfig(hidden_size=16, num_local_experts=4)
+    for layer in (DeepseekV4GroupedLinear(16, 32, n_groups=4), Llama4Router(llama)):
+        assert not _gives_product(layer)
+    assert _gives_product(nn.Linear(16, 32))

@@ -349,6 +349,10 @@ def test_a_server_whose_log_probabilities_are_not_those_that_training_compares_i
     raw = {**STARTED, "logprobs_mode": "raw_logprobs"}
     said = "answers with raw_logprobs, needed are processed_logprobs"
     assert vllm_server._objection(raw, config, 16, True, "there") == said
+    wrapped = {**STARTED, "truncation_problem": ""}  # by an earlier release
+    assert "start it again" in vllm_server._objection(wrapped, config, 16, True, "there")
+    whole = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server"))
+    assert not vllm_server._objection(wrapped, whole, 16, True, "there")
 
 
 def test_a_server_that_rounds_its_logits_is_named_once(

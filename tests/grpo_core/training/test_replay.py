@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -168,6 +169,15 @@ def _written_earlier(run: Path, values: dict[str, Any]) -> None:
     pq.write_table(pq.read_table(file).drop_columns(["sampling_logprobs"]), file)
 
 
+def _of_whole_vocabulary(run: Path, values: dict[str, Any]) -> None:
+    """As a version before wrote it, whatever it left out."""
+    for file in (run / "training" / "completions").iterdir():
+        table = pq.read_table(file)
+        known = json.loads(table.schema.metadata[b"grpo"])
+        left = {name: value for name, value in known.items() if name not in ("top_p", "top_k", "min_p")}
+        pq.write_table(table.replace_schema_metadata({"grpo": json.dumps(left)}), file)
+
+
 def _unscored(run: Path, values: dict[str, Any]) -> None:
     values["rewards"].append({"function": "repetition_penalty"})
 
@@ -194,6 +204,7 @@ def _another_tokenizer(run: Path, values: dict[str, Any]) -> None:
         ({}, _cut, r"rollout-000001.parquet cannot be read"),
         ({}, _written_earlier, "an older version has written it; record again"),
         ({}, _another_tokenizer, "token ids of another vocabulary"),
+        ({"top_p": 0.9}, _of_whole_vocabulary, "rollout.top_p is 1 in the recording, and 0.9 here"),
     ],
 )
 def test_a_recording_that_lacks_what_the_plan_takes_is_refused_before_a_model_is_loaded(
@@ -227,6 +238,14 @@ def test_a_recording_of_other_prompts_of_nothing_or_of_the_run_itself_is_refused
     own = make_run(tmp_path / "own", on_recording(tmp_path / "own", values, max_steps=2))
     with pytest.raises(ConfigError, match="is the directory of this run, whose training would overwrite it"):
         train(own, own / "training")
+
+
+def test_a_recording_of_before_is_trained_on_over_the_whole_vocabulary(
+    values: dict[str, Any], recorded: Path, tmp_path: Path
+) -> None:
+    recording = shutil.copytree(recorded, tmp_path / "recorded")
+    _of_whole_vocabulary(recording, values)
+    assert_replayed(replayed(tmp_path / "run", recording, values, max_steps=2), recorded)
 
 
 def test_an_unfinished_run_is_a_recording_of_what_it_has_sampled(

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from grpo_core.config.files import parse_config
+from grpo_core.fingerprint import determining
 from grpo_core.rollout.sampling import lowest_kept
 from grpo_core.rollout.types import Sampling
 from tests.conftest import make_model, with_keys
@@ -25,6 +27,13 @@ def test_the_tokens_that_are_left_are_those_of_transformers(keys: dict[str, Any]
     left = TopKLogitsWarper(sampling.top_k)(ids, left) if sampling.top_k else left
     left = TopPLogitsWarper(sampling.top_p)(ids, left) if sampling.top_p < 1 else left
     assert torch.equal(logits >= lowest_kept(logits, sampling)[:, None], left.isfinite())
+
+
+@pytest.mark.parametrize("keys", [{"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.1}])
+def test_runs_that_an_earlier_loss_has_trained_are_made_again(values: dict[str, Any], keys: dict[str, Any]) -> None:
+    """Their identity was that of the values alone, as that of other runs is."""
+    whole, truncated = (determining(parse_config(with_keys(values, **given)))["rollout"] for given in ({}, keys))
+    assert truncated.keys() - whole.keys() - keys.keys(), "what runs with these keys depend on has changed"
 
 
 @pytest.mark.slow

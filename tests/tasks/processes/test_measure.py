@@ -21,38 +21,15 @@ from tasks.processes.run import TimeLimitError
 from tasks.stages.errors import StageError
 from tests.conftest import config_values, write_sums
 from tests.nvidia_smi import put_nvidia_smi
+from tests.tasks.processes.measuring import Machine
 
 MEASURED = Pace(1.0, 2.0, 0.1, 9.0, 1e-9, 6.0, 16, "measured")
 
 
-class Machine:
-    """Stands in for the process that measures: what it was asked for, and what it prints or raises."""
-
-    def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
-        self.printed = ["Loading weights: 100%", json.dumps(asdict(MEASURED))]
-        self.error: Exception | None = None
-        self.seen: list[str | None] = []  # its GPUs
-
-    def run_process(self, command: list[str], on_line: Any, env: dict[str, str], limit: float) -> None:
-        self.asked.append(json.loads(command[2]))
-        self.seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
-        for line in self.printed:
-            on_line(line)
-        if self.error:
-            raise self.error
-
-
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
-    machine = Machine()
-    monkeypatch.setattr(measure, "run_process", machine.run_process)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "storage"))
-    monkeypatch.delenv("GRPO_MEASURE")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    return machine
+    return Machine(monkeypatch, tmp_path, asdict(MEASURED))
 
 
 def _measured(folder: Path, prompts: Path | None = None, said: list[str] | None = None, **keys: Any) -> Pace | str:

@@ -10,39 +10,15 @@ import pytest
 
 from grpo_core.config.files import parse_config
 from grpo_core.errors import ConfigError
-from tasks.processes import measure
 from tasks.processes.measure import check_model
 from tasks.stages.errors import StageError
 from tests.conftest import config_values
-
-
-class Trial:
-    """Stands in for the process that tries the copy: what it was asked for, and what it prints or raises."""
-
-    def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
-        self.printed = ["Loading weights: 100%", json.dumps({"refused": ""})]
-        self.error: Exception | None = None
-
-    def run_process(self, command: list[str], on_line: Any, env: dict[str, str], limit: float) -> None:
-        self.asked.append(json.loads(command[2]))
-        assert env["CUDA_VISIBLE_DEVICES"] == ""
-        for line in self.printed:
-            on_line(line)
-        if self.error:
-            raise self.error
+from tests.tasks.processes.measuring import Machine
 
 
 @pytest.fixture
-def trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trial:
-    trial = Trial()
-    monkeypatch.setattr(measure, "run_process", trial.run_process)
-    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "storage"))
-    monkeypatch.delenv("GRPO_MEASURE")
-    for name in ("model", "moved"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-    return trial
+def trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    return Machine(monkeypatch, tmp_path, {"refused": ""})
 
 
 def _check(folder: Path, model: str = "model", prompt_tokens: int = 9, **keys: Any) -> list[str]:
@@ -51,7 +27,9 @@ def _check(folder: Path, model: str = "model", prompt_tokens: int = 9, **keys: A
     return said
 
 
-def test_a_copy_is_tried_once_and_again_when_something_that_it_depends_on_changes(trial: Trial, tmp_path: Path) -> None:
+def test_a_copy_is_tried_once_and_again_when_something_that_it_depends_on_changes(
+    trial: Machine, tmp_path: Path
+) -> None:
     (announced,) = _check(tmp_path)
     assert announced.startswith("a small copy of the model is tried")
     for keys in ({}, {"learning_rate": 0.5}, {"temperature": 0.7}, {"per_device_train_batch_size": 4}):
@@ -66,9 +44,10 @@ def test_a_copy_is_tried_once_and_again_when_something_that_it_depends_on_change
     assert len(trial.asked) == 7
     assert trial.asked[0]["model"]["name_or_path"] == str(tmp_path / "model")
     assert trial.asked[0]["max_length"] == 9 + 6
+    assert {*trial.seen} == {""}, "on the CPU"
 
 
-def test_a_refused_model_is_refused_each_time(trial: Trial, tmp_path: Path) -> None:
+def test_a_refused_model_is_refused_each_time(trial: Machine, tmp_path: Path) -> None:
     trial.printed = [json.dumps({"refused": "its layers are of a kind that nothing samples from"})]
     for _ in range(2):
         with pytest.raises(StageError, match="the training would refuse this model: its layers are of a kind"):
@@ -78,7 +57,7 @@ def test_a_refused_model_is_refused_each_time(trial: Trial, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("printed", [["Traceback", "out of memory"], []])
 def test_a_trial_that_fails_says_why_refuses_nothing_and_is_not_kept(
-    printed: list[str], trial: Trial, tmp_path: Path
+    printed: list[str], trial: Machine, tmp_path: Path
 ) -> None:
     trial.printed, trial.error = printed, StageError("ended with status 1")
     for _ in range(2):
@@ -87,7 +66,7 @@ def test_a_trial_that_fails_says_why_refuses_nothing_and_is_not_kept(
 
 
 def test_nothing_is_tried_of_a_model_that_is_elsewhere_or_where_it_is_not_wanted(
-    trial: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trial: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model" / "config.json").unlink()
     assert _check(tmp_path) == []
@@ -97,14 +76,14 @@ def test_nothing_is_tried_of_a_model_that_is_elsewhere_or_where_it_is_not_wanted
 
 
 def test_a_storage_that_cannot_be_written_prevents_no_plan(
-    trial: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trial: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "file"))
     assert len(_check(tmp_path)) == 1
 
 
-def test_replay_with_vllm_on_a_cpu_is_refused(trial: Trial, tmp_path: Path) -> None:
+def test_replay_with_vllm_on_a_cpu_is_refused(trial: Machine, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vLLM on a CPU, where it does not say which experts it took"):
         _check(tmp_path, routing_replay=True, engine="vllm")
     assert trial.asked == []

@@ -49,6 +49,8 @@ def test_what_the_proxy_fills_in_is_answered_as_evaluated(run: Path) -> None:
     ):
         with pytest.raises(Exception, match=said):
             answer(model, path, {**as_evaluated(version, question(row["prompt"])), **wrong})
+    with pytest.raises(ValueError, match=f"{'prompt' if path == COMPLETIONS else 'messages'}: missing"):
+        answer(model, path, as_evaluated(version, {}))
     if path == COMPLETIONS:
         with pytest.raises(ValueError, match="prompt: give one text"):
             answer(model, path, as_evaluated(version, {"prompt": ["1+1=", "1+2="]}))
