@@ -6,30 +6,30 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx2
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from aiohttp import ClientError, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector, hdrs, web
+from multidict import CIMultiDict
 
 from flows.serving.children import describe_end, last_error
 from flows.serving.model_server import Server, Version, as_evaluated, end_server, remove_copy
 from grpo_core.errors import GrpoError
 
 ASK_SECONDS = 5.0  # between two questions which version is to be served, and between two starts of one that fails
+ENDING_SECONDS = 5.0  # that requests have when serving ends
 READY_SECONDS = 0.2  # between two looks at a server that starts, runs or ends
 COMPLETING = ("/v1/completions", "/v1/chat/completions")
 # What is passed on. Other paths of vLLM answer without the evaluation's sampling, or change the server.
 PASSED_ON = dict.fromkeys((*COMPLETING, "/tokenize", "/detokenize"), "POST") | {"/v1/models": "GET", "/metrics": "GET"}
-OF_CONNECTION = {b"host", b"content-length", b"transfer-encoding", b"connection", b"authorization", b"date", b"server"}
+OF_CONNECTION = {"host", "content-length", "transfer-encoding", "connection", "keep-alive", "upgrade", "expect"}
+OF_CONNECTION |= {"authorization", "date", "server"}
+KEPT_SECONDS = 2.0  # that a connection waits for its next request: less than the 5 after which vLLM's server closes it
+NOT_OURS = (hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE, hdrs.USER_AGENT)  # headers that only clients set
 
 
 class ServerEndedError(GrpoError):
@@ -54,103 +54,97 @@ class Front:
     current: Server | None = None
     running: list[Server] = field(default_factory=list)  # and those that start or end
     is_ready: asyncio.Event = field(default_factory=asyncio.Event)
-    failure: BaseException | None = None
     failed: str = ""  # number of the version whose server did not start last
     said: str = ""
 
 
-class _Forwarded(StreamingResponse):
-    """A server's answer, part by part as it comes."""
-
-    def __init__(self, answer: httpx2.Response, end: Callable[[], None]):
-        kept = {name: value for name, value in answer.headers.items() if name.lower().encode() not in OF_CONNECTION}
-        super().__init__(answer.aiter_raw(), answer.status_code, kept)
-        self.end = end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:  # also where the client has gone
-            self.end()
-
-
 def serve_front(front: Front, host: str, port: int) -> None:
-    """Serve until a signal; ends the servers. Raises ServerEndedError if the first server does not start."""
-    client = httpx2.AsyncClient(timeout=None, limits=httpx2.Limits(max_connections=None), verify=False, trust_env=False)
+    """Serve until SIGINT or SIGTERM; ends the servers. Raises ServerEndedError if the first server does not start."""
+
+    async def until_told_to_end() -> None:
+        task = asyncio.current_task()
+        assert task
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        await run_front(front, host, port)
+
+    with suppress(asyncio.CancelledError):
+        asyncio.run(until_told_to_end())
+
+
+async def run_front(front: Front, host: str, port: int) -> None:
+    """Serve until it is cancelled; ends the servers. Raises ServerEndedError if the first server does not start."""
     background: set[asyncio.Future[None]] = set()
+    async with ClientSession(
+        connector=TCPConnector(limit=0, keepalive_timeout=KEPT_SECONDS),
+        timeout=ClientTimeout(),
+        cookie_jar=DummyCookieJar(),
+        skip_auto_headers=NOT_OURS,
+        auto_decompress=False,
+    ) as client:
 
-    async def health(request: Request) -> Response:
-        if front.current is None or not front.is_ready.is_set():
-            return JSONResponse({"status": "starting"}, status_code=503)
-        version = front.current.version
-        return JSONResponse({"status": "ready", "model": version.name, "version": version.number})
+        async def health(request: web.Request) -> web.Response:
+            if front.current is None or not front.is_ready.is_set():
+                return web.json_response({"status": "starting"}, status=503)
+            version = front.current.version
+            return web.json_response({"status": "ready", "model": version.name, "version": version.number})
 
-    async def forward(request: Request) -> Response:
-        given = request.headers.get("authorization", "").encode()
-        if front.key and not hmac.compare_digest(given, f"Bearer {front.key}".encode()):
-            return JSONResponse({"error": {"message": "the key is missing or wrong", "code": 401}}, status_code=401)
-        body = await request.body()
-        await front.is_ready.wait()
-        if await request.is_disconnected():
-            return Response(status_code=499)
-        target: Server = _current(front)
-        target.in_flight += 1
-        if request.url.path in COMPLETING:
-            body = _filled_in(target.version, body)
-        headers = [(name, value) for name, value in request.headers.raw if name.lower() not in OF_CONNECTION]
-        headers.append((b"authorization", f"Bearer {target.secret}".encode()))
-        url = f"{target.url}{request.url.path}"  # one of PASSED_ON
-        sent = client.build_request(request.method, url, headers=headers, content=body)
-        sending, leaving = asyncio.ensure_future(client.send(sent, stream=True)), asyncio.ensure_future(_left(request))
+        async def forward(request: web.Request) -> web.StreamResponse:
+            return await _forward(front, client, request)
+
+        app = web.Application(client_max_size=0)  # no limit: the server says what is too long
+        app.add_routes([web.get("/health", health)])
+        app.add_routes([web.route(method, path, forward) for path, method in PASSED_ON.items()])
+        # A client that goes away cancels its handler, and with it the request to the server, which stops sampling.
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=ENDING_SECONDS)
+        await runner.setup()
         try:
-            await asyncio.wait([sending, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done():  # the server stops sampling for a client that has gone
-                sending.cancel()
-                target.in_flight -= 1
-                return Response(status_code=499)
-            answer = sending.result()
-        except BaseException as error:
-            sending.cancel()
-            target.in_flight -= 1
-            if isinstance(error, httpx2.HTTPError):
-                said = f"{target.child.name} does not answer: {error!r}"
-                return JSONResponse({"error": {"message": said, "code": 502}}, status_code=502)
-            raise
+            await web.TCPSite(runner, host, port).start()
+            await _follow(front, client, background)
         finally:
-            leaving.cancel()
-
-        def end() -> None:
-            target.in_flight -= 1
-            _keep(background, answer.aclose())
-
-        return _Forwarded(answer, end)
-
-    @asynccontextmanager
-    async def following(app: Starlette) -> AsyncIterator[None]:
-        task = asyncio.create_task(_follow(front, client, background))
-        task.add_done_callback(lambda _: setattr(server, "should_exit", True))
-        yield
-        task.cancel()
-        [front.failure] = await asyncio.gather(task, return_exceptions=True)
-        await client.aclose()
-        await asyncio.gather(*(asyncio.to_thread(end_server, each) for each in front.running))
-
-    routes = [Route("/health", health), *(Route(path, forward, methods=[each]) for path, each in PASSED_ON.items())]
-    app = Starlette(routes=routes, lifespan=following)
-    server = uvicorn.Server(uvicorn.Config(app, host, port, log_level="warning", timeout_graceful_shutdown=5))
-    server.run()
-    if isinstance(front.failure, Exception):
-        raise front.failure
+            await runner.cleanup()
+            await asyncio.gather(*(asyncio.to_thread(end_server, each) for each in front.running))
 
 
-def _current(front: Front) -> Server:
-    assert front.current is not None
-    return front.current
+async def _forward(front: Front, client: ClientSession, request: web.Request) -> web.StreamResponse:
+    """A server's answer, part by part as it comes."""
+    given = request.headers.get(hdrs.AUTHORIZATION, "").encode(errors="surrogateescape")
+    if front.key and not hmac.compare_digest(given, f"Bearer {front.key}".encode()):
+        return web.json_response({"error": {"message": "the key is missing or wrong", "code": 401}}, status=401)
+    body = await request.read()
+    await front.is_ready.wait()
+    target = front.current
+    assert target
+    target.in_flight += 1
+    begun: web.StreamResponse | None = None
+    try:
+        if request.path in COMPLETING:
+            body = _filled_in(target.version, body)
+        headers = _passed_on(request.headers)
+        headers[hdrs.AUTHORIZATION] = f"Bearer {target.secret}"
+        url = f"{target.url}{request.path}"  # one of PASSED_ON
+        async with client.request(request.method, url, headers=headers, data=body, allow_redirects=False) as answer:
+            kept = _passed_on(answer.headers)
+            if answer.content_length is not None:
+                return web.Response(body=await answer.read(), status=answer.status, headers=kept)
+            begun = web.StreamResponse(status=answer.status, headers=kept)
+            await begun.prepare(request)
+            async for part in answer.content.iter_any():
+                await begun.write(part)
+            await begun.write_eof()
+            return begun
+    except ClientError as error:
+        if begun and begun.prepared:  # what the client has is cut off, and is not to look whole
+            assert request.transport
+            request.transport.abort()
+            return begun
+        said = f"{target.child.name} does not answer: {error!r}"
+        return web.json_response({"error": {"message": said, "code": 502}}, status=502)
+    finally:
+        target.in_flight -= 1
 
 
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+def _passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in OF_CONNECTION)
 
 
 def _keep(background: set[asyncio.Future[None]], work: Coroutine[Any, Any, None]) -> None:
@@ -167,7 +161,7 @@ def _filled_in(version: Version, body: bytes) -> bytes:
     return json.dumps(as_evaluated(version, asked)).encode() if isinstance(asked, dict) else body
 
 
-async def _follow(front: Front, client: httpx2.AsyncClient, background: set[asyncio.Future[None]]) -> None:
+async def _follow(front: Front, client: ClientSession, background: set[asyncio.Future[None]]) -> None:
     """Serve the version that is wanted, again and again. Raises an error only before anything is served."""
     next_question = 0.0
     while True:
@@ -195,7 +189,7 @@ def _say_once(front: Front, text: str) -> None:
     front.said = text
 
 
-async def _start_again(front: Front, ended: Server, client: httpx2.AsyncClient) -> None:
+async def _start_again(front: Front, ended: Server, client: ClientSession) -> None:
     """Start the server of the version that is served once more, as often as it takes. Requests wait."""
     front.is_ready.clear()
     _say_once(front, f"{describe_end(ended.child)}: it is started again")
@@ -211,9 +205,7 @@ async def _start_again(front: Front, ended: Server, client: httpx2.AsyncClient) 
             return
 
 
-async def _switch(
-    front: Front, version: Version, client: httpx2.AsyncClient, background: set[asyncio.Future[None]]
-) -> None:
+async def _switch(front: Front, version: Version, client: ClientSession, background: set[asyncio.Future[None]]) -> None:
     """Serve another version. If both servers do not fit into memory, wait for a moment without requests. Raises
     ServerEndedError if its server does not start: the old one serves."""
     old, new = front.current, None
@@ -261,15 +253,16 @@ async def _idle(server: Server) -> None:
         await asyncio.sleep(READY_SECONDS)
 
 
-async def _started(front: Front, version: Version, client: httpx2.AsyncClient) -> Server:
+async def _started(front: Front, version: Version, client: ClientSession) -> Server:
     """Start a version's server and wait until it is ready. Raises ServerEndedError if it ends before."""
     server = await asyncio.to_thread(front.start, version)
     front.running.append(server)
     headers = {"Authorization": f"Bearer {server.secret}"}
     while server.child.process.poll() is None:
-        with suppress(httpx2.HTTPError):
-            if (await client.get(f"{server.url}/health", headers=headers)).is_success:
-                return server
+        with suppress(ClientError):
+            async with client.get(f"{server.url}/health", headers=headers) as answer:
+                if answer.ok:
+                    return server
         await asyncio.sleep(READY_SECONDS)
     front.running.remove(server)
     raise ServerEndedError(f"{describe_end(server.child)}: {last_error(server.child)} ({server.child.log})")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,7 @@ from flows.cli.main import app
 from flows.serving import model_proxy, model_server
 from flows.serving.children import start_child
 from flows.serving.model_check import check_served
-from flows.serving.model_proxy import Front, serve_front
+from flows.serving.model_proxy import Front, run_front
 from flows.serving.model_server import Server, Version, as_evaluated, start_server
 from grpo_core.config.files import load_config
 from grpo_core.rollout.vllm.logprobs import HEAD
@@ -104,25 +105,30 @@ class Serving:
 
 @contextmanager
 def running(serving: Serving) -> Iterator[Serving]:
-    stops: list[Any] = []
-    own = model_proxy.uvicorn.Server
+    task: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
+    ended: Future[None] = Future()
 
-    class Stoppable(own):
-        def __init__(self, *arguments: Any):
-            super().__init__(*arguments)
-            stops.append(self)
+    async def serve() -> None:
+        task.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        await run_front(serving.front, "127.0.0.1", serving.port)
+
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            ended.set_exception(error)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_proxy.uvicorn, "Server", Stoppable)
         patch.setattr(model_proxy, "ASK_SECONDS", 0.1)
-        thread = threading.Thread(target=serve_front, args=(serving.front, "127.0.0.1", serving.port))
+        thread = threading.Thread(target=run)
         thread.start()
         try:
-            wait_for(lambda: serving.front.is_ready.is_set() or not thread.is_alive(), 60)
-            assert thread.is_alive(), serving.front.failure
+            wait_for(lambda: serving.front.is_ready.is_set() or not thread.is_alive(), 300)
+            assert not ended.done(), ended.exception()
             yield serving
         finally:
-            stops[0].should_exit = True
+            loop, serving_task = task.result()
+            loop.call_soon_threadsafe(serving_task.cancel)
             thread.join()
     assert all(server.child.process.poll() is not None for server in serving.servers)
 
@@ -222,6 +228,17 @@ def test_answers_come_in_parts_and_a_client_that_goes_away_is_not_waited_for(tmp
         with suppress(httpx2.ReadTimeout):
             httpx2.post(f"{serving.url}/v1/completions", json={"until": "never"}, headers=header, timeout=0.2)
         wait_for(lambda: serving.servers[0].in_flight == 0, 20)
+        long = httpx2.post(
+            f"{serving.url}/v1/completions", json={"prompt": "1" * 3_000_000}, headers=header, timeout=60
+        )
+        assert len(long.json()["asked"]["prompt"]) == 3_000_000
+        with httpx2.stream("POST", f"{serving.url}/v1/completions", **asked) as answer:
+            parts = answer.iter_text()
+            next(parts)
+            [server] = psutil.Process(serving.servers[0].child.process.pid).children()
+            server.kill()
+            with pytest.raises(httpx2.TransportError):  # half an answer does not look like a whole one
+                list(parts)
 
 
 @pytest.mark.served
