@@ -92,7 +92,9 @@ def _refusals(repository: str, kind: type[Exception]) -> Iterator[None]:
     except OfflineModeIsEnabled:
         raise kind(f"{repository}: HF_HUB_OFFLINE forbids to ask the hub; unset it, or remove {KEY}") from None
     except httpx2.HTTPError as error:  # huggingface_hub's too; they do not quote the token
-        raise kind(
+        text = (
             f"{repository}: the hub ({constants.ENDPOINT}) does not take it or does not answer: {error}. Solve that, "
-            f"or remove {KEY}"
-        ) from error
+        )
+        if password := httpx2.URL(constants.ENDPOINT).userinfo.decode():
+            text = text.replace(f"{password}@", "")
+        raise kind(f"{text}or remove {KEY}") from error

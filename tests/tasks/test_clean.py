@@ -88,9 +88,9 @@ def age(folder: Path) -> None:
         os.utime(path, (LONG_AGO, LONG_AGO))
 
 
-def run_clean(dry_run: bool = False, going_on: Collection[str] = ()) -> dict[str, str]:
+def run_clean(dry_run: bool = False, going_on: Collection[str] = (), days: float = DAYS) -> dict[str, str]:
     """Why each item is kept, by name; "" if it is removed."""
-    found = {item.name: item.kept for item in clean(DAYS, dry_run, going_on)}
+    found = {item.name: item.kept for item in clean(days, dry_run, going_on)}
     return {name: why for name, why in found.items() if "vLLM" not in name}
 
 
@@ -298,6 +298,7 @@ def test_a_gguf_file_s_checkpoint_goes_once_no_run_that_is_left_names_it_and_non
     for name in ("kept", "gone"):
         (bases / name / ORIGIN).touch()
         make_run(name, text=tomli_w.dumps({"model": {"name_or_path": str(bases / name)}}))
+    assert not [name for name in run_clean(dry_run=True, days=0) if name.startswith("bases/")], "of today"
     age(bases)
     os.utime(storage / "runs" / "kept" / "training")
     assert with_checkpoint(config, print).model.name_or_path == asked

@@ -143,7 +143,8 @@ def test_what_the_hub_would_not_take_at_the_end_is_refused_at_the_start(
 def test_a_hub_that_cannot_be_reached_is_said_in_a_sentence(stand_in: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{held.getsockname()[1]}")
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://ada:secret@{address}")
         with pytest.raises(ConfigError, match=r"ada/sums: the hub \(http://127\.0\.0\.1:\d+\) does not take it or"):
             check_hub(_config(hub_repository="ada/sums"))
         with pytest.raises(StageError, match="does not take it or does not answer"):
