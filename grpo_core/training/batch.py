@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from typing import Any
 
 import torch
@@ -177,11 +178,35 @@ def balance_rows(sequences: Sequences, rows: Tensor, processes: int, *, share_pr
 
 
 @dataclass
-class _Load:
-    """Rows of one process, and their tokens."""
+class _Loads:
+    """Rows and tokens of each process. Heaps find the emptiest and the fullest: an entry whose tokens are no longer its
+    process's is passed over."""
 
-    tokens: int = 0
-    held: dict[int, list[int]] = dataclasses.field(default_factory=dict)  # rows by group
+    tokens: list[int]
+    held: list[dict[int, list[int]]]  # rows by group
+    from_least: list[tuple[int, int]]  # tokens, process
+    from_most: list[tuple[int, int]]  # -tokens, process
+
+    def emptiest(self) -> int:
+        while self.tokens[self.from_least[0][1]] != self.from_least[0][0]:
+            heappop(self.from_least)
+        return self.from_least[0][1]
+
+    def fullest(self) -> int:
+        while self.tokens[self.from_most[0][1]] != -self.from_most[0][0]:
+            heappop(self.from_most)
+        return self.from_most[0][1]
+
+    def set_tokens(self, process: int, tokens: int) -> None:
+        self.tokens[process] = tokens
+        heappush(self.from_least, (tokens, process))
+        heappush(self.from_most, (-tokens, process))
+
+    def largest_deviation(self) -> float:
+        """Largest deviation of a process's load from the mean, relative."""
+        mean = sum(self.tokens) / len(self.tokens)
+        most, least = self.tokens[self.fullest()], self.tokens[self.emptiest()]
+        return max(most - mean, mean - least) / mean if mean else 0.0
 
 
 def divide(
@@ -202,53 +227,52 @@ def divide(
     def tokens(rows: Sequence[int]) -> int:
         return sum(completion_lengths[row] for row in rows)
 
-    def with_prompt(load: _Load, group: int) -> int:
-        return load.tokens + (0 if group in load.held else prompts[group])
-
-    def deal(pieces: list[tuple[int, list[int]]]) -> list[_Load]:
-        loads = [_Load() for _ in range(processes)]
+    def deal(pieces: list[tuple[int, list[int]]]) -> _Loads:
+        first = [(0, process) for process in range(processes)]
+        loads = _Loads([0] * processes, [{} for _ in range(processes)], first, [*first])
+        holders: dict[int, set[int]] = {}
         for group, rows in sorted(pieces, key=lambda piece: -(prompts[piece[0]] + tokens(piece[1]))):
-            load = min(loads, key=lambda load: with_prompt(load, group))
-            load.tokens = with_prompt(load, group) + tokens(rows)
-            load.held.setdefault(group, []).extend(rows)
-        while _largest_deviation(loads) > BOUND and _move_rows(loads, prompts, completion_lengths):
+            candidates = holders.setdefault(group, set()) | {loads.emptiest()}
+            cost, process = min(
+                (loads.tokens[it] + (0 if group in loads.held[it] else prompts[group]), it) for it in candidates
+            )
+            loads.set_tokens(process, cost + tokens(rows))
+            loads.held[process].setdefault(group, []).extend(rows)
+            holders[group].add(process)
+        while loads.largest_deviation() > BOUND and _move_rows(loads, prompts, completion_lengths):
             pass
         return loads
 
     loads = deal([*groups.items()])
-    if _largest_deviation(loads) > BOUND:
+    if loads.largest_deviation() > BOUND:
         by_row = deal([(group, [row]) for group, rows in groups.items() for row in rows])
-        loads = min(loads, by_row, key=lambda loads: max(load.tokens for load in loads))
-    return [sorted(row for rows in load.held.values() for row in rows) for load in loads]
+        loads = min(loads, by_row, key=lambda loads: max(loads.tokens))
+    return [sorted(row for rows in held.values() for row in rows) for held in loads.held]
 
 
-def _largest_deviation(loads: Sequence[_Load]) -> float:
-    """Largest deviation of a process's load from the mean, relative."""
-    mean = sum(load.tokens for load in loads) / len(loads)
-    return max(abs(load.tokens - mean) for load in loads) / mean if mean else 0.0
-
-
-def _move_rows(loads: Sequence[_Load], prompts: dict[int, int], lengths: Sequence[int]) -> bool:
+def _move_rows(loads: _Loads, prompts: dict[int, int], lengths: Sequence[int]) -> bool:
     """Move some rows of one group from the fullest process to the emptiest; False if no move helps."""
-    mean = sum(load.tokens for load in loads) / len(loads)
-    fullest, emptiest = max(loads, key=lambda load: load.tokens), min(loads, key=lambda load: load.tokens)
-    wanted = min(fullest.tokens - mean, mean - emptiest.tokens)
-    best, after = None, (fullest.tokens, emptiest.tokens)
-    for group, rows in fullest.held.items():
-        arriving = 0 if group in emptiest.held else prompts[group]
+    mean = sum(loads.tokens) / len(loads.tokens)
+    fullest, emptiest = loads.fullest(), loads.emptiest()
+    most, least, held = loads.tokens[fullest], loads.tokens[emptiest], loads.held
+    wanted = min(most - mean, mean - least)
+    best, after = None, (most, least)
+    for group, rows in held[fullest].items():
+        arriving = 0 if group in held[emptiest] else prompts[group]
         chosen = _rows_within(wanted - arriving, rows, lengths)
         moved = sum(lengths[row] for row in chosen)
         leaving = prompts[group] if len(chosen) == len(rows) else 0
-        found = fullest.tokens - moved - leaving, emptiest.tokens + moved + arriving
+        found = most - moved - leaving, least + moved + arriving
         if max(found) < max(after):
             best, after = (group, chosen), found
     if best is None:
         return False
     group, chosen = best
-    emptiest.held.setdefault(group, []).extend(chosen)
-    if left := [row for row in fullest.held.pop(group) if row not in chosen]:
-        fullest.held[group] = left
-    fullest.tokens, emptiest.tokens = after
+    held[emptiest].setdefault(group, []).extend(chosen)
+    if left := [row for row in held[fullest].pop(group) if row not in chosen]:
+        held[fullest][group] = left
+    for process, tokens in zip((fullest, emptiest), after, strict=True):
+        loads.set_tokens(process, tokens)
     return True
 
 

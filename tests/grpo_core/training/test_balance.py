@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_core.training.batch import BOUND, divide
+from tests.steps import steps
 
 G = 8
 # Each group: its prompt's tokens, its completions'.
@@ -58,6 +59,12 @@ def test_few_long_completions_keep_no_process_much_longer_than_they_must(rows: i
         loads = _loads(divide(groups, prompts, completions, processes), groups, prompts, completions)
         longest = max(prompt + completion for prompt, completion in zip(prompts, completions, strict=True))
         assert max(loads) <= 1.05 * max(longest, (1 + BOUND) * sum(loads) / processes)
+
+
+def test_two_thousand_processes_take_not_much_longer_than_two_hundred() -> None:
+    groups, prompts, completions = _long_tailed(0, 2048)
+    few, many = (steps(lambda of=processes: divide(groups, prompts, completions, of)) for processes in (200, 2000))
+    assert many < 3 * few
 
 
 @settings(max_examples=3 * settings.default.max_examples)
