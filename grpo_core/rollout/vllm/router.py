@@ -49,7 +49,8 @@ class Router:
         self.order = [*servers[first:], *servers[:first]]  # among servers with equal load
         self.homes: dict[int, Server] = {}  # by prefix, since the last weights, which empty the caches
         self.numbers = itertools.count()
-        self.waiting: list[_Waiting] = []  # a heap
+        # Heaps of requests: for the server that has their prefix, or for any (None).
+        self.waiting: dict[Server | None, list[_Waiting]] = {None: [], **{server: [] for server in servers}}
         self.bringing_back: dict[Server, asyncio.Task[None]] = {}
         self.none_since = 0.0  # when the last server that was up was left out
 
@@ -106,6 +107,9 @@ class Router:
         """Bring the wanted weights to these servers, and leave out the others, until one has them. Returns the
         numbers of those that have."""
         self.homes.clear()
+        for server in self.servers:
+            while self.waiting[server]:
+                heapq.heappush(self.waiting[None], self.waiting[server].pop())
         chosen = [self.servers[number] for number in numbers]
         for server in self.servers:
             if server not in chosen and not server.problem:
@@ -146,7 +150,7 @@ class Router:
     async def _take_room(self, request: _Waiting) -> Server:
         """Wait for a server with room for the request, and take the room; `_free` gives it back."""
         request.server = found = asyncio.get_running_loop().create_future()
-        heapq.heappush(self.waiting, request)
+        heapq.heappush(self.waiting[None], request)
         self._assign()
         try:
             return await found
@@ -162,16 +166,19 @@ class Router:
     def _assign(self) -> None:
         """Assign waiting requests to servers that have room: the urgent ones first, then by arrival."""
         passed_over = []
-        while self.waiting and any(server.has_room for server in self.up):
-            request = heapq.heappop(self.waiting)
+        while any(server.has_room for server in self.up) and (queue := self._next_queue()):
+            request = heapq.heappop(queue)
             if request.server.done():
                 continue
             # A server that fails requests quickly is the least loaded, so they wait for another one.
             fit = [server for server in self.up if server not in request.failed] or self.up
             free = [server for server in fit if server.has_room]
             home = self.homes.get(request.prefix)
-            if home in fit and (home.has_room or request.waits):
-                free = [home] * home.has_room
+            if home in fit and home.has_room:
+                free = [home]
+            elif home in fit and request.waits:
+                heapq.heappush(self.waiting[home], request)
+                continue
             if not free:
                 passed_over.append(request)
                 continue
@@ -180,7 +187,16 @@ class Router:
             server.in_flight += 1
             request.server.set_result(server)
         for request in passed_over:
-            heapq.heappush(self.waiting, request)
+            heapq.heappush(self.waiting[None], request)
+
+    def _next_queue(self) -> list[_Waiting]:
+        """The queue whose first request is the first of all that may be assigned; an empty one if none may."""
+        may = [
+            queue
+            for server, queue in self.waiting.items()
+            if queue and (server is None or server.problem or server.has_room)
+        ]
+        return min(may, key=lambda queue: queue[0], default=[])
 
     def _fail(self, server: Server, error: BaseException) -> None:
         """Leave out a server that has failed. Raises the error if waiting does not help and there is no other."""
@@ -203,10 +219,11 @@ class Router:
         while server.problem:
             await self._restore(server)
             if hopeless := self._hopeless():
-                for request in self.waiting:
-                    if not request.server.done():
-                        request.server.set_exception(EngineError(hopeless))
-                self.waiting.clear()
+                for queue in self.waiting.values():
+                    for request in queue:
+                        if not request.server.done():
+                            request.server.set_exception(EngineError(hopeless))
+                    queue.clear()
             if server.problem:
                 await asyncio.sleep(POLL_SECONDS)
 

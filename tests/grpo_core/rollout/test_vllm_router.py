@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from grpo_core.rollout.types import Request
 from grpo_core.rollout.vllm import client as vllm_client
+from grpo_core.rollout.vllm.router import Router
 from grpo_core.rollout.vllm.server_engine import VLLMServerEngine
 from tests.grpo_core.rollout.asking import SAMPLING, Asking, ask, model, plain, requests, wait_until_back
 from tests.grpo_core.rollout.pretend_vllm import Serving, plain_ids
 from tests.grpo_core.rollout.vllm_engine import hold
+from tests.steps import steps
 
 
 @pytest.mark.slow
@@ -159,7 +162,7 @@ def _wait_for_queue(engine: VLLMServerEngine, count: int) -> None:
     """Until so many requests wait for room."""
 
     async def waiting() -> int:
-        return len(engine.router.waiting)
+        return sum(map(len, engine.router.waiting.values()))
 
     for _ in range(10_000):
         if engine._run(waiting()) == count:
@@ -241,3 +244,30 @@ def test_what_a_dead_server_was_asked_keeps_its_place(serving: Serving) -> None:
         other.open.set()
         assert asking.join() == plain(requests(6))
         assert [prompt[0] - 3 for prompt in other.asked] == [1, 0, 2, 3, 4, 5]
+
+
+class Instant:
+    """A server with room for one request, which it answers at once."""
+
+    def __init__(self) -> None:
+        self.problem, self.capacity, self.in_flight, self.url = "", 1, 0, ""
+
+    @property
+    def has_room(self) -> bool:
+        return self.in_flight < self.capacity
+
+    async def complete(self, body: dict[str, Any], oldest: int) -> int:
+        await asyncio.sleep(0)
+        return body["turn"]
+
+
+def test_turns_that_wait_for_one_server_are_not_looked_at_whenever_one_has_an_answer() -> None:
+    async def turns(count: int) -> None:
+        router = Router(cast("Any", [Instant(), Instant()]), 0, 0, reports=False)
+        found = [router.complete({"turn": turn}, 0, conversation=7) for turn in range(count)]
+        assert await asyncio.gather(*found) == [*range(count)]
+        [home] = {*router.homes.values()}
+        assert home.in_flight == 0 and not any(router.waiting.values())
+
+    few, many = (steps(lambda of=count: asyncio.run(turns(of))) for count in (50, 200))
+    assert many < 8 * few
