@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
+import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -58,6 +59,10 @@ def start_processes(limit: timedelta, *, deterministic: bool = False) -> Acceler
     _limit = limit
     if deterministic:
         os.environ.setdefault(WORKSPACE, REPEATING[0])  # read before the first product on a GPU
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (hard, hard)
+    )  # each other process, and each request to a server, has some
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=limit)])
     try_allocator(accelerator.device)
     if deterministic and accelerator.device.type == "cuda":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,7 +22,8 @@ from torch.distributed import distributed_c10d
 
 from grpo_core import distributed
 from grpo_core.errors import EngineError, TrainingError
-from tests.grpo_core.training.several import WORLD, in_two_processes
+from tests.grpo_core.training.several import WORLD, in_processes, in_two_processes
+from tests.serving import free_ports
 
 LIMIT = timedelta(seconds=60)
 BRIEF = timedelta(milliseconds=50)
@@ -80,13 +82,15 @@ def test_control_messages_wait_in_a_group_of_their_own_beside_the_tensors(tmp_pa
     in_two_processes(tmp_path, work)
 
 
-def test_without_gpus_one_group_is_enough(tmp_path: Path) -> None:
+def test_without_gpus_one_group_is_enough_and_may_open_more_files_than_the_shell_allows(tmp_path: Path) -> None:
     def work(rank: int) -> None:
+        allowed = len(os.listdir("/proc/self/fd")) + 2
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         distributed.start_processes(LIMIT)
         assert distributed._control is None
         assert distributed.gathered([rank]) == [0, 1]
 
-    in_two_processes(tmp_path, work)
+    in_processes(WORLD, tmp_path, work, *free_ports(1))
 
 
 def test_the_limit_is_that_of_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

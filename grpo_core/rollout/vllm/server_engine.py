@@ -10,7 +10,6 @@ import asyncio
 import json
 import math
 import os
-import resource
 import socket
 import threading
 import uuid
@@ -78,8 +77,6 @@ class VLLMServerEngine:
                 "rollout.engine='vllm-server' without a server: name them in rollout.vllm_server_base_urls "
                 "(`python -m grpo_core.rollout.vllm.serve CONFIG` starts one), or let `grpo run` start them"
             )
-        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # each open request is a connection
         process = PartialState()
         self.sends = process.is_main_process
         self.dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
