@@ -81,7 +81,9 @@ def servers(context: Context, log: Logger | LoggerAdapter[Any]) -> Iterator[dict
 
     with ExitStack() as held:
         places = (
-            _places_on_hosts(context) if context.config.launch.server_hosts else _places_on_this_machine(context, held)
+            _places_on_hosts(context, log.info)
+            if context.config.launch.server_hosts
+            else _places_on_this_machine(context, held)
         )
         held.callback(addresses.unlink, missing_ok=True)
         held.callback(_stop, started)
@@ -115,7 +117,7 @@ def _places_on_this_machine(context: Context, held: ExitStack) -> list[Callable[
     return [lambda place=place: place for place in places]
 
 
-def _places_on_hosts(context: Context) -> list[Callable[[], Place]]:
+def _places_on_hosts(context: Context, say: Callable[[str], None]) -> list[Callable[[], Place]]:
     """Return a function per server that gives its place: the host that it was on before, or else the first of
     launch.server_hosts that answers and has no server. The function raises StageError if there is no such host, or if
     the host lacks something."""
@@ -135,6 +137,7 @@ def _places_on_hosts(context: Context) -> list[Callable[[], Place]]:
                 1,
                 "one for a server is",
                 context.partial,
+                say,
                 towards,
             )
             [(host, answer)] = answers.items()

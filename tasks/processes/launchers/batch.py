@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_core.config.run import RunConfig
-from tasks.processes.launchers.machines import Launcher, Machine, refuse_unfit
+from tasks.processes.launchers.machines import Launcher, Machine, why_unfit
 from tasks.processes.run import TAIL_LINES, ProcessError, TakenError, training_python
 from tasks.processes.signs_of_life import BEAT_SECONDS, ENDING_SECONDS, POLL_SECONDS, SILENCE_SECONDS, Signs
 from tasks.stages.errors import StageError
@@ -101,7 +101,8 @@ def _machines(
         write_text(shared / "job", job)
         answers = _await_answers(scheduler, job, config.num_machines, shared, say)
         for answer in answers:
-            refuse_unfit(answer["name"], answer, folder)
+            if reason := why_unfit(answer["name"], answer, folder):
+                raise StageError(reason)
         nodes = collections.Counter(answer["name"] for answer in answers)
         machines = [
             Machine(

@@ -12,7 +12,6 @@ from grpo_core.config.run import RunConfig
 from tasks.processes.machine import free_port
 from tasks.processes.run import GRACE_SECONDS
 from tasks.processes.training_machine import training_version
-from tasks.stages.errors import StageError
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,13 @@ def local(config: RunConfig, folder: Path, patience: float, say: Callable[[str],
     yield [Machine("", [], "127.0.0.1", free_port())]
 
 
-def refuse_unfit(host: str, answer: dict[str, Any], folder: Path) -> None:
-    """Raises StageError if the host's answer to the start check shows that the training cannot run there."""
+def why_unfit(host: str, answer: dict[str, Any], folder: Path) -> str:
+    """Why, by the host's answer to the start check, the training cannot run there; "" if it can."""
     if not answer["sees_run"]:
-        raise StageError(
+        return (
             f"{host} does not see {folder.absolute()} as this machine does: put the storage root (GRPO_STORAGE) on a "
             "disk that all machines share, under the same path"
         )
     if answer["version"] != (own := training_version()):
-        raise StageError(f"{host} has {answer['version']}, but this machine {own}: install the same on both")
-    if answer["problem"]:
-        raise StageError(f"{host}: {answer['problem']}")
+        return f"{host} has {answer['version']}, but this machine {own}: install the same on both"
+    return f"{host}: {answer['problem']}" if answer["problem"] else ""

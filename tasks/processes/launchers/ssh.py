@@ -8,8 +8,8 @@ import secrets
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from grpo_core.config.launch import host_name
 from grpo_core.config.run import RunConfig
 from grpo_core.system.files import umask
-from tasks.processes.launchers.machines import Machine, refuse_unfit
+from tasks.processes.launchers.machines import Machine, why_unfit
 from tasks.processes.relay import ENDING_SECONDS
 from tasks.processes.run import training_python
 from tasks.stages.errors import StageError
@@ -35,17 +35,18 @@ OPTIONS = {
 LOST_SECONDS = ALIVE_SECONDS * (ALIVE_COUNT + 1)  # until a lost connection is noticed
 RELAY_SECONDS = ENDING_SECONDS + LOST_SECONDS  # until a relay has ended what it runs, and itself
 CHECK_SECONDS = 90.0  # for a host to answer; Python's first start there reads its files from shared storage
+READING_SECONDS = 1.0  # to read an answer that is there
 PAUSE_SECONDS = 5.0  # before missing hosts are asked again
 SILENT = "silent"
 
 
 @contextmanager
 def ssh(config: RunConfig, folder: Path, patience: float, say: Callable[[str], None]) -> Iterator[list[Machine]]:
-    """Give the first of launch.hosts that answer, as many as are needed. Each has to see the run's folder and to have
+    """Give the first of launch.hosts that answer and are fit, as many as are needed: each sees the run's folder and has
     the same code as this machine."""
     needed = f"train.num_machines={config.train.num_machines} are"
     hosts, count = config.launch.hosts, config.train.num_machines
-    answers = answering_hosts("launch.hosts", hosts, count, needed, folder, patience=patience)
+    answers = answering_hosts("launch.hosts", hosts, count, needed, folder, say, patience=patience)
     yield [
         Machine(
             name=host_name(host),
@@ -59,30 +60,43 @@ def ssh(config: RunConfig, folder: Path, patience: float, say: Callable[[str], N
 
 
 def answering_hosts(
-    key: str, hosts: list[str], count: int, needed: str, folder: Path, towards: str = "", patience: float = 0.0
+    key: str,
+    hosts: list[str],
+    count: int,
+    needed: str,
+    folder: Path,
+    say: Callable[[str], None],
+    towards: str = "",
+    patience: float = 0.0,
 ) -> dict[str, dict[str, Any]]:
-    """Return the first `count` hosts that answer, with their answers to the check.
+    """Return the first `count` hosts that answer and can be used, with their answers to the check. Hosts after them are
+    not waited for.
 
     `key`: configuration key that names the hosts; `needed`: how many are needed and why, for the error; `towards`: see
-    `machine.check`. Raises StageError if fewer answer within `patience` seconds, or if one of them does not see the
-    folder, has other code than this machine, or lacks something.
+    `machine.check`; `say`: told why a host that answers is passed over. Raises StageError if fewer can be used within
+    `patience` seconds.
     """
     deadline = time.monotonic() + patience
     while True:
-        answers = _ask_all(hosts, folder.absolute(), towards)
-        there = [host for host in hosts if SILENT not in answers[host]]
-        if len(there) >= count:
-            break
+        fit, unfit, silent = dict[str, dict[str, Any]](), list[str](), list[str]()
+        with closing(_ask(hosts, folder.absolute(), towards)) as answers:
+            for host, answer in answers:
+                if SILENT in answer:
+                    silent.append(f"{host}: {answer[SILENT]}")
+                elif reason := why_unfit(host, answer, folder):
+                    unfit.append(reason)
+                else:
+                    fit[host] = answer
+                if len(fit) == count:
+                    for reason in unfit:
+                        say(f"{reason}. Another host takes its place")
+                    return fit
         if time.monotonic() > deadline:
-            silent = "; ".join(f"{host}: {answers[host][SILENT]}" for host in hosts if host not in there)
             raise StageError(
-                f"{len(there)} of the {len(hosts)} hosts in {key} answer, but {needed} needed. "
-                f"{silent}. Try `ssh -o BatchMode=yes HOST true`"
+                f"{len(fit)} of the {len(hosts)} hosts in {key} can be used, but {needed} needed. "
+                f"{'; '.join([*unfit, *silent])}" + ". Try `ssh -o BatchMode=yes HOST true`" * bool(silent)
             )
         time.sleep(PAUSE_SECONDS)
-    for host in there[:count]:
-        refuse_unfit(host, answers[host], folder)
-    return {host: answers[host] for host in there[:count]}
 
 
 def relay_command(host: str) -> list[str]:
@@ -100,9 +114,9 @@ def remote_command(host: str, action: str) -> list[str]:
     return ["ssh", *options, "--", host, there]
 
 
-def _ask_all(hosts: list[str], folder: Path, towards: str) -> dict[str, dict[str, Any]]:
-    """Ask all hosts concurrently; returns each host's answer to the check, or under SILENT why there is none. When this
-    ends, in whatever way, so do the checks."""
+def _ask(hosts: list[str], folder: Path, towards: str) -> Generator[tuple[str, dict[str, Any]]]:
+    """Ask all hosts concurrently; yields in their order each host with its answer to the check, or under SILENT why
+    there is none. When this is closed, the checks that still run are ended."""
     file = folder / f".host-check-{secrets.token_hex(8)}"  # a new name: NFS caches which files do not exist
     deadline = time.monotonic() + CHECK_SECONDS
     with ExitStack() as stack:
@@ -115,7 +129,8 @@ def _ask_all(hosts: list[str], folder: Path, towards: str) -> dict[str, dict[str
             )
             stack.callback(asked[host].kill)  # runs before the wait
             _write(asked[host], json.dumps({"file": str(file), "towards": towards}) + "\n")
-        return {host: _answer(process, deadline) for host, process in asked.items()}
+        for host, process in asked.items():
+            yield host, _answer(process, deadline)
 
 
 def _write(process: Popen[str], request: str) -> None:
@@ -126,8 +141,9 @@ def _write(process: Popen[str], request: str) -> None:
 
 
 def _answer(process: Popen[str], deadline: float) -> dict[str, Any]:
+    seconds = max(READING_SECONDS, deadline - time.monotonic())  # one that was silent leaves the next ones time
     try:
-        output, errors = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+        output, errors = process.communicate(timeout=seconds)
         return dict(json.loads(output.splitlines()[-1]))  # a login shell may print before it
     except TimeoutExpired:
         return {SILENT: f"no answer within {CHECK_SECONDS:g} s"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from grpo_core.config.training import TrainConfig
 from grpo_core.errors import LOST_PEER
 from tasks.processes import machine
 from tasks.processes.launch import LAUNCHERS, launch, process_environment, torchrun
+from tasks.processes.launchers import ssh as ssh_launcher
 from tasks.processes.launchers.ssh import remote_command, ssh
 from tasks.processes.ranks import find_cause, interface_to
 from tasks.processes.run import LOST, ProcessError, run_together
@@ -216,6 +218,7 @@ FAKE = """#!/bin/bash
 [ "$1" = -G ] && { echo "hostname 10.0.0.${3: -1}"; exit; }
 host="${@: -2:1}"
 [ "$host" = stuck ] && { kill -INT $PPID; sleep 20; touch "${0%/*}/waited"; }
+[ "$host" = hung ] && exec sleep 60
 [[ "$host" == *up* ]] || { echo "ssh: connect to host $host port 22: No route to host" >&2; exit 255; }
 cd / && exec env -i bash -c "echo welcome; ${@: -1}"
 """
@@ -265,6 +268,7 @@ def test_hosts_that_do_not_answer_are_not_waited_for_once_the_stage_is_told_to_e
     assert not [*tmp_path.glob(".host-check*")]
 
 
+@pytest.mark.usefixtures("client")
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -273,15 +277,29 @@ def test_hosts_that_do_not_answer_are_not_waited_for_once_the_stage_is_told_to_e
         ({"problem": "no C compiler is found"}, "up1: no C compiler is found"),
     ],
 )
-def test_a_host_that_cannot_take_part_is_refused(
+def test_a_spare_host_takes_the_place_of_one_that_cannot_take_part_and_is_not_waited_for(
     answer: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = {"sees_run": True, "version": machine.code_version(), "problem": "", "address": "", "port": 1}
+    own = ssh_launcher.why_unfit
+    broken = {"up1": answer}
     monkeypatch.setattr(
-        "tasks.processes.launchers.ssh._ask_all", lambda hosts, folder, towards: {"up1": right | answer}
+        ssh_launcher, "why_unfit", lambda host, found, folder: own(host, found | broken.get(host, {}), folder)
     )
-    with pytest.raises(StageError, match=message), ssh(_ssh_config("up1"), tmp_path, 0, print):
+    said: list[str] = []
+    with ssh(_ssh_config("up1", "up2", "hung"), tmp_path, 0, said.append) as machines:
+        assert [machine.name for machine in machines] == ["up2"]
+    assert len(said) == 1 and re.search(f"{message}.*Another host takes its place", said[0])
+    config, expected = _ssh_config("up1", "up2", machines=2), f"1 of the 2 hosts .* {message}"
+    with pytest.raises(StageError, match=expected), ssh(config, tmp_path, 0, said.append):
         pass
+
+
+@pytest.mark.usefixtures("client")
+def test_hosts_after_one_that_is_silent_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh_launcher, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(ssh_launcher, "READING_SECONDS", 10.0)  # for each of the two
+    with ssh(_ssh_config("hung", "up1"), tmp_path, 0, print) as machines:
+        assert [machine.name for machine in machines] == ["up1"]
 
 
 @pytest.mark.parametrize(
