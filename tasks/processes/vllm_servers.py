@@ -119,7 +119,7 @@ def _places_on_this_machine(context: Context, held: ExitStack) -> list[Callable[
 
 def _places_on_hosts(context: Context, say: Callable[[str], None]) -> list[Callable[[], Place]]:
     """Return a function per server that gives its place: the host that it was on before, or else the first of
-    launch.server_hosts that answers and has no server. The function raises StageError if there is no such host, or if
+    launch.server_hosts that is fit and has no server. The function raises StageError if there is no such host, or if
     the host lacks something."""
     config = context.config
     hosts, training = config.launch.server_hosts, config.launch.hosts if config.launch.launcher == "ssh" else []
