@@ -74,7 +74,7 @@ class LaunchConfig(Section):
     `kubernetes`: in the pods of a Job, one per machine."""
     hosts: list[Destination] = Field(default_factory=list)
     """Machines for `ssh`, each as HOST, USER@HOST or ssh://USER@HOST:PORT. The first train.num_machines of them that
-    answer are used; those beyond are spare."""
+    answer and are fit are used; those beyond are spare."""
     slurm: list[SbatchOption] = Field(default_factory=list)
     """Further options of `sbatch` for `slurm`, each as --NAME or --NAME=VALUE: the partition, GPUs per node, the time
     limit."""
@@ -83,8 +83,8 @@ class LaunchConfig(Section):
     read where the stage `train` runs."""
     server_hosts: list[Destination] = Field(default_factory=list)
     """vllm-server: machines for the servers that a training starts, reached by `ssh`. The first
-    rollout.vllm_num_servers of them that answer get one each; those beyond are spare. A server takes GPUs that no other
-    process of this project uses there. Default: this machine."""
+    rollout.vllm_num_servers of them that answer and are fit get one each; those beyond are spare. A server takes GPUs that no
+    other process of this project uses there. Default: this machine."""
     priority: int = Field(0, ge=-100, le=100)
     """Place among trainings that wait for GPUs: the higher priority first, then the run that was due first."""
     gpu_hour_price: float | None = Field(None, ge=0)
