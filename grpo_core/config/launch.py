@@ -83,8 +83,8 @@ class LaunchConfig(Section):
     read where the stage `train` runs."""
     server_hosts: list[Destination] = Field(default_factory=list)
     """vllm-server: machines for the servers that a training starts, reached by `ssh`. The first
-    rollout.vllm_num_servers of them that answer and are fit get one each; those beyond are spare. A server takes GPUs that no
-    other process of this project uses there. Default: this machine."""
+    rollout.vllm_num_servers of them that answer and are fit get one each; those beyond are spare. A server takes GPUs
+    that no other process of this project uses there. Default: this machine."""
     priority: int = Field(0, ge=-100, le=100)
     """Place among trainings that wait for GPUs: the higher priority first, then the run that was due first."""
     gpu_hour_price: float | None = Field(None, ge=0)
