@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import functools
 import gc
@@ -25,6 +26,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from tests.needs import needs
+from tests.quick_python import quick_python
 
 # Before any library is imported: tests reach no network and report nothing.
 os.environ.update(
@@ -82,10 +84,25 @@ SHARING = {
 }
 
 
-def pytest_configure() -> None:
+# What tests import, of other projects: workers of `pytest -n` are forked from a process that has it. Of ours there is
+# nothing, since its shapes are checked; nor pytest's plugins, which it rewrites.
+IMPORTED = (
+    *("transformers.models.qwen2.modeling_qwen2", "peft", "pandera.polars", "scipy.stats", "datasets"),
+    *("mlflow.transformers", "mlflow.store.tracking.sqlalchemy_store", "prefect.deployments", "fastapi"),
+    *("matplotlib.pyplot", "playwright.sync_api"),
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.gettempdir()
     if os.statvfs(folder).f_flag & os.ST_NOEXEC:
         raise pytest.UsageError(f"{folder} is mounted noexec, and tests write programs there: set TMPDIR=/var/tmp, say")
+    if config.getoption("tx", None):  # in the process that starts the workers
+        stack = contextlib.ExitStack()
+        config.add_cleanup(stack.close)
+        place = stack.enter_context(tempfile.TemporaryDirectory())
+        program = stack.enter_context(quick_python(Path(place), IMPORTED, again=False))
+        config.option.tx = [f"{each}//python={program}" for each in config.option.tx]
 
 
 may_serve = True  # also outside of pytest, where benchmarks use what is here

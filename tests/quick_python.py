@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 from benchmarks.command import ROOT, python_path
 
@@ -52,13 +53,14 @@ sys.exit(status[0])
 
 
 @contextmanager
-def quick_python(folder: Path, modules: Sequence[str]) -> Iterator[Path]:
+def quick_python(folder: Path, modules: Sequence[str], again: bool = True) -> Iterator[Path]:
     """An executable in `folder` that runs `-m MODULE`, `-c CODE` and files, in processes that have these modules
-    already. Those processes in turn start others by it."""
+    already, those that are installed. If `again`, those processes in turn start others by it."""
     address, program, log = folder / "address", folder / "python", folder / "log"
     program.write_text(STARTED.format(python=sys.executable, address=str(address)))
     program.chmod(0o755)
-    command = [sys.executable, "-m", "tests.quick_python", str(address), str(program), *modules]
+    executable = str(program) if again else sys.executable
+    command = [sys.executable, "-m", "tests.quick_python", str(address), executable, *modules]
     environment = os.environ | {"PYTHONPATH": python_path(ROOT)}
     with log.open("w") as output:
         server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=output)
@@ -73,16 +75,17 @@ def quick_python(folder: Path, modules: Sequence[str]) -> Iterator[Path]:
 
 
 def main() -> None:
-    address, program, *modules = sys.argv[1:]
+    address, executable, *modules = sys.argv[1:]
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     gc.disable()
     for module in modules:
-        importlib.import_module(module)
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(module)
     gc.freeze()
     gc.enable()
-    sys.executable = program
-    multiprocessing.set_executable(program)
+    sys.executable = executable
+    multiprocessing.set_executable(executable)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those that end need not be waited for
     listener.listen(64)
     print("ready", flush=True)
@@ -135,11 +138,11 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str]) -> None
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[:0] = [place for place in environment["PYTHONPATH"].split(os.pathsep) if place not in sys.path]
+    sys.path[:0] = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place not in sys.path]
     status = 1
     try:
         if arguments[0] == "-c":
-            sys.argv = ["-c", *arguments[2:]]
+            sys.argv, sys.modules["__main__"] = ["-c", *arguments[2:]], ModuleType("__main__")
             exec(arguments[1], {"__name__": "__main__"})
         elif arguments[0] == "-m":
             sys.argv = arguments[1:]
