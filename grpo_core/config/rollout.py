@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from grpo_core.config.base import LONGEST_SECONDS, Section
+from grpo_core.config.vllm_args import SPECULATION, check_args
 from grpo_core.system.addresses import holds_secret
 
 VLLM_MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
@@ -76,6 +77,10 @@ class RolloutConfig(Section):
     vllm_request_timeout: float = Field(1800.0, gt=0, le=LONGEST_SECONDS)
     """vllm-server: seconds that a server may take to answer, or to take new weights, before it is left out; if it is
     the only one, the training stops."""
+    vllm_args: dict[str, Any] = Field(default_factory=dict)
+    """Options passed to vLLM, by its names: `enforce_eager`, `disable_custom_all_reduce`, `enable_prefix_caching`,
+    `max_num_batched_tokens`, `max_num_seqs`, and `speculative_config` for n-grams. Others are refused with the
+    reason."""
     max_staleness: int = Field(0, ge=0, le=8)
     """vllm-server: above 0, the next generation batches are sampled while the current one is trained on, and sampling
     that is under way continues with new weights. A prompt's completions are trained at most this many generation
@@ -104,6 +109,11 @@ class RolloutConfig(Section):
         return self.in_evaluation.engine in ("auto", "vllm")
 
     @property
+    def speculation(self) -> dict[str, Any] | None:
+        """How vLLM guesses tokens before it computes them (vLLM's speculative_config); None if it does not."""
+        return self.vllm_args.get(SPECULATION)
+
+    @property
     def starts_servers(self) -> bool:
         """True if a training starts vLLM servers of its own."""
         return self.engine == "vllm-server" and not self.vllm_server_base_urls
@@ -122,6 +132,19 @@ class RolloutConfig(Section):
                 f"temperature={self.temperature:g} with engine={self.engine!r}: vLLM samples at "
                 f"{VLLM_MIN_TEMPERATURE:g} if it is given less; set temperature to {VLLM_MIN_TEMPERATURE:g} or "
                 "more, or engine to 'transformers'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _args_are_safe(self) -> RolloutConfig:
+        check_args(self.vllm_args)
+        if self.vllm_args and self.engine in ("transformers", "recorded"):
+            raise ValueError(f"vllm_args={self.vllm_args} with engine={self.engine!r}, which is not vLLM: remove them")
+        if self.speculation and (self.min_p or self.max_staleness):
+            raise ValueError(
+                f"vllm_args.speculative_config with min_p={self.min_p:g} and max_staleness={self.max_staleness}: vLLM "
+                "ignores min_p when it speculates, and sampling ahead with speculation has not been run here; set both "
+                "to 0, or remove speculative_config"
             )
         return self
 

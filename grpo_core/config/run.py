@@ -132,6 +132,7 @@ class RunConfig(Section):
                 f"publish.hub_repository={self.publish.hub_repository!r} in a sweep: each arm would overwrite the "
                 "weights of the others; remove it, and publish the chosen arm by a run of its own"
             )
+        self._check_speculation()
         self._check_machines()
         self._check_environment()
         self._check_routing()
@@ -286,6 +287,22 @@ class RunConfig(Section):
                 f"rollout.vllm_tensor_parallel_size={self.rollout.vllm_tensor_parallel_size} with an environment or "
                 "tools: processes that sample together take no turns on the way; set rollout.engine to 'vllm-server'"
             )
+
+    def _check_speculation(self) -> None:
+        """Raises ValueError if other keys cannot be combined with vLLM's speculation."""
+        if not self.rollout.speculation:
+            return
+        if self.algorithm.routing_replay:
+            raise ValueError(
+                "algorithm.routing_replay=true with rollout.vllm_args.speculative_config: the experts of guessed "
+                "tokens are not told from those of sampled ones; set one of the two to its default"
+            )
+        for name, keys in {"rollout": self.rollout, "evaluation": self.evaluation}.items():
+            if keys.top_k and keys.top_p == 1:
+                raise ValueError(
+                    f"{name}.top_k={keys.top_k} with {name}.top_p=1 and rollout.vllm_args.speculative_config: on a CPU "
+                    "vLLM 0.32 fails in a step without guesses; set top_p below 1, or top_k to 0"
+                )
 
     def _check_routing(self) -> None:
         """Raises ValueError if other keys cannot be combined with what reads the routers of a mixture of experts."""

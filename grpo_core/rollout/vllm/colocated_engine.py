@@ -49,6 +49,7 @@ from grpo_core.rollout.vllm.shared_weights import (
     unpacked_linear_layers,
     unshare_memory,
 )
+from grpo_core.rollout.vllm.speculation import repair_expansion
 
 
 class VLLMEngine:
@@ -70,7 +71,7 @@ class VLLMEngine:
         from vllm import LLM
 
         adapted = isinstance(model, PeftModel) and sends_adapter_alone(config.model)
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"enforce_eager": on_cpu}
         if adapted:
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": supported_rank(config.model.lora_r)}
         self.expert_layers: list[int] | None = None  # layers whose experts are given with completions
@@ -80,6 +81,7 @@ class VLLMEngine:
             # After a part of a prompt vLLM turns a seeded request's random stream back, which a CPU's cannot do.
             options["enable_chunked_prefill"] = False
             repack_experts()
+            repair_expansion()
         else:
             options["gpu_memory_utilization"] = config.rollout.memory_share
             options["enable_sleep_mode"] = True  # so that the KV cache's memory can be given back
@@ -102,11 +104,10 @@ class VLLMEngine:
                     use_tqdm_on_load=False,
                     dtype="bfloat16" if config.train.mixed_precision == "bf16" else "float32",
                     max_model_len=max_length,
-                    enforce_eager=on_cpu,
                     language_model_only=True,  # the training may hold nothing else of a multimodal model
                     logprobs_mode=LOGPROBS_MODE,
                     hf_overrides=dict(HEAD),
-                    **options,
+                    **options | config.rollout.vllm_args,
                 )
         except ValueError as error:
             if "memory" not in str(error):

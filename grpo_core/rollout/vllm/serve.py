@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
@@ -108,7 +109,15 @@ def server_command(config: RunConfig) -> list[str]:
             if on_cpu
             else ["--gpu-memory-utilization", str(rollout.memory_share)]
         ),
+        *(option for name, value in rollout.vllm_args.items() for option in _as_option(name, value)),
     ]
+
+
+def _as_option(name: str, value: Any) -> list[str]:
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{option}" if value else f"--no-{option}"]
+    return [f"--{option}", json.dumps(value)]
 
 
 def max_adapter_rank(config: RunConfig) -> int:

@@ -357,6 +357,11 @@ def _objection(
             if started["lora_rank"]
             else "takes no adapters, and model.use_peft=true"
         )
+    if (started.get("speculation") or None) != config.rollout.speculation:
+        return (
+            f"speculates by {started.get('speculation')}, and rollout.vllm_args.speculative_config is "
+            f"{config.rollout.speculation}"
+        )
     if started["max_model_len"] < max_length:
         return f"takes sequences of {started['max_model_len']} tokens, the longest here has {max_length}"
     if config.rollout.max_staleness and started["scheduling_policy"] != "priority":

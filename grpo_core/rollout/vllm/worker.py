@@ -18,8 +18,10 @@ from grpo_core.rollout.vllm import over_http  # noqa: F401  # registers this tra
 from grpo_core.rollout.vllm.adapter import hold_adapter
 from grpo_core.rollout.vllm.shared_memory import pid_namespace_id
 from grpo_core.rollout.vllm.shared_weights import repack_experts
+from grpo_core.rollout.vllm.speculation import repair_expansion, speculation_of
 
 repack_experts()
+repair_expansion()
 
 
 class TrainerLease:
@@ -51,6 +53,7 @@ class TrainerLease:
                 "max_num_seqs": config.scheduler_config.max_num_seqs,
                 "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
                 "scheduling_policy": config.scheduler_config.policy,
+                "speculation": speculation_of(config.speculative_config),
                 "on_cpu": self.device.type == "cpu",
                 "pid_namespace_id": pid_namespace_id(),
             },

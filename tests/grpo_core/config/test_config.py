@@ -43,6 +43,11 @@ def with_key(key: str, value: Any) -> dict[str, Any]:
     return values
 
 
+NGRAMS = "; ".join(
+    f"rollout.vllm_args.speculative_config.{each}"
+    for each in ("method='ngram'", "num_speculative_tokens=4", "prompt_lookup_max=3", "prompt_lookup_min=1")
+)
+
 # TOML, and what the message has to name: the key, the value, the way out.
 REFUSED = [
     ("data={trian='a', eval='b'}", "data.trian: unknown key; did you mean 'train'?"),
@@ -197,6 +202,31 @@ REFUSED = [
         )
         for engine in ("vllm", "vllm-server", "auto")
     ),
+    ("rollout.vllm_args.kv_cache_dtype='fp8'", 'kv_cache_dtype="fp8" is not passed to vLLM: no 8-bit KV cache'),
+    ("rollout.vllm_args.quantization='fp8'", "no quantised weights in vLLM"),
+    ("rollout.vllm_args.gpu_memory_utilization=0.5", "set rollout.gpu_memory_utilization"),
+    ("rollout.vllm_args.block_size=32", "block_size=32 is not passed to vLLM: it is not known to be safe; allowed are"),
+    ("rollout.vllm_args.enforce_eager=false", "enforce_eager=false has to be true, or left out"),
+    ("rollout.vllm_args.max_num_seqs=0", "max_num_seqs=0 is not a whole number above 0"),
+    ("rollout.vllm_args.speculative_config.method='suffix'", "only method='ngram' is passed to vLLM; suffix decoding"),
+    ("rollout.vllm_args.speculative_config.method='ngram'", "speculative_config.num_speculative_tokens=None is not a"),
+    (NGRAMS + "; rollout.vllm_args.speculative_config.model='x'", "speculative_config.model is not passed to vLLM"),
+    (NGRAMS.replace("min=1", "min=4"), "prompt_lookup_min=4 is above prompt_lookup_max=3"),
+    (NGRAMS.replace("tokens=4", "tokens=8"), "num_speculative_tokens=8 with max_num_batched_tokens=None"),
+    (NGRAMS + "; rollout.vllm_args.max_num_seqs=64", "with max_num_batched_tokens=None and max_num_seqs=64"),
+    (
+        NGRAMS + "; rollout.vllm_args.max_num_seqs=128; rollout.vllm_args.max_num_batched_tokens=639",
+        "with max_num_batched_tokens at least 5 · max_num_seqs",
+    ),
+    (NGRAMS + "; rollout.min_p=0.1", "vLLM ignores min_p when it speculates"),
+    (
+        NGRAMS + "; rollout.engine='vllm-server'; rollout.max_staleness=1",
+        "sampling ahead with speculation has",
+    ),
+    (NGRAMS + "; rollout.top_k=5", "rollout.top_k=5 with rollout.top_p=1"),
+    (NGRAMS + "; evaluation.top_k=5; evaluation.temperature=1", "evaluation.top_k=5 with evaluation.top_p=1"),
+    (NGRAMS + "; rollout.engine='vllm'; algorithm.routing_replay=true", "the experts of guessed tokens"),
+    ("rollout={engine='transformers', vllm_args={enforce_eager=true}}", "which is not vLLM: remove them"),
     (f"name='{5000 * 'x'}'", "xx…: String should have at most 200 characters"),
 ]
 

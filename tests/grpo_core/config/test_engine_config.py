@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from grpo_core.config.files import parse_config
 from grpo_core.errors import ConfigError
+from grpo_core.fingerprint import determining
 from tests.grpo_core.config.test_config import VALUES, with_key
 
 
@@ -68,3 +71,30 @@ def test_sharding_needs_several_processes(sharding: str) -> None:
     with pytest.raises(ConfigError, match=f"sharding='{sharding}' with num_processes=1: a single process holds"):
         parse_config(VALUES | {"train": {"sharding": sharding}})
     parse_config(VALUES | {"train": {"sharding": sharding, "num_processes": 2}})
+
+
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+@pytest.mark.parametrize(
+    ("args", "other_samples"),
+    [
+        ({"enforce_eager": True, "disable_custom_all_reduce": True, "enable_prefix_caching": False}, False),
+        ({"max_num_batched_tokens": 8192, "max_num_seqs": 256}, False),
+        ({"speculative_config": NGRAMS}, True),
+        (
+            {
+                "speculative_config": {**NGRAMS, "num_speculative_tokens": 8},
+                "max_num_seqs": 64,
+                "max_num_batched_tokens": 576,
+            },
+            True,
+        ),
+    ],
+)
+def test_options_of_vllm_count_as_another_training_only_if_they_draw_other_samples(
+    args: dict[str, Any], other_samples: bool
+) -> None:
+    given, plain = (parse_config(with_key("rollout.vllm_args", each)) for each in (args, {}))
+    assert given.rollout.vllm_args == args
+    assert (determining(given) != determining(plain)) == other_samples

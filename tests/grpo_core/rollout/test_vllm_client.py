@@ -355,6 +355,26 @@ def test_a_server_whose_log_probabilities_are_not_those_that_training_compares_i
     assert not vllm_server._objection(wrapped, whole, 16, True, "there")
 
 
+def test_a_server_is_started_with_the_options_passed_to_vllm_and_refused_if_it_guesses_in_another_way(
+    tmp_path: Path,
+) -> None:
+    ngrams = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    args = {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": 16, "max_num_batched_tokens": 80}
+    values = config_values(tmp_path, tmp_path, engine="vllm-server", vllm_args={**args, "speculative_config": ngrams})
+    config, plain = parse_config(values), parse_config(config_values(tmp_path, tmp_path, engine="vllm-server"))
+    command = vllm_serve.server_command(config)
+    assert {"--enforce-eager", "--no-enable-prefix-caching"} <= {*command}
+    given = {name: command[command.index(f"--{name}") + 1] for name in ("max-num-seqs", "max-num-batched-tokens")}
+    assert given == {"max-num-seqs": "16", "max-num-batched-tokens": "80"}
+    assert json.loads(command[command.index("--speculative-config") + 1]) == ngrams
+
+    guessing, other = ({**STARTED, "speculation": {**ngrams, **change}} for change in ({}, {"prompt_lookup_min": 2}))
+    assert vllm_server._objection(guessing, config, 16, True, "there") == ""
+    for started, wanted in ((guessing, plain), (other, config), (STARTED, config)):
+        said = vllm_server._objection(started, wanted, 16, True, "there")
+        assert "rollout.vllm_args.speculative_config is" in said
+
+
 def test_a_server_that_rounds_its_logits_is_named_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

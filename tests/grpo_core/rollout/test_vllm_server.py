@@ -81,13 +81,20 @@ def test_conversations_over_a_server_have_the_tokens_of_each_alone_and_keep_what
 
 
 @pytest.mark.e2e
-def test_a_server_penalises_repetitions_and_stops_at_texts_as_the_other_engines_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("guesses", [False, True])
+def test_a_server_penalises_repetitions_and_stops_at_texts_as_the_other_engines_do(
+    tmp_path: Path, guesses: bool
+) -> None:
     model = make_model(tmp_path / "model", initializer_range=0.2, max_position_embeddings=512)
     (port,) = free_ports(1)
     values = config_values(model, tmp_path, engine="vllm-server", vllm_server_timeout=600.0)
     values["rollout"]["vllm_server_base_urls"] = [f"http://127.0.0.1:{port}"]
-    run = make_run(tmp_path / "run", values)
     free = Sampling(8, temperature=0.9, top_k=9, top_p=0.9, min_p=0.05, repetition_penalty=1.6)
+    if guesses:
+        ngrams = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        values["rollout"]["vllm_args"] = {"speculative_config": ngrams}
+        free = replace(free, min_p=0.0)
+    run = make_run(tmp_path / "run", values)
 
     def sample() -> None:
         engine, model, tokenizer = start(run)
@@ -102,7 +109,9 @@ def test_a_server_penalises_repetitions_and_stops_at_texts_as_the_other_engines_
         stopped = sampled(engine.generate(requests, replace(free, stop=("3", "12"))))
         engine.close()
         decode = partial(tokenizer.decode, skip_special_tokens=True)
-        assert stopped == cut(drawn, ("3", "12"), prompts, decode) != drawn
+        ends = cut(drawn, ("3", "12"), prompts, decode)
+        assert [each.ids for each in stopped] == [each.ids for each in ends] != [each.ids for each in drawn]
+        assert guesses or stopped == ends
 
     with policy_server(run / "config.toml", port, tmp_path / "server.log"):
         assert in_child(sample) == 0, (tmp_path / "server.log").read_text()
