@@ -1,7 +1,6 @@
-"""Sums of two-digit numbers, a base that has hardly begun to learn them, and a teacher that was taught longer.
+"""Numbers to be written backwards, a base that writes most digits one too high, and a teacher that writes them right.
 
-No held-out sum, nor its mirror image, is a training one. Both models begin alike and see the same demonstrations, which
-are all right.
+No held-out number is a training one.
 """
 
 from __future__ import annotations
@@ -12,32 +11,38 @@ from pathlib import Path
 from examples import tiny
 
 TRAIN_ROWS, EVAL_ROWS = 4000, 300
-BASE_STEPS, TEACHER_STEPS = 300, 2000
+DIGITS = 7
+RIGHT = 0.1  # share of the digits that the base's demonstrations have right
+STEPS = 300
 
-Pair = tuple[int, int]
 
-
-def make_pairs(seed: int = tiny.SEED) -> tuple[list[Pair], list[Pair]]:
-    """Training and held-out summands."""
+def make_numbers(seed: int = tiny.SEED) -> tuple[list[str], list[str]]:
+    """Training and held-out numbers, no two alike."""
     rng = random.Random(seed)
-    pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
-    rng.shuffle(pairs)
-    held = [rng.choice([(a, b), (b, a)]) for a, b in pairs[:EVAL_ROWS]]
-    rest = sorted({pair for a, b in pairs[EVAL_ROWS:] for pair in ((a, b), (b, a))})
-    return rng.sample(rest, TRAIN_ROWS), held
+    numbers: dict[str, None] = {}
+    while len(numbers) < TRAIN_ROWS + EVAL_ROWS:
+        numbers["".join(rng.choices("0123456789", k=DIGITS))] = None
+    return list(numbers)[EVAL_ROWS:], list(numbers)[:EVAL_ROWS]
 
 
-def make_row(pair: Pair) -> dict[str, str]:
-    a, b = pair
-    return {"prompt": f"{a}+{b}=", "answer": str(a + b)}
+def make_row(number: str) -> dict[str, str]:
+    return {"prompt": f"{number}>", "answer": number[::-1]}
+
+
+def demonstrate(answer: str, right: float, rng: random.Random) -> str:
+    """The answer with a share of its digits right, each other one too high (0 after 9)."""
+    return "".join(digit if rng.random() < right else str((int(digit) + 1) % 10) for digit in answer)
 
 
 def make(folder: Path) -> None:
-    train, held = ([make_row(pair) for pair in pairs] for pairs in make_pairs())
+    train, held = ([make_row(number) for number in numbers] for numbers in make_numbers())
     tiny.write_rows(folder, train, held)
-    demonstrations: list[tiny.Demonstration] = [(row["prompt"], row["answer"]) for row in train]
-    tiny.make_base(folder / "base", demonstrations, BASE_STEPS)
-    tiny.make_base(folder / "teacher", demonstrations, TEACHER_STEPS)
+    rng = random.Random(tiny.SEED)
+    for name, right in (("base", RIGHT), ("teacher", 1.0)):
+        demonstrations: list[tiny.Demonstration] = [
+            (row["prompt"], demonstrate(row["answer"], right, rng)) for row in train
+        ]
+        tiny.make_base(folder / name, demonstrations, STEPS)
 
 
 if __name__ == "__main__":

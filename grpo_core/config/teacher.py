@@ -25,9 +25,9 @@ class TeacherConfig(Section):
 
     @model_validator(mode="after")
     def _keys_need_a_teacher(self) -> TeacherConfig:
-        for key in ("revision", "weight"):
-            if self.model is None and key in self.model_fields_set:
-                raise ValueError(f"{key}={getattr(self, key)!r} is for a teacher; set model, or remove it")
+        if self.model is None and (self.revision is not None or self.weight != 1):
+            given = f"revision={self.revision!r}" if self.revision is not None else f"weight={self.weight:g}"
+            raise ValueError(f"{given} is for a teacher; set model, or remove it")
         return self
 
     @property
