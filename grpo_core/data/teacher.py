@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from grpo_core.config.base_model import quantisation_problem
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.config.run import RunConfig
+from grpo_core.config.teacher import teaches_alone
 from grpo_core.errors import ConfigError
 from grpo_core.planning.forecast import useful_groups
 from grpo_core.planning.shapes import ForecastError, config_file
@@ -71,10 +72,10 @@ def check_tokenizers(config: RunConfig, own: Mapping[str, int], teacher: Mapping
 
 def silent_notes(config: RunConfig, pass_rates: Sequence[float]) -> list[str]:
     """A sentence about groups without a signal if the pass rate p is below 1 / (2G), where (1 − p)^G, the share of
-    groups that never pass, is above about 0.6."""
+    groups that never pass, is above about 0.6. None where a teacher teaches alone."""
     g = config.rollout.num_generations
     mean = sum(pass_rates) / len(pass_rates) if pass_rates else 1.0
-    if mean >= 1 / (2 * g):
+    if mean >= 1 / (2 * g) or teaches_alone(config):
         return []
     silent = useful_groups(pass_rates, g).get("silent_share", 1.0)
     helps = (
