@@ -158,6 +158,15 @@ def environment_parts(config: RunConfig) -> dict[str, Any]:
     return {**determining(config)["environment"], "sources": sources(config.environment)}
 
 
+def teacher_parts(config: RunConfig) -> dict[str, Any]:
+    """The parts that a training follows from with a teacher: its keys, and the hash of its content instead of its name;
+    empty without one."""
+    if config.teacher.model is None:
+        return {}
+    keys = {key: value for key, value in determining(config)["teacher"].items() if key != "model"}
+    return {**keys, "content": content_hash(config.teacher.model)}
+
+
 def reward_parts(config: RunConfig) -> list[dict[str, Any]]:
     """The parts that reward values follow from: each reward's determining keys, and the hash of its source. A model's
     folder counts by the hash of its content, not by its name."""

@@ -16,8 +16,9 @@ from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from grpo_core.data.curriculum import arrange, curriculum_notes, describe, read_rates
 from grpo_core.data.order import epoch_rows, source_counts
-from grpo_core.data.prompts import FileRows, load_tokenizer
+from grpo_core.data.prompts import FileRows, check_teacher_tokenizer, load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
+from grpo_core.data.teacher import check_teacher, silent_notes
 from grpo_core.planning.adapter import base_notes, check_adapter
 from grpo_core.planning.forecast import forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, capability, find_gpu, hardware_notes, name_hardware
@@ -45,6 +46,8 @@ def plan(run: Path, config: RunConfig, force: bool = False) -> State[None]:
 def _work(context: Context) -> dict[str, Any]:
     config, data = context.config, validated(VALIDATE.path(context.run), VALIDATE.read_receipt(context.run))
     check_adapter(config.model)
+    check_teacher(config, data.longest + config.rollout.max_completion_length)
+    check_teacher_tokenizer(config)
     plan = make_plan(plan_inputs(config, *data.num_prompts))
     if config.rollout.engine == "recorded":
         check_recording(config, plan, context.run)
@@ -78,6 +81,8 @@ def _work(context: Context) -> dict[str, Any]:
         source = measured_pace(config, plan, lengths, gpu, data.prompts, get_run_logger().info)
     rates, taken = _first_epoch(config, plan, context.run)
     pass_rates = rates or validated_pass_rates(data.prompts)
+    for note in silent_notes(config, pass_rates):
+        get_run_logger().warning(note)
     # Without `sampling`: this run's configuration has already taken the place of its last training's.
     forecasts = forecast(config, plan, lengths, source, pass_rates, gpu, costs=data.costs)
     figures, sources = asdict(plan), source_counts(plan, config.seed)

@@ -70,10 +70,12 @@ def qwen(size: str) -> ModelShape:
     return model_shape(QWEN[size])
 
 
-def planned(config: RunConfig, shape: ModelShape | str, lengths: PromptLengths, gpu: Gpu) -> PlannedRun:
+def planned(
+    config: RunConfig, shape: ModelShape | str, lengths: PromptLengths, gpu: Gpu, teacher: ModelShape | None = None
+) -> PlannedRun:
     """Run with 20,000 prompts, of a model of this shape or of the Qwen of this size."""
     shape = qwen(shape) if isinstance(shape, str) else shape
-    return PlannedRun(config, make_plan(plan_inputs(config, 20_000)), shape, lengths, gpu)
+    return PlannedRun(config, make_plan(plan_inputs(config, 20_000)), shape, lengths, gpu, teacher)
 
 
 def with_tokens(run: PlannedRun, tokens: int | None) -> PlannedRun:

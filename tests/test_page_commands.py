@@ -52,6 +52,7 @@ ELSEWHERE = {
     "mixed-data: plan mine": "likewise",
     "scale: plan": "tests/grpo_core/planning/test_scale_page.py: it needs the model's config.json",
     "gpus: plan configs/maths": "tests/grpo_core/planning/test_scale_page.py: likewise",
+    "teachers: plan": "tests/grpo_core/data/test_teacher.py, with these sizes; it needs each model's config.json",
     "plan: plan --recipe": "tests/flows/test_planning.py, with recipes of both",
     "from-swift: plan --recipe": "likewise",
     "from-swift: rewards try": "tests/tasks/data/test_pages.py, on rows of the page's form",

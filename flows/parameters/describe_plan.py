@@ -15,6 +15,7 @@ from grpo_core.config.files import named_modules
 from grpo_core.config.run import RunConfig
 from grpo_core.data.curriculum import curriculum_notes
 from grpo_core.data.order import source_counts
+from grpo_core.data.teacher import silent_notes
 from grpo_core.errors import ConfigError
 from grpo_core.planning.adapter import base_notes, check_adapter
 from grpo_core.planning.forecast import forecast
@@ -89,6 +90,7 @@ def describe_plan(
         elsewhere = "" if gpu else ", --gpu H200 forecasts for that GPU"
         forecasts["time"]["error"] += f"; --history looks for one in MLflow{elsewhere}"
     said = [*notes(inputs, figures), *curriculum_notes(config, figures), *sampling_notes(config)]
+    said += silent_notes(config, pass_rates)
     said += [*hardware_notes(config, hardware, named=bool(gpu)), *base_notes(config.model)]
     if gpu is None:
         said += [problem] if (problem := problem_of_driver()) else []

@@ -1,4 +1,5 @@
-"""Rewards → advantages: each completion against the others of its group (DeepSeekMath, arXiv:2402.03300)."""
+"""Rewards → advantages: each completion against the others of its group (DeepSeekMath, arXiv:2402.03300); each
+token against a teacher."""
 
 from __future__ import annotations
 
@@ -70,6 +71,22 @@ def group_advantages(
             divisor = torch.ones(())
     advantages = torch.where(group_std[:, None] == 0, 0.0, differences / divisor).nan_to_num(0.0)
     return Advantages(advantages.flatten().float(), rewards.flatten().float(), group_std.float())
+
+
+def teacher_advantages(
+    advantages: Float[Tensor, " B"],
+    old_logprobs: Float[Tensor, "B T"],  # detached
+    teacher_logprobs: Float[Tensor, "B T"],
+    weight: float,
+) -> Float[Tensor, "B T"]:
+    """A_it = A_i − λ·(log π_old(y_t) − log π_teacher(y_t)): the bracket, over the policy's own samples, has the mean
+    KL(π_old ‖ π_teacher), and its policy gradient is that of the reverse KL (on-policy distillation: GKD,
+    arXiv:2306.13649; Thinking Machines, 2025).
+
+    π_old is the distribution that is trained and sampled, over the tokens that truncated sampling leaves; the teacher's
+    is over the whole vocabulary, as that of the reference: so the divergence is finite whatever is left out.
+    """
+    return advantages[:, None] - weight * (old_logprobs - teacher_logprobs)
 
 
 def _sum_scored(terms: Float[Tensor, "*rows N"]) -> Float[Tensor, "*rows"]:

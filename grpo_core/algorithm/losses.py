@@ -3,8 +3,8 @@
 loss = Σ_it weight_it · L_it. The weights carry the whole normalisation of a loss and follow from the masks alone,
 so that an update may be cut into micro-batches in any way without changing its gradient.
 
-Shapes: B completions, T tokens. ρ is (B, T), or (B, 1) at sequence level, written "B #T"; A is (B, 1); m is the
-completion mask (B, T).
+Shapes: B completions, T tokens. ρ is (B, T), or (B, 1) at sequence level, written "B #T"; A is (B, 1), or (B, T) with a
+teacher; m is the completion mask (B, T).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def token_losses(
     logprobs: Float[Tensor, "B T"],
     old_logprobs: Float[Tensor, "B T"],
     mask: Float[Tensor, "B T"],  # 1 on completion tokens
-    advantages: Float[Tensor, " B"],
+    advantages: Float[Tensor, " B"] | Float[Tensor, "B T"],  # per token with a teacher, see `teacher_advantages`
     config: AlgorithmConfig,
     *,
     sampling_logprobs: Float[Tensor, "B T"] | None = None,  # as the rollout engine has them
@@ -55,8 +55,9 @@ def token_losses(
     Masks and correction do not change the KL.
     """
     log_ratio = (logprobs - old_logprobs) * mask
-    ratio = importance_ratio(log_ratio, mask, config.importance_sampling_level)
-    advantage = advantages[:, None]
+    per_token = advantages.ndim == 2
+    ratio = importance_ratio(log_ratio, mask, config.importance_sampling_level, per_token=per_token)
+    advantage = advantages if per_token else advantages[:, None]
     metrics: dict[str, Tensor] = {}
     correction = factor = None
     if sampling_logprobs is not None and config.vllm_importance_sampling_correction:
@@ -104,20 +105,23 @@ def token_losses(
 
 
 def importance_ratio(
-    log_ratio: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], level: Literal["token", "sequence"]
+    log_ratio: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], level: Literal["token", "sequence"], *, per_token: bool
 ) -> Float[Tensor, " B #T"]:
     """ρ = exp(logp − logp_old): of each token, or the geometric mean over the completion's tokens.
 
-    `log_ratio` is 0 outside the mask. The sequence level is GSPO's (arXiv:2507.18071).
+    `log_ratio` is 0 outside the mask. The sequence level is GSPO's (arXiv:2507.18071). `per_token`: advantages differ
+    from token to token; the ratio of a sequence then has each token's own gradient (GSPO-token there), since with that
+    of the mean, all tokens would learn the mean advantage.
     """
-    if level == "sequence":
-        log_ratio = log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    return log_ratio.exp()
+    if level == "token":
+        return log_ratio.exp()
+    mean = log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return (mean.detach() + log_ratio - log_ratio.detach() if per_token else mean).exp()
 
 
 def clipped_loss(
     ratio: Float[Tensor, " B #T"],
-    advantage: Float[Tensor, "B 1"],
+    advantage: Float[Tensor, " B #T"],
     epsilon: float,
     epsilon_high: float,
     delta: float | None = None,
@@ -134,14 +138,14 @@ def clipped_loss(
 
 
 def cispo_loss(
-    logprobs: Float[Tensor, "B T"], ratio: Float[Tensor, " B #T"], advantage: Float[Tensor, "B 1"], bound: float
+    logprobs: Float[Tensor, "B T"], ratio: Float[Tensor, " B #T"], advantage: Float[Tensor, " B #T"], bound: float
 ) -> Float[Tensor, "B T"]:
     """L = −sg[min(ρ, ε_high)]·A·logp: every token keeps a gradient (MiniMax-M1, arXiv:2506.13585)."""
     return -ratio.detach().clamp(max=bound) * advantage * logprobs
 
 
 def sapo_loss(
-    ratio: Float[Tensor, " B #T"], advantage: Float[Tensor, "B 1"], temperature_pos: float, temperature_neg: float
+    ratio: Float[Tensor, " B #T"], advantage: Float[Tensor, " B #T"], temperature_pos: float, temperature_neg: float
 ) -> Float[Tensor, " B #T"]:
     """L = −sigmoid(τ(ρ − 1))·4/τ·A; τ follows the sign of A (SAPO, arXiv:2511.20347).
 
@@ -155,10 +159,10 @@ def sapo_loss(
 def vespo_weight(
     log_ratio: Float[Tensor, "B T"],
     mask: Float[Tensor, "B T"],
-    advantage: Float[Tensor, "B 1"],
+    advantage: Float[Tensor, " B #T"],
     correction: Float[Tensor, " B #T"] | None,
     config: AlgorithmConfig,
-) -> Float[Tensor, "B 1"]:
+) -> Float[Tensor, " B #T"]:
     """φ(w) = w^k · exp(λ(1 − w)), with one (k, λ) for A ≥ 0 and one for A < 0 (VESPO, arXiv:2602.10693).
 
     w = Π_t ρ_t · correction_t is the weight of the whole completion against the engine that sampled it. The loss is
@@ -199,9 +203,9 @@ def off_policy_mask(
     logprobs: Float[Tensor, "B T"],
     sampling_logprobs: Float[Tensor, "B T"],
     mask: Float[Tensor, "B T"],
-    advantage: Float[Tensor, "B 1"],
+    advantage: Float[Tensor, " B #T"],
     threshold: float,
-) -> Float[Tensor, "B 1"]:
+) -> Float[Tensor, " B #T"]:
     """1 where A ≥ 0 or mean_t(logp_sampling − logp) ≤ threshold, else 0 (DeepSeek-V3.2, arXiv:2512.02556)."""
     drift = ((sampling_logprobs - logprobs) * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(1)
     return ((advantage >= 0) | (drift <= threshold)).to(logprobs.dtype)

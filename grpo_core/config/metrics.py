@@ -87,6 +87,7 @@ TRAINED = _by_name(
         Metric("frac_reward_zero_std", "groups without signal", "share"),
         Metric("entropy", "entropy", "nats per token"),
         Metric("kl", "KL to the reference", "nats per token"),
+        Metric("teacher_kl", "reverse KL to the teacher", "nats per token"),
         Metric("grad_norm", "gradient norm"),
         Metric("learning_rate", "learning rate"),
         Metric("step_time", "time per update", "seconds"),

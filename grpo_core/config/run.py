@@ -16,6 +16,7 @@ from grpo_core.config.inputs import CurriculumConfig, DataConfig, ModelConfig, R
 from grpo_core.config.launch import LaunchConfig, host_name
 from grpo_core.config.metrics import evaluated_metrics, reward_means
 from grpo_core.config.rollout import RolloutConfig
+from grpo_core.config.teacher import TeacherConfig, teacher_problem
 from grpo_core.config.training import BF16_CAPABILITY, HealthConfig, TrainConfig
 from grpo_core.errors import ConfigError
 from grpo_core.system.addresses import keys_with_secrets
@@ -43,6 +44,7 @@ class RunConfig(Section):
     gated."""
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    teacher: TeacherConfig = TeacherConfig()
     train: TrainConfig = TrainConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     launch: LaunchConfig = LaunchConfig()
@@ -136,6 +138,8 @@ class RunConfig(Section):
         self._check_machines()
         self._check_environment()
         self._check_routing()
+        if problem := teacher_problem(self):
+            raise ValueError(problem)
         if self.rollout.max_staleness and not self.algorithm.vllm_importance_sampling_correction:
             raise ValueError(
                 f"rollout.max_staleness={self.rollout.max_staleness} trains on samples of an earlier policy; "
@@ -341,6 +345,11 @@ class RunConfig(Section):
                 "data.eval, which is that set, so the model would look better there than it is; add other prompts as a "
                 f"set in [[evaluation.sets]] and name it in {', '.join(judging)}, or remove {', '.join(choosing)}"
             )
+
+    @property
+    def trains_every(self) -> bool:
+        """True if completions without an advantage have a gradient too."""
+        return self.teacher.is_used or self.algorithm.trains_every
 
     @property
     def servers_in_job(self) -> int:

@@ -18,7 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_core.config.inputs import ModelConfig
+from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import NO_OPTIONS, begin_token_problem, encode_prompts, end_token_problem
+from grpo_core.data.teacher import check_tokenizers
 from grpo_core.errors import ConfigError
 from grpo_core.system.processes import importing
 
@@ -106,6 +108,14 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
         loader = transformers.AutoTokenizer  # the import of which takes seconds
     return from_pretrained(loader, config.name_or_path, config.revision)
+
+
+def check_teacher_tokenizer(config: RunConfig, tokenizer: Any = None) -> None:
+    """Raises ConfigError if a teacher has another tokenizer than the policy, as transformers loads both. `tokenizer`:
+    the policy's, if it is loaded."""
+    if config.teacher.is_used:
+        own = tokenizer or load_tokenizer(config.model)
+        check_tokenizers(config, own.get_vocab(), load_tokenizer(config.teacher.as_model).get_vocab())
 
 
 def load_prompts(

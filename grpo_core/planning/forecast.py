@@ -14,12 +14,19 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.ahead_forecast import CPU_SLOTS, GPU_SLOTS, EarlierSampling, advise
 from grpo_core.planning.hardware import BETWEEN_MACHINES, TO_HOST, WITHIN_MACHINE, Gpu
-from grpo_core.planning.memory import PlannedRun, check_engine_memory, check_host_memory, moments, peak_memory
+from grpo_core.planning.memory import (
+    PlannedRun,
+    check_engine_memory,
+    check_host_memory,
+    check_teacher_memory,
+    moments,
+    peak_memory,
+)
 from grpo_core.planning.pace import NOT_VALIDATED, Pace, Throughput, ValidatedCosts
 from grpo_core.planning.passes import passes_per_update
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.remedies import NOTHING_FITS, remedies
-from grpo_core.planning.shapes import ForecastError, PromptLengths, adapter_parameters, load_shape
+from grpo_core.planning.shapes import ForecastError, PromptLengths, adapter_parameters, load_shape, load_teacher
 from grpo_core.planning.sharding import FLOAT, per_machine, sharing_processes, width
 from grpo_core.planning.wall_time import scorings, wall_time
 from grpo_core.system.memory import GIB, gib_text
@@ -55,13 +62,13 @@ def forecast(
     servers, or too little memory: in vLLM's share of the GPU, or in the host for what is offloaded.
     """
     found: dict[str, dict[str, Any]] = {}
-    shape = None
+    shape = teacher = None
     if gpu and config.rollout.server_gpus:
         found["gpus"] = count_gpus(config, gpu)
     try:
-        shape = load_shape(config.model.name_or_path, config.model.revision)
+        shape, teacher = load_shape(config.model.name_or_path, config.model.revision), load_teacher(config)
         if gpu:
-            run, longest = PlannedRun(config, plan, shape, lengths, gpu), config.rollout.max_completion_length
+            run, longest = PlannedRun(config, plan, shape, lengths, gpu, teacher), config.rollout.max_completion_length
             completion = longest if source is None or isinstance(source, str) else source.completion_tokens
             found["memory"] = _memory(run, min(completion, longest))
             if plan.num_processes > 1 or config.train.offload == "optimizer":
@@ -76,7 +83,8 @@ def forecast(
     else:
         try:
             silent = useful.get("silent_share")
-            found["time"] = wall_time(config, plan, lengths, source, shape, gpu, costs=costs, silent_share=silent)
+            sizes = shape, gpu, teacher
+            found["time"] = wall_time(config, plan, lengths, source, *sizes, costs=costs, silent_share=silent)
         except ForecastError as error:
             found["time"] = {"error": str(error)}
     if isinstance(sampling, str):
@@ -117,6 +125,7 @@ def _memory(run: PlannedRun, completion: float) -> dict[str, Any]:
     if "warning" in memory:
         memory["remedies"] = remedies(run)
     try:
+        check_teacher_memory(run)
         check_engine_memory(run)
         check_host_memory(run)
     except ConfigError as error:
@@ -203,7 +212,7 @@ def communication(run: PlannedRun, passes: int) -> dict[str, Any]:
     memory and go back. A pass gathers the layers twice (forward, backward) and the rest once, and reduces all
     gradients; without sharding, and of an adapter, they are reduced once per update. The pass without an adapter's
     dropout gathers every weight once more. Scoring
-    (old and reference log-probabilities) and the hand-over to the engine gather every weight once.
+    (old, reference and teacher log-probabilities) and the hand-over to the engine gather every weight once.
     """
     config, plan, shape, gpu = run.config, run.plan, run.shape, run.gpu
     lora, sharding = config.model.use_peft, config.train.sharding
@@ -216,6 +225,7 @@ def communication(run: PlannedRun, passes: int) -> dict[str, Any]:
         numbers: float = passes * (2 * shape.parameters - shape.outside)
         numbers += passes * shape.parameters * (config.model.lora_dropout > 0)
         numbers += rollouts * (scored + (not lora)) * shape.parameters
+        numbers += rollouts * plan.steps_per_generation * (run.teacher.parameters if run.teacher else 0)
         weights = width(config) * numbers
     trained = adapter_parameters(shape, config) if lora else shape.parameters
     gradients = FLOAT * trained * (1 if lora or sharding == "none" else passes)

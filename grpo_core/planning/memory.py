@@ -46,6 +46,7 @@ class PlannedRun:
     shape: ModelShape
     lengths: PromptLengths
     gpu: Gpu
+    teacher: ModelShape | None = None
 
 
 def peak_memory(run: PlannedRun, size: Pass | None = None) -> dict[str, Any]:
@@ -139,6 +140,7 @@ def beside_training(run: PlannedRun) -> tuple[dict[str, float], dict[str, float]
         "weights": each * (lora or half or not shared) + base / sharing * (not half and not shared),
         "optimizer": moments(run) * (config.train.offload == "none"),
         "reference": _reference(config, shape) / sharing,
+        "teacher": w * run.teacher.parameters / sharing if run.teacher else 0,
         # What is gathered layer by layer needs no copy.
         "bf16_copy": (base / sharing * (not shared) + HALF * trained * (lora or not (sharded or shared))) * half,
         "engine_weights": engine_weights,
@@ -179,7 +181,30 @@ def training_parts(run: PlannedRun, size: Pass) -> dict[str, float]:
     if config.train.offload == "optimizer":  # a step has those of one parameter; of an adapter, less than a layer's
         most = 1 / shape.layers if lora else shape.largest_parameter / shape.parameters
         worst.append({"gradients": gradients, "optimizer": most * moments(run)})
+    if run.teacher:  # scores before there are gradients
+        worst.append({"teacher_pass": scoring_pass(config, run.teacher, size)})
     return max(worst, key=lambda parts: sum(parts.values()))
+
+
+def scoring_pass(config: RunConfig, shape: ModelShape, size: Pass) -> float:
+    """Bytes at the worst moment of a pass without gradients: the states of its tokens, and what one layer makes of them
+    (with sharding, its weights and the next one's), or the logits of a chunk."""
+    w, tokens = width(config), size.tokens
+    layers = [
+        max(
+            3 * w * tokens * part.widest,
+            w * (tokens * part.half + size.keys * part.keys) + FLOAT * tokens * part.single,
+        )
+        + tokens * size.longest * part.score_bytes
+        for part, _ in shape.parts
+    ]
+    sharded = config.train.sharding != "none"
+    chunk = min(size.completions, chunk_tokens("cuda", shape.vocabulary))
+    logits = HEAD_BYTES_PER_LOGIT * chunk * shape.vocabulary + w * shape.hidden * shape.vocabulary * sharded
+    if shape.own_logits:
+        logits = (w * tokens + 2 * FLOAT * size.completions) * shape.vocabulary
+    norms = (w + 2 * FLOAT) * tokens * shape.hidden
+    return w * tokens * shape.hidden + norms + max(*layers, logits) + 2 * w * shape.largest_layer * sharded
 
 
 def usable_gib(gpu: Gpu) -> float | None:
@@ -234,6 +259,22 @@ def check_engine_memory(run: PlannedRun) -> None:
         f"of {gib_text(gpu.memory_gib)}, and must hold its weights ({gib_text(weights)}) and the KV cache of at least "
         f"one sequence of {longest} tokens ({gib_text(cache)}); {way_out}"
     )
+
+
+def check_teacher_memory(run: PlannedRun) -> None:
+    """Raises ConfigError if the GPU cannot hold the teacher's weights beside what is always there. Both are exact; what
+    passes need comes on top. Passes without a teacher, and if the GPU's memory is not known."""
+    if run.teacher is None or run.gpu.memory_gib is None:
+        return
+    held, _, _ = beside_training(run)
+    total = sum(held.values()) / GIB
+    if total > run.gpu.memory_gib:
+        raise ConfigError(
+            f"teacher.model = {run.config.teacher.model!r}: its weights are {gib_text(held['teacher'] / GIB)} per GPU, "
+            f"{gib_text(total)} with what else is always held, and one {run.gpu.name} has "
+            f"{gib_text(run.gpu.memory_gib)}; take a smaller teacher, share both models among more processes "
+            "(train.sharding = 'full')" + ", or set train.mixed_precision = 'bf16'" * (width(run.config) == FLOAT)
+        )
 
 
 def check_host_memory(run: PlannedRun) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from grpo_core.config.inputs import DataSource
 from grpo_core.config.run import RunConfig
+from grpo_core.config.teacher import teaches_alone
 from grpo_core.errors import GrpoError
 from grpo_core.planning.rules import PlanInputs, PlannedSource, problems, rollouts_of
 from grpo_core.planning.suggestions import Fix, fixes
@@ -209,7 +210,7 @@ def plan_inputs(config: RunConfig, *num_prompts: int) -> PlanInputs:
     sources = planned_sources(config.data.sources, num_prompts)
     per_epoch = sum(source.prompts_per_epoch for source in sources) if sources else num_prompts[0]
     values: dict[str, Any] = {**config.train.model_dump(), **config.rollout.model_dump()}
-    values |= {"num_prompts": per_epoch, "sources": sources}
+    values |= {"num_prompts": per_epoch, "sources": sources, "has_teacher": teaches_alone(config)}
     return PlanInputs(**{key: value for key, value in values.items() if key in known})
 
 

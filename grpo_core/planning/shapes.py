@@ -103,6 +103,13 @@ def load_shape(name_or_path: str, revision: str | None = None) -> ModelShape:
         ) from None
 
 
+def load_teacher(config: RunConfig) -> ModelShape | None:
+    """Sizes of the teacher, as `load_shape` reads them; None without one."""
+    if config.teacher.model is None:
+        return None
+    return load_shape(config.teacher.model, config.teacher.revision)
+
+
 def load_positions(name_or_path: str, revision: str | None = None) -> int | None:
     """Number of positions of a model, by its config.json; None if that does not say, or is not on this machine."""
     try:

@@ -35,6 +35,7 @@ def wall_time(
     source: Throughput | Pace | None,
     shape: ModelShape | None,
     gpu: Gpu | None,
+    teacher: ModelShape | None = None,
     *,
     costs: ValidatedCosts = NOT_VALIDATED,
     silent_share: float | None = None,
@@ -57,10 +58,10 @@ def wall_time(
     elif isinstance(source, Pace):
         rounds, said = _rounds(config, plan, silent_share)
         talk = _conversation(config, lengths, source, costs.environment)
-        parts = _measured(config, plan, source, shape, gpu, rounds, costs, talk)
+        parts = _measured(config, plan, source, shape, gpu, rounds, costs, talk, teacher_passes(shape, teacher))
         how = "; ".join([source.how, *talk.said, *said, *_left_out(config, costs)])
     else:
-        parts, how = _assumed(config, plan, lengths, shape, gpu)
+        parts, how = _assumed(config, plan, lengths, shape, gpu, teacher)
     hours = sum(parts.values()) / 3600
     found = {
         "wall_time_hours": hours,
@@ -75,6 +76,12 @@ def scorings(config: RunConfig, plan: Plan) -> int:
     policy's old ones or its entropies."""
     algorithm = config.algorithm
     return (algorithm.beta > 0) + (not plan.on_policy or algorithm.top_entropy_quantile < 1)
+
+
+def teacher_passes(shape: ModelShape | None, teacher: ModelShape | None) -> float:
+    """Forward passes of the policy that one of the teacher takes as long as, by the parameters that a token passes; 0
+    without one."""
+    return teacher.active / shape.active if shape and teacher else 0.0
 
 
 @dataclass(frozen=True)
@@ -137,6 +144,7 @@ def _measured(
     rounds: float,
     costs: ValidatedCosts,
     talk: _Conversation,
+    taught: float,
 ) -> dict[str, float]:
     """Seconds of the probe, if there is one, and of each part of a training, at a measured pace."""
     samples = config.rollout.engine != "recorded"
@@ -145,7 +153,7 @@ def _measured(
     reward_seconds = costs.reward_seconds or 0.0
     scored = reward_seconds * rounds * per_process * plan.rollouts
     trainings = plan.num_iterations * (1 + FORWARD * (config.model.lora_dropout > 0))
-    slices = plan.rollouts * plan.steps_per_generation * (trainings + FORWARD * scorings(config, plan))
+    slices = plan.rollouts * plan.steps_per_generation * (trainings + FORWARD * (scorings(config, plan) + taught))
     uses_vllm = samples and config.rollout.engine_on(has_gpu=gpu is not None) != "transformers"
     start = pace.start_seconds + VLLM_START_SECONDS * uses_vllm
     parts = {}
@@ -198,7 +206,12 @@ def _left_out(config: RunConfig, costs: ValidatedCosts) -> Sequence[str]:
 
 
 def _assumed(
-    config: RunConfig, plan: Plan, lengths: PromptLengths, shape: ModelShape | None, gpu: Gpu | None
+    config: RunConfig,
+    plan: Plan,
+    lengths: PromptLengths,
+    shape: ModelShape | None,
+    gpu: Gpu | None,
+    teacher: ModelShape | None,
 ) -> tuple[dict[str, float], str]:
     if gpu is None:
         raise ForecastError("no earlier run of this model on this hardware is known, and nothing was measured")
@@ -215,6 +228,7 @@ def _assumed(
     repeated = config.train.gradient_checkpointing + (config.model.lora_dropout > 0)
     sampled = FLOPS_SAMPLED * (config.rollout.engine != "recorded")
     flops = shape.active * (FLOPS_TRAINED + sampled + FLOPS_REPEATED * repeated)
+    flops += FLOPS_SAMPLED * teacher.active if teacher else 0
     longest = config.rollout.max_completion_length
     tokens, speed = plan.completions * (lengths.mean + longest) / plan.num_processes, peak * ASSUMED_UTILISATION
     parts = {}

@@ -177,3 +177,4 @@ class Rollout(GenerationBatch):
     old_logprobs: Tensor | None  # (B, T) before the first update; None if every update is on-policy
     ref_logprobs: Tensor | None  # (B, T) of the reference policy; None without KL
     keep: Tensor | None  # (B, T) 1 on the tokens of highest entropy; None keeps all
+    teacher_logprobs: Tensor | None = field(default=None, kw_only=True)  # (B, T)

@@ -42,6 +42,7 @@ class MicroBatch:
     ref_logprobs: Float[Tensor, "B T"] | None
     keep: Float[Tensor, "B T"] | None  # see losses.top_entropy_mask
     entropy_weights: Float[Tensor, "B T"]  # of the entropy bonus: its mean over the tokens that are kept
+    teacher_logprobs: Float[Tensor, "B T"] | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move to a device, except the sequences, whose lengths are read on the CPU. Nothing waits for it."""
@@ -93,6 +94,7 @@ def _slices(rollout: Rollout, slices: Sequence[int], plan: Plan, config: RunConf
         old_logprobs=None if rollout.old_logprobs is None else rollout.old_logprobs[own],
         ref_logprobs=None if rollout.ref_logprobs is None else rollout.ref_logprobs[own],
         keep=None if rollout.keep is None else rollout.keep[own],
+        teacher_logprobs=None if rollout.teacher_logprobs is None else rollout.teacher_logprobs[own],
     )
 
 
@@ -147,8 +149,8 @@ def own_rows(
 ) -> MicroBatch:
     """Return the rows of an update that one process computes, at least one, so that every process has figures.
 
-    Rows without a gradient are left out; with `without_advantage`, those without an advantage have one (KL, entropy
-    bonus). Token weights are unchanged, so the normalisation is too.
+    Rows without a gradient are left out; with `without_advantage`, those without an advantage have one (KL, teacher,
+    entropy bonus). Token weights are unchanged, so the normalisation is too.
     """
     needed = batch.mask.sum(1) > 0 if without_advantage else has_gradient(batch.advantages, batch.mask)
     if not needed.any():

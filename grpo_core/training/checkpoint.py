@@ -38,7 +38,7 @@ from grpo_core.distributed import (
     writing_group,
 )
 from grpo_core.errors import GrpoError
-from grpo_core.fingerprint import batch_of, determining, environment_parts, planned_values
+from grpo_core.fingerprint import batch_of, determining, environment_parts, planned_values, teacher_parts
 from grpo_core.model.loading import trainable_state
 from grpo_core.model.policy import Policy
 from grpo_core.model.sharded import is_sharded
@@ -67,7 +67,7 @@ def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
     sections = ["seed", "model", "rewards", "rollout", "algorithm", "train", "held_out"]
     found = determining(config)
     values = [found.get(section) for section in sections]
-    optional = (environment_parts(config), config.data.chat_template_kwargs, config.source_rules)
+    optional = (environment_parts(config), config.data.chat_template_kwargs, config.source_rules, teacher_parts(config))
     values += [parts for parts in optional if parts]
     digest = hashlib.blake2b(json.dumps([values, planned_values(dataclasses.asdict(plan))], sort_keys=True).encode())
     for reward in config.rewards:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from grpo_core.config.training import HealthConfig, StalenessAction
 
+NO_SIGNAL = ("zero_advantages", "unscored")  # rules about groups without a signal
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -36,7 +38,9 @@ def observe(
 
     A finding comes when a streak reaches its length, and again each time it has grown by that length.
     """
-    rules = {rule.name: rule for rule in _rules(config)}
+    # Silent groups teach nothing, except with a teacher.
+    silent = NO_SIGNAL if "teacher_kl" in metrics else ()
+    rules = {rule.name: rule for rule in _rules(config) if rule.name not in silent}
     excess = {name: rule.sign * (metrics.get(rule.metric, rule.limit) - rule.limit) for name, rule in rules.items()}
     broken = {name: rules[name] for name in rules if excess[name] > 0}
     grown = {name: streaks.get(name, 0) + 1 for name in broken}

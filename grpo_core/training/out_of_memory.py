@@ -18,7 +18,7 @@ from grpo_core.model.sequences import Sequences, pack
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.memory import PlannedRun, peak_memory
 from grpo_core.planning.plan import Plan
-from grpo_core.planning.shapes import ForecastError, PromptLengths, load_shape
+from grpo_core.planning.shapes import ForecastError, PromptLengths, load_shape, load_teacher
 from grpo_core.planning.tokens_per_pass import choose_tokens
 from grpo_core.system.memory import GIB, gib_text
 
@@ -143,7 +143,7 @@ def _fitting(config: RunConfig, plan: Plan, most: int, longest_prompt: int, gpu:
     lengths = PromptLengths(longest_prompt, longest_prompt, "")
     try:
         shape = load_shape(config.model.name_or_path, config.model.revision)
-        run = PlannedRun(config, plan, shape, lengths, gpu)
+        run = PlannedRun(config, plan, shape, lengths, gpu, load_teacher(config))
         if plan.max_tokens_per_pass and "warning" not in peak_memory(run):
             return most
         chosen = choose_tokens(run)

@@ -33,22 +33,24 @@ from grpo_core.training.weight_sync import sync_weights
 
 
 def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollout, list[Sample], list[Group]]:
-    """Make generation batch `index`: sync weights, sample, score, advantages, old and reference log-probabilities.
-    Also returns the samples and the groups left for later batches. On a recording, the batch is replayed."""
+    """Make generation batch `index`: sync weights, sample, score, advantages, log-probabilities (the old ones, the
+    reference's and the teacher's). Also returns the samples and the groups left for later batches. On a recording, the
+    batch is replayed."""
     if session.sampler is None:
         session.policy.refresh()
         batch, samples, left = *replay(index, session.config, session.plan), list[Group]()
     else:
         batch, samples, left = _sample(session, session.sampler, index, state)
     old_logprobs, keep, difference = _old_logprobs(session, batch)
-    ref_logprobs = _ref_logprobs(session, batch)
+    logprobs = {"old_logprobs": old_logprobs, "ref_logprobs": _ref_logprobs(session, batch)}
+    logprobs["teacher_logprobs"] = _teacher_logprobs(session, batch)
     if not session.plan.on_policy:
         read = session.config.algorithm.routing_replay  # else they have been compared
         batch = replace(batch, metrics=batch.metrics | difference, routes=batch.routes if read else None)
     if session.sampler is not None and index == 0 and (floor := session.policy.floor):
         outside = _outside(session, batch, floor, truncating_keys(session.config))
         batch = replace(batch, metrics=batch.metrics | outside)
-    return Rollout(**vars(batch), old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, keep=keep), samples, left
+    return Rollout(**vars(batch), **logprobs, keep=keep), samples, left
 
 
 def _sample(
@@ -85,7 +87,7 @@ def _old_logprobs(session: Session, batch: GenerationBatch) -> tuple[Tensor | No
         return None if plan.on_policy else logprobs, keep, difference
     if plan.on_policy:
         return None, None, {}
-    read = in_loss if algorithm.trains_every else has_gradient(batch.advantages, batch.completion_mask)
+    read = in_loss if session.config.trains_every else has_gradient(batch.advantages, batch.completion_mask)
     logprobs, _, difference = _routed_logprobs(session, batch, read)
     return logprobs, None, difference
 
@@ -122,6 +124,14 @@ def _ref_logprobs(session: Session, batch: GenerationBatch) -> Tensor | None:
             whole = session.policy.whole(session.policy.temperature)
             return compute_logprobs(session, whole, batch, in_loss)[0]
     return None
+
+
+@phase("teacher log-probabilities")
+def _teacher_logprobs(session: Session, batch: GenerationBatch) -> Tensor | None:
+    """Return the teacher's log-probabilities, (B, T), over the whole vocabulary; None without one."""
+    if session.teacher is None:
+        return None
+    return compute_logprobs(session, session.teacher, batch, batch.completion_mask.sum(1) > 0)[0]
 
 
 @phase("what sampling leaves out")

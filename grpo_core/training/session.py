@@ -16,16 +16,19 @@ from torch import Tensor
 
 from grpo_core import run_files
 from grpo_core.config.files import load_config
+from grpo_core.config.inputs import ModelConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data.curriculum import PassRates, no_rates, read_rates
-from grpo_core.data.prompts import Prompts
+from grpo_core.data.prompts import Prompts, check_teacher_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
+from grpo_core.data.teacher import check_teacher
 from grpo_core.distributed import any_process, from_main
 from grpo_core.environments.setting import Setting
 from grpo_core.errors import ConfigError, TrainingError
 from grpo_core.model.loading import copy_of_trainable_state, load_model, with_adapter
 from grpo_core.model.logprobs import FUSED
 from grpo_core.model.policy import Policy
+from grpo_core.model.pretrained import check_context
 from grpo_core.model.routing import routers_of
 from grpo_core.model.sharded import sharding
 from grpo_core.planning.adapter import base_notes, check_adapter
@@ -72,6 +75,7 @@ class Session:
     learning_rate: Callable[[int], float]  # by the number of updates done
     sampler: Sampler | None  # None: the training is on a recording
     memory: OutOfMemoryRetry
+    teacher: Policy | None = None
     start: dict[str, Tensor] | None = None  # the adapter that the training started from, if the reference has it
     rates: PassRates | None = None  # at the start of the training; None if no reward tells what passes
 
@@ -115,6 +119,7 @@ def load_session(run: Path) -> Session:
 
 def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) -> Session:
     check_adapter(config.model)
+    check_teacher(config)
     check_curriculum(config)
     is_recorded = config.rollout.engine == "recorded"
     if is_recorded:
@@ -123,6 +128,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     names = ["train", "eval"] if config.train.eval_steps else ["train"]
     loaded = read_prompts(config, {name: run_files.prompts(run, name) for name in names})
     tokenizer, setting = loaded.tokenizer, loaded.setting
+    check_teacher_tokenizer(config, tokenizer)
     prompts, held_out = loaded.sets["train"], loaded.sets.get("eval")
     if is_recorded:
         check_tokens(config, plan, tokenizer, prompts.rows)
@@ -135,7 +141,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     evaluated = 0 if held_out is None else held_out.max_length + config.evaluation_length
     max_length = max(SHORTEST + 1, longest, evaluated)
     adapts, bf16 = config.model.use_peft, config.train.mixed_precision == "bf16"
-    base = _load_model(config, accelerator, frozen=adapts, in_bf16=bf16 and adapts)
+    base = _load_model(config.model, config, accelerator, frozen=adapts, in_bf16=bf16 and adapts)
     check_lengths(base, max_length)
     model = with_adapter(base, config.model)
     policy = _policy(model, config, accelerator, max_length)
@@ -145,6 +151,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     _read_routers(policy, engine, config)
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     reference = _reference(config, accelerator, max_length)
+    teacher = _teacher(config, accelerator, max_length)
     optimizer = make_optimizer(model, config.train)
     if accelerator.is_main_process:
         for note in [*base_notes(config.model), *fallbacks(engine, policy)]:
@@ -159,6 +166,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         model=model,
         policy=policy,
         reference=reference,
+        teacher=teacher,
         optimizer=optimizer,
         learning_rate=partial(learning_rate, config.train, plan),
         memory=OutOfMemoryRetry(
@@ -225,15 +233,15 @@ def _sampler(engine: Any, config: RunConfig, setting: Setting | None, prompts: P
     return Sampler(engine, lookahead, probe)
 
 
-def _load_model(config: RunConfig, accelerator: Accelerator, *, frozen: bool, in_bf16: bool) -> Any:
-    """Load the base model, or this process's shard of it, on this process's device."""
+def _load_model(keys: ModelConfig, config: RunConfig, accelerator: Accelerator, *, frozen: bool, in_bf16: bool) -> Any:
+    """Load a model, or this process's shard of it, on this process's device."""
     return load_model(
-        config.model.name_or_path,
-        config.model.revision,
+        keys.name_or_path,
+        keys.revision,
         dtype=torch.bfloat16 if in_bf16 else torch.float32,
         device=accelerator.device,
         shard=sharding(config.train, frozen=frozen),
-        in_4bit=config.model.load_in_4bit,
+        in_4bit=keys.load_in_4bit,
     )
 
 
@@ -242,5 +250,15 @@ def _reference(config: RunConfig, accelerator: Accelerator, max_length: int) -> 
     if config.algorithm.beta == 0 or config.model.use_peft:
         return None
     bf16, moves = config.train.mixed_precision == "bf16", config.algorithm.sync_ref_model
-    model = _load_model(config, accelerator, frozen=True, in_bf16=bf16 and not moves)
+    model = _load_model(config.model, config, accelerator, frozen=True, in_bf16=bf16 and not moves)
     return Policy(model.requires_grad_(False), config.rollout.temperature, max_length=max_length, bf16=bf16 and moves)
+
+
+def _teacher(config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy | None:
+    """Load the teacher, frozen, on the path of the reference; None without one."""
+    if not config.teacher.is_used:
+        return None
+    bf16 = config.train.mixed_precision == "bf16"
+    model = _load_model(config.teacher.as_model, config, accelerator, frozen=True, in_bf16=bf16)
+    check_context(model.config, max_length)
+    return Policy(model.requires_grad_(False), config.rollout.temperature, max_length=max_length)

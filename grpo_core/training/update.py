@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from grpo_core.algorithm.advantages import teacher_advantages
 from grpo_core.algorithm.losses import token_losses
 from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.distributed import (
@@ -36,9 +37,9 @@ from grpo_core.training.state import TrainingState
 def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[str, float]:
     """Accumulate the gradient of this process's rows of the batch, average it over the processes, and step.
 
-    Returns global metrics. Those of tokens are means over the trained ones: without KL and entropy bonus, of
-    completions with an advantage. With an adaptive entropy bonus, entropy is measured over all completions, even
-    while the bonus is off.
+    Returns global metrics. Those of tokens are means over the trained ones: without KL, teacher and entropy bonus, of
+    completions with an advantage. With an adaptive entropy bonus, entropy is measured over all completions, even while
+    the bonus is off.
 
     Raises NotFiniteError, with the metrics, if loss or gradient is not finite before the step, or a weight after it.
     The CPU waits for the device only to read the figures and whether the weights are finite, and for optimizer moments
@@ -51,7 +52,7 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
         batch,
         accelerator.process_index,
         accelerator.num_processes,
-        without_advantage=config.algorithm.trains_every,
+        without_advantage=config.trains_every,
         share_prompts=session.policy.packs,
     )
 
@@ -203,11 +204,16 @@ def _forward_backward(
         if exact is not None:  # values without dropout, gradients with it: what is added to the values is exactly 0
             logprobs, entropy = exact[0] + (logprobs - logprobs.detach()), exact[1] + (entropy - entropy.detach())
         old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        advantages = batch.advantages
+        if batch.teacher_logprobs is not None:
+            weight = session.config.teacher.weight
+            advantages = teacher_advantages(advantages, old_logprobs, batch.teacher_logprobs, weight)
+            tally.add("teacher_kl", old_logprobs - batch.teacher_logprobs, mask)
         losses = token_losses(
             logprobs,
             old_logprobs,
             mask,
-            batch.advantages,
+            advantages,
             algorithm,
             sampling_logprobs=batch.sampling_logprobs,
             ref_logprobs=batch.ref_logprobs,

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from grpo_core.config.run import RunConfig
+from grpo_core.data.teacher import check_teacher
 from grpo_core.errors import ConfigError
 from grpo_core.planning.adapter import check_adapter
 
@@ -30,10 +31,11 @@ def may_be_on_the_hub(source: str) -> bool:
 
 
 def check_places(config: RunConfig) -> None:
-    """Raises ConfigError if the model or a source of prompts is neither a path here nor a possible name on the hub, or
-    if the adapter to continue from does not match the configuration."""
+    """Raises ConfigError if a model or a source of prompts is neither a path here nor a possible name on the hub, or if
+    the adapter to continue from or the teacher does not match the configuration."""
     places = {
         "model.name_or_path": config.model.name_or_path,
+        **({} if config.teacher.model is None else {"teacher.model": config.teacher.model}),
         **{
             f"{key}.{name}": getattr(each, name)
             for key, each in config.data.origins.items()
@@ -49,6 +51,7 @@ def check_places(config: RunConfig) -> None:
     if missing:
         raise ConfigError("\n".join(missing))
     check_adapter(config.model)
+    check_teacher(config, config.rollout.max_completion_length + 1)
 
 
 def _why_not_there(path: Path) -> str:

@@ -15,7 +15,15 @@ from typing import Any
 from grpo_core.config.base import flatten
 from grpo_core.config.run import RunConfig
 from grpo_core.data import own_code
-from grpo_core.fingerprint import BEHAVIOUR, DIVISION, content_hash, determining, environment_parts, reward_parts
+from grpo_core.fingerprint import (
+    BEHAVIOUR,
+    DIVISION,
+    content_hash,
+    determining,
+    environment_parts,
+    reward_parts,
+    teacher_parts,
+)
 
 # Keys that determine how completions are sampled.
 SAMPLING = tuple(
@@ -124,7 +132,11 @@ class Parts:
         """Keys that only the plan reads: those of memory and routers, and those that divide a batch."""
         algorithm = {"beta", "router_aux_loss_coef", "routing_replay"}
         read = {"algorithm": algorithm, "train": {*DIVISION, "gradient_checkpointing", "offload"}}
-        return flatten(self.config.model_dump(mode="json", include=read, exclude_defaults=True))
+        return flatten(self.config.model_dump(mode="json", include=read, exclude_defaults=True)) | self.teacher
+
+    @cached_property
+    def teacher(self) -> Named:
+        return flatten({"teacher": teacher_parts(self.config)})
 
     @cached_property
     def policy(self) -> Named:
@@ -133,7 +145,8 @@ class Parts:
         evaluations = {f"{name} (while training)": value for name, value in held_out.items()}
         # With kind 'none', a training takes all prompts alike and reads no pass rates.
         taken = {} if self.config.data.curriculum.kind == "none" else self.curriculum | self._passing
-        return self.steps | taken | {"seed": self.config.seed} | self.model | self.section("algorithm") | evaluations
+        taken |= {"seed": self.config.seed} | self.teacher
+        return self.steps | taken | self.model | self.section("algorithm") | evaluations
 
     @cached_property
     def evaluation(self) -> Named:

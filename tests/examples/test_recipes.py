@@ -21,6 +21,7 @@ from examples.calculator import larger
 from examples.calculator import make as calculator
 from examples.code import make as code
 from examples.code import mbpp
+from examples.distil import make as distil
 from examples.guess import larger as larger_games
 from examples.guess import make as guess
 from examples.guess.game import Guess
@@ -46,6 +47,16 @@ def test_a_word_problems_answer_is_what_its_words_come_to() -> None:
         for verb, n in re.findall(r"(\w+)(?: away)? (\d+)(?= and|\.)", question.partition("then")[2]):
             total += GAINS[verb] * int(n)
         assert row["answer"] == str(total)
+
+
+def test_the_bases_digits_are_one_too_high_and_the_teachers_are_right() -> None:
+    train, held = distil.make_numbers()
+    assert len({*train, *held}) == distil.TRAIN_ROWS + distil.EVAL_ROWS
+    row = distil.make_row("1234590")
+    assert row == {"prompt": "1234590>", "answer": "0954321"}
+    rng = random.Random(0)
+    assert distil.demonstrate(row["answer"], 1.0, rng) == "0954321"
+    assert distil.demonstrate(row["answer"], 0.0, rng) == "1065432"
 
 
 @pytest.mark.parametrize("haste", [False, True])

@@ -137,12 +137,13 @@ class PlainRow:
     reference: list[float]
     keep: list[float]
     engine: list[float] | None
+    teacher: list[float] | None = None
+    teacher_weight: float = 1.0
 
     def loss(self, lp: list[float]) -> float:
         """Sum of the tokens' losses with these log-probabilities."""
-        c, advantage, n, fixed, old, ref = (
+        c, n, fixed, old, ref = (
             self.config,
-            self.advantage,
             len(self.old),
             self.fixed,
             self.old,
@@ -154,9 +155,14 @@ class PlainRow:
             weight *= max(_correction(c, old[u] - engine[u]), 1e-8) if engine else 1
         loss, total = plain(c.loss_type), 0.0
         for t in range(n):
+            advantage = self.advantage
+            if self.teacher is not None:
+                advantage -= self.teacher_weight * (old[t] - self.teacher[t])
             span = range(n) if c.importance_sampling_level == "sequence" else [t]
             ratio = math.exp(sum(lp[u] - old[u] for u in span) / len(span))
             fixed_ratio = math.exp(sum(fixed[u] - old[u] for u in span) / len(span))
+            if self.teacher is not None:  # each token learns by its own advantage
+                ratio = fixed_ratio * math.exp(lp[t] - fixed[t])
             policy = loss.term(c, Token(advantage, lp[t], ratio, fixed_ratio, weight))
             if c.off_policy_mask_threshold is not None and advantage < 0:
                 behaviour = old if self.engine is None else self.engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_core.algorithm.advantages import teacher_advantages
 from grpo_core.algorithm.losses import token_losses, token_weights, top_entropy_mask
 from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.losses import LOSSES
@@ -30,16 +32,19 @@ class Batch:
     mask: torch.Tensor
     advantages: torch.Tensor
     config: AlgorithmConfig
+    teacher: torch.Tensor | None = None
 
     def loss(self, rows: list[int], weights: torch.Tensor) -> tuple[float, torch.Tensor]:
         """Loss of some rows and its gradient, zero in the other rows; cut to their longest, as a micro-batch is."""
         width = max(int(self.mask[rows].sum(1).max()), 1)
-        leaf = self.logprobs.clone().requires_grad_()
+        leaf, advantages = self.logprobs.clone().requires_grad_(), self.advantages[rows]
+        if self.teacher is not None:
+            advantages = teacher_advantages(advantages, self.old[rows, :width], self.teacher[rows, :width], WEIGHT)
         losses = token_losses(
             leaf[rows, :width],
             self.old[rows, :width],
             self.mask[rows, :width],
-            self.advantages[rows],
+            advantages,
             self.config,
             sampling_logprobs=None if self.sampling is None else self.sampling[rows, :width],
             ref_logprobs=self.reference[rows, :width] if self.config.beta > 0 else None,
@@ -50,6 +55,7 @@ class Batch:
         return loss.item(), gradient
 
 
+WEIGHT = 0.7  # of the teacher
 OPTIONS: dict[str, Any] = {
     "epsilon": [0.0, 0.2],
     "epsilon_high": [None, 0.28],
@@ -77,7 +83,7 @@ def batches(draw: st.DrawFn, loss_type: str, rows: int | None = None) -> Batch:
     b, t = rows or draw(st.integers(1, 6)), draw(st.integers(1, 5))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     # On this grid no ratio comes so near to a bound that a finite difference reaches across it.
-    logprobs, old, sampling, reference = -torch.randint(0, 128, (4, b, t), generator=generator).double() / 64
+    logprobs, old, sampling, reference, teacher = -torch.randint(0, 128, (5, b, t), generator=generator).double() / 64
     logprobs -= 0.003
     lengths = torch.tensor(draw(st.lists(st.integers(0, t), min_size=b, max_size=b)))
     mask = (torch.arange(t) < lengths[:, None]).double()
@@ -85,7 +91,8 @@ def batches(draw: st.DrawFn, loss_type: str, rows: int | None = None) -> Batch:
     advantages = torch.randn(b, generator=generator, dtype=torch.float64)
     advantages[torch.rand(b, generator=generator) < 0.2] = 0
     sampled = sampling if draw(st.booleans()) else None
-    return Batch(logprobs, old, sampled, reference, keep, mask, advantages, draw(configs(loss_type)))
+    batch = Batch(logprobs, old, sampled, reference, keep, mask, advantages, draw(configs(loss_type)))
+    return dataclasses.replace(batch, teacher=teacher) if draw(st.booleans()) else batch
 
 
 def _plain_loss(
@@ -98,7 +105,8 @@ def _plain_loss(
         weight = 1 / plain(batch.config.loss_type).divisor(Cut(n, valid, b, a, rollout_tokens, s, w, limit))
         of_row = (tensor[i, :n].tolist() for tensor in (batch.old, batch.reference, batch.keep))
         engine = None if batch.sampling is None else batch.sampling[i, :n].tolist()
-        row = PlainRow(batch.config, float(batch.advantages[i]), lp[:n], *of_row, engine)
+        teacher = None if batch.teacher is None else batch.teacher[i, :n].tolist()
+        row = PlainRow(batch.config, float(batch.advantages[i]), lp[:n], *of_row, engine, teacher, WEIGHT)
         loss += weight * row.loss(lp)
         gradient.append([weight * slope for slope in row.slopes()] + [0.0] * (len(lp) - n))
     return loss, gradient

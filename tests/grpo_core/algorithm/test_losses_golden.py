@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from grpo_core.algorithm.advantages import teacher_advantages
 from grpo_core.algorithm.losses import TokenLosses, token_losses, token_weights, top_entropy_mask
 from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.losses import LOSSES, LossType
@@ -174,6 +175,31 @@ def test_loss_and_gradient_corrected_for_the_sampling_engine_are_those_of_trl(
     value, grad, _ = _golden({"vllm_importance_sampling_mode": mode, **bounds, **settings})
     assert value == pytest.approx(loss, abs=2e-6)
     assert grad == pytest.approx(gradient, abs=2e-6)
+
+
+# By IWOPDTrainer._compute_iw_opd_loss of TRL 1.16 (experimental) at gamma 0 and temperature 1: the gradient of the sum
+# over the 7 valid tokens, divided by 7, and its metric mean_advantage; with and without log-probabilities of a rollout.
+IW_OPD = [0.014286, -0.014286, 0.028571, 0.028571, 0.014286, 0.014286, -0.057143, 0]
+IW_OPD_OLD = [-0.028571, 0.014286, 0.021429, -0.057143, 0.042857, -0.028571, -0.042857, 0]
+
+
+@pytest.mark.parametrize(
+    ("old", "gradient", "mean"), [(LOGPROBS, IW_OPD, -0.02857142857), (OLD, IW_OPD_OLD, 0.07857142857)]
+)
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
+def test_a_teacher_alone_has_the_advantages_and_the_on_policy_gradient_of_trls_iw_opd(
+    loss_type: Any, old: list[list[float]], gradient: list[float], mean: float
+) -> None:
+    mask, logprobs = torch.tensor(MASK), torch.tensor(LOGPROBS, requires_grad=True)
+    advantages = teacher_advantages(torch.zeros(2), torch.tensor(old), torch.tensor(REFERENCE), 1.0)
+    assert (-advantages * mask / 7).flatten().tolist() == pytest.approx(gradient, abs=1e-6)
+    assert _mean(advantages) == pytest.approx(mean, abs=1e-6)
+    if old is LOGPROBS:
+        config = AlgorithmConfig(loss_type=loss_type, epsilon_high=5.0)
+        losses = token_losses(logprobs, logprobs.detach(), mask, advantages, config)
+        (weights_of(loss_type, mask) * losses.loss).sum().backward()
+        assert logprobs.grad is not None
+        assert logprobs.grad.flatten().tolist() == pytest.approx(gradient, abs=1e-6)
 
 
 @pytest.mark.parametrize(("threshold", "loss", "gradient"), [(0.2, -0.61, DROPPED), (0.3, -0.390470, DAPO)])

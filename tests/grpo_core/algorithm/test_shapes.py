@@ -11,7 +11,7 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 
-from grpo_core.algorithm.advantages import Advantages, group_advantages, sample_std
+from grpo_core.algorithm.advantages import Advantages, group_advantages, sample_std, teacher_advantages
 from grpo_core.algorithm.losses import TokenLosses, clipped_loss, kl_to_reference, token_losses, token_weights
 from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.model.logprobs import chosen_logprobs, divergence, float32_product
@@ -42,7 +42,9 @@ def weights(mask: torch.Tensor) -> torch.Tensor:
 
 def test_right_shapes_pass() -> None:
     token_losses(PER_TOKEN, PER_TOKEN, PER_TOKEN, PER_COMPLETION, AlgorithmConfig(), ref_logprobs=PER_TOKEN)
+    token_losses(PER_TOKEN, PER_TOKEN, PER_TOKEN, PER_TOKEN, AlgorithmConfig())
     clipped_loss(COLUMN, COLUMN, 0.2, 0.2)
+    clipped_loss(COLUMN, PER_TOKEN, 0.2, 0.2)
     clipped_loss(PER_TOKEN, COLUMN, 0.2, 0.2)
     weights(PER_TOKEN)
     group_advantages(torch.zeros(B, K), torch.ones(K), 2)
@@ -57,7 +59,8 @@ WRONG: dict[str, Callable[[], object]] = {
     "advantages of one completion for all": lambda: token_losses(
         PER_TOKEN, PER_TOKEN, PER_TOKEN, torch.zeros(1), AlgorithmConfig()
     ),
-    "advantages per token": lambda: token_losses(PER_TOKEN, PER_TOKEN, PER_TOKEN, PER_TOKEN, AlgorithmConfig()),
+    "advantages of one token for all": lambda: token_losses(PER_TOKEN, PER_TOKEN, PER_TOKEN, COLUMN, AlgorithmConfig()),
+    "a teacher of one token for all": lambda: teacher_advantages(PER_COMPLETION, PER_TOKEN, COLUMN, 1.0),
     "log-probabilities of one row for all": lambda: token_losses(
         PER_TOKEN, PER_TOKEN[:1], PER_TOKEN, PER_COMPLETION, AlgorithmConfig()
     ),

@@ -55,7 +55,7 @@ REFUSED = [
     ("train.learning_rte=1", "train.learning_rte: unknown key; did you mean 'learning_rate'?"),
     ("rewards=[{function='f', wieght=2}]", "rewards.0.wieght: unknown key; did you mean 'weight'?"),
     ("algorithm.epsilon=-1", "algorithm.epsilon = -1: Input should be greater than or equal to 0"),
-    ("rollout.num_generations=1", "rollout.num_generations = 1: Input should be greater than or equal to 2"),
+    ("rollout.num_generations=0", "rollout.num_generations = 0: Input should be greater than or equal to 1"),
     ("algorithm.loss_type='ppo'", "algorithm.loss_type = 'ppo': Input should be 'grpo', 'bnpo'"),
     ("algorithm.loss_type='cispo'", "set it (ScaleRL: 5.0)"),
     ("algorithm.loss_type='luspo'", "set importance_sampling_level='sequence'"),

@@ -27,7 +27,7 @@ from grpo_core.model.packed_attention import _Varlen as _Sequences
 from grpo_core.model.sequences import Sequences, pack
 from grpo_core.planning.forecast import forecast
 from grpo_core.planning.hardware import Gpu, named_gpu
-from grpo_core.planning.memory import GIB, beside_training, peak_memory, training_parts, usable_gib
+from grpo_core.planning.memory import GIB, beside_training, peak_memory, scoring_pass, training_parts, usable_gib
 from grpo_core.planning.passes import Pass, activations, longest_sequence, most_tokens, passes_per_update, planned_pass
 from grpo_core.planning.plan import Plan, read_plan
 from grpo_core.planning.shapes import PromptLengths, model_shape, rank_of
@@ -178,6 +178,29 @@ def test_what_a_pass_keeps_and_takes_is_what_torch_counts(
     worst = sum(training_parts(planned(config, shape, LENGTHS, Gpu("GPU")), size).values()) + masks
     assert kept == pytest.approx(told, rel=0.04 if config.model.use_peft else 0.015 if keys else 0.003)
     assert 0.95 <= allocations.peak / worst <= 1.005
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("vocabulary", [200, 20_000])
+def test_a_pass_of_a_teacher_takes_what_torch_counts(
+    gpu_kernels: None, monkeypatch: pytest.MonkeyPatch, family: str, vocabulary: int
+) -> None:
+    """Whether a layer or a chunk of logits takes the most."""
+    monkeypatch.setattr(logprobs, "CAST", 1)  # of a CPU alone
+    config, rows = config_with(mixed_precision="bf16"), torch.arange(ROWS)
+    shape = FAMILIES[family].from_dict({**FAMILIES[family].to_dict(), "vocab_size": vocabulary})
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval().requires_grad_(False)
+    policy, allocations = policies.Policy(model, 1.0), Allocations()
+    ids = torch.zeros(ROWS, PROMPT + COMPLETION, dtype=torch.int64)
+    lengths = torch.full_like(rows, PROMPT), torch.full_like(rows, COMPLETION)
+    inputs = policy.prepare(Sequences(ids, *lengths, rows // GROUP))
+    with torch.no_grad(), allocations:
+        policy(inputs)
+    tokens = inputs.tokens
+    assert isinstance(tokens, PackedBatch) and isinstance(tokens.attention, _Sequences)
+    size = Pass(tokens.input_ids.shape[1], len(tokens.attention.keys), len(tokens.predicts))
+    told = scoring_pass(config, model_shape(shape.to_dict()), size)
+    assert 0.7 <= allocations.peak / told <= 1.005
 
 
 def test_one_chunk_of_logits_is_in_memory_at_a_time(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,11 @@ class _Batch:
         kept = algorithm.top_entropy_quantile < 1
         self.keep = [((entropy >= least - 1e-5) | (not kept)).double() for entropy in entropies]
         self.advantages = _advantages(config, self.rows)
+        self.teacher: list[list[float] | None] = [None] * len(self.rows)
+        if config.teacher.model:
+            teacher = load(config.teacher.model).double().eval()
+            with torch.no_grad():
+                self.teacher = [self.tokens(teacher, row, whole=True)[0].tolist() for row in range(len(self.rows))]
 
     def tokens(self, model: Any, row: int, *, whole: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the trained tokens, among those that can be drawn."""
@@ -182,7 +187,8 @@ class _Batch:
                 now = logprobs.tolist()
                 keep, engine = self.keep[row], self.engine[row].tolist()
                 reads = (now, self.old[row], self.reference[row], keep.tolist(), engine)
-                of_row = PlainRow(algorithm, self.advantages[row], *reads)
+                taught = self.teacher[row], self.config.teacher.weight
+                of_row = PlainRow(algorithm, self.advantages[row], *reads, *taught)
                 slopes = torch.tensor(of_row.slopes(), dtype=torch.float64)
                 value = of_row.loss(now) + (slopes * (logprobs - logprobs.detach())).sum()
                 found = found + value / (plain(algorithm.loss_type).divisor(cut) * w)
@@ -201,7 +207,7 @@ def _advantages(config: RunConfig, rows: list[dict[str, Any]]) -> list[float]:
     for at in range(0, len(rows), g):
         group = sums[at : at + g]
         spread = {"group": group, "batch": sums, "none": None}[scale]
-        divisor = 1.0 if spread is None else statistics.stdev(spread) + 1e-4
+        divisor = 1.0 if spread is None or len(spread) < 2 else statistics.stdev(spread) + 1e-4
         silent = max(group) - min(group) < 1e-12
         found += [0.0 if silent else (value - statistics.mean(group)) / divisor for value in group]
     return found

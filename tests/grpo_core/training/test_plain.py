@@ -92,7 +92,7 @@ def told(prompts: list[str], completion_ids: list[list[int]]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Also an adapter that does something, of the plain one."""
+    """Also an adapter that does something, of the plain one, and a teacher of another size."""
     folder = tmp_path_factory.mktemp("models")
     shapes = {name: {**shape, "initializer_range": 0.03} for name, (_, shape) in MODELS.items()}
     found = {name: make_model(folder / name, kind, **shapes[name]) for name, (kind, _) in MODELS.items()}
@@ -101,7 +101,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for tensor in trainable_state(adapted).values():
         torch.nn.init.normal_(tensor, std=0.1)
     save_adapter(adapted, folder / "adapter")
-    return found | {"adapter": folder / "adapter"}
+    teacher = make_model(folder / "teacher", hidden_size=32, initializer_range=0.1)
+    return found | {"adapter": folder / "adapter", "teacher": teacher}
 
 
 @contextlib.contextmanager
@@ -140,6 +141,11 @@ def drawn_run(folder: Path, models: dict[str, Path], number: int, draw: random.R
     needs = {key: [value] for key, value in plain(loss_type).needs.items()}
     choices = OPTIONS | needs | {key: [*values] for key, values in plain(loss_type).drawn.items()}
     options = {key: draw.choice(values) for key, values in choices.items()} | keys
+    teaches = draw.random() < 0.5
+    if teaches:
+        options["dynamic_sample"] = False  # else refused
+    if alone := teaches and draw.random() < 0.5:
+        options["num_generations"] = draw.choice([1, 2])
     w, g, steps = options.get("num_processes", 1), options["num_generations"], draw.choice([1, 2, 3, 4])
     b = draw.choice([n for n in range(1, 9) if n * w * steps % g == 0 and n * w * steps <= 32])
     base = models["plain" if kind == "adapter" else kind]
@@ -162,6 +168,10 @@ def drawn_run(folder: Path, models: dict[str, Path], number: int, draw: random.R
         # With KL alone, a gradient is what is left of float32 numbers that are nearly equal.
         others = [{"function": f"{__name__}:told"}] if options["beta"] else draw.choice([[], values["rewards"]])
         values["rewards"] = [*others, {"function": f"{__name__}:silent"}]
+    if teaches:
+        values["teacher"] = {"model": str(models["teacher"]), "weight": draw.choice([0.2, 1.0])}
+    if alone:
+        values["rewards"] = [{**reward, "weight": 0.0} for reward in values["rewards"]]
     values = with_keys(values, **cut, **options, **CALM)
     return (sources_run if from_sources else make_run)(folder / "run", values)
 

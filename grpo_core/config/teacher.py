@@ -1,0 +1,56 @@
+"""`[teacher]`: a frozen model that teaches on the policy's own completions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field, model_validator
+
+from grpo_core.config.base import Section
+from grpo_core.config.inputs import ModelConfig
+
+if TYPE_CHECKING:
+    from grpo_core.config.run import RunConfig
+
+
+class TeacherConfig(Section):
+    model: str | None = None
+    """Hugging Face model folder or hub name of a model with the policy's tokenizer: on-policy distillation. It gives
+    each token that the policy samples a log-probability, and is not trained. Default: no teacher."""
+    revision: str | None = None
+    """Hub revision (branch, tag or commit) of the teacher; only for hub names."""
+    weight: float = Field(1.0, gt=0)
+    """λ of the advantage of each token, A − λ·(log π_old − log π_teacher): what the reverse KL to the teacher counts
+    beside the rewards. Rewards of weight 0 are measured, and the teacher teaches alone."""
+
+    @model_validator(mode="after")
+    def _keys_need_a_teacher(self) -> TeacherConfig:
+        if self.model is None and (self.revision is not None or self.weight != 1):
+            given = f"revision={self.revision!r}" if self.revision is not None else f"weight={self.weight:g}"
+            raise ValueError(f"{given} is for a teacher; set model, or remove it")
+        return self
+
+    @property
+    def is_used(self) -> bool:
+        return self.model is not None
+
+    @property
+    def as_model(self) -> ModelConfig:
+        """The keys of `[model]` that load the teacher."""
+        assert self.model is not None
+        return ModelConfig(name_or_path=self.model, revision=self.revision)
+
+
+def teaches_alone(config: RunConfig) -> bool:
+    """True if a teacher teaches and no reward counts: a group may then have one completion."""
+    return config.teacher.is_used and not any(reward.weight for reward in config.rewards)
+
+
+def teacher_problem(config: RunConfig) -> str:
+    """Problem of a teacher with other keys; "" if there is none."""
+    if config.teacher.is_used and config.rollout.dynamic_sample:
+        return (
+            f"rollout.dynamic_sample=true with teacher.model={config.teacher.model!r}: groups whose rewards are equal "
+            "are replaced, and the teacher teaches there; remove one of the two"
+        )
+    return ""

@@ -1,0 +1,107 @@
+"""What rules a teacher out before any weights are loaded, and where one would help. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from grpo_core.config.base_model import quantisation_problem
+from grpo_core.config.inputs import ModelConfig
+from grpo_core.config.run import RunConfig
+from grpo_core.config.teacher import teaches_alone
+from grpo_core.errors import ConfigError
+from grpo_core.planning.forecast import useful_groups
+from grpo_core.planning.shapes import ForecastError, config_file
+
+SHOWN = 3  # ids that differ
+
+
+def check_teacher(config: RunConfig, longest: int = 0) -> None:
+    """Raises ConfigError if the teacher's weights are quantised, its tokenizer is not the policy's, the policy may
+    sample ids that it has no embedding for, or it takes no sequence of `longest` tokens.
+
+    Passes without a teacher, and for what the files on this machine do not say; `check_tokenizers` and the training
+    look again.
+    """
+    if config.teacher.model is None:
+        return
+    teacher, named = config.teacher.as_model, f"teacher.model = {config.teacher.model!r}"
+    values, own = _values(teacher), _values(config.model)
+    if problem := quantisation_problem(values):
+        raise ConfigError(f"{named}: {problem}")
+    values, own = values.get("text_config") or values, own.get("text_config") or own
+    rows, own_rows = values.get("vocab_size"), own.get("vocab_size")
+    if rows and own_rows and rows < own_rows:
+        raise ConfigError(
+            f"{named}: its embedding has {rows:,} rows, and the policy's {own_rows:,}, so that the policy may sample "
+            "ids that the teacher does not know; take a teacher with at least as many rows"
+        )
+    positions = values.get("max_position_embeddings")
+    if positions and longest > positions:
+        raise ConfigError(
+            f"{named}: it takes {positions:,} tokens, and the longest prompt plus completion has {longest:,}: lower "
+            "rollout.max_completion_length, or take a teacher with a longer context"
+        )
+    try:
+        vocabularies = [_vocabulary(each) for each in (config.model, teacher)]
+    except ForecastError:
+        return
+    check_tokenizers(config, *vocabularies)
+
+
+def check_tokenizers(config: RunConfig, own: Mapping[str, int], teacher: Mapping[str, int]) -> None:
+    """Raises ConfigError unless each id of the policy's tokenizer is the same token in the teacher's, which may have
+    more. Both vocabularies: token → id."""
+    known = {number: token for token, number in teacher.items()}
+    unlike = [(number, token) for token, number in own.items() if known.get(number) != token]
+    if not unlike:
+        return
+    shown = [
+        f"{number} is {token!r} and {repr(known[number]) if number in known else 'absent'}"
+        for number, token in sorted(unlike)[:SHOWN]
+    ]
+    raise ConfigError(
+        f"teacher.model = {config.teacher.model!r}: its tokenizer is not that of {config.model.name_or_path!r}: "
+        f"{len(unlike):,} of {len(own):,} ids differ ({'; '.join(shown)}{'; …' * (len(unlike) > SHOWN)}). A teacher "
+        "judges the policy's token ids: take one with the policy's tokenizer, such as a larger model of its family"
+    )
+
+
+def silent_notes(config: RunConfig, pass_rates: Sequence[float]) -> list[str]:
+    """A sentence about groups without a signal if the pass rate p is below 1 / (2G), where (1 − p)^G, the share of
+    groups that never pass, is above about 0.6. None where a teacher teaches alone."""
+    g = config.rollout.num_generations
+    mean = sum(pass_rates) / len(pass_rates) if pass_rates else 1.0
+    if mean >= 1 / (2 * g) or teaches_alone(config):
+        return []
+    silent = useful_groups(pass_rates, g).get("silent_share", 1.0)
+    helps = (
+        "the teacher teaches there"
+        if config.teacher.is_used
+        else "a teacher with the same tokenizer ([teacher] model) teaches there, or take easier prompts, a larger "
+        "num_generations or a base that solves some"
+    )
+    return [
+        f"the pass rate is {mean:.2%}, below 1 / (2·num_generations) = {1 / (2 * g):.2%}: by the rewards, about "
+        f"{silent:.0%} of the groups will be silent, all their completions failing alike; {helps}"
+    ]
+
+
+def _values(model: ModelConfig) -> dict[str, Any]:
+    """Content of the model's config.json; empty if it is not on this machine."""
+    try:
+        return json.loads(config_file(model.name_or_path, model.revision).read_text())
+    except (ForecastError, ValueError):
+        return {}
+
+
+def _vocabulary(model: ModelConfig) -> dict[str, int]:
+    """Vocabulary of the model's tokenizer.json. Raises ForecastError if there is none on this machine."""
+    file = config_file(model.name_or_path, model.revision, "tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # tokenizers raises no other class
+        raise ForecastError(f"{file}: {error}") from None

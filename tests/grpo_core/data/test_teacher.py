@@ -1,0 +1,156 @@
+"""What is refused of a teacher before any weights are loaded, what a plan counts of it, and what a run knows it by."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.parameters.early_refusals import refuse_early
+from grpo_core.config.files import parse_config
+from grpo_core.config.run import RunConfig
+from grpo_core.data.prompts import check_teacher_tokenizer
+from grpo_core.data.teacher import check_teacher, check_tokenizers, silent_notes
+from grpo_core.errors import ConfigError
+from grpo_core.planning.hardware import Gpu, named_gpu
+from grpo_core.planning.memory import GIB, check_teacher_memory, peak_memory
+from grpo_core.planning.plan import PlanError, make_plan, plan_inputs
+from grpo_core.planning.shapes import PromptLengths
+from grpo_core.planning.wall_time import wall_time
+from tasks.stages.lineage import lineage_keys
+from tests.conftest import config_values, make_model
+from tests.grpo_core.planning.test_forecast import PACE, plan_of
+from tests.qwen import planned, qwen
+
+LENGTHS = PromptLengths(140, 220, "given")
+
+
+def taught(values: dict[str, Any], teacher: Path | str, **keys: Any) -> RunConfig:
+    return parse_config({**values, "teacher": {"model": str(teacher), **keys}})
+
+
+def changed(model: Path, folder: Path, file: str, **values: Any) -> Path:
+    """A copy of a model whose JSON file says something else."""
+    shutil.copytree(model, folder)
+    (folder / file).write_text(json.dumps({**json.loads((folder / file).read_text()), **values}))
+    return folder
+
+
+def test_another_tokenizer_is_refused_with_the_first_ids_that_differ(
+    values: dict[str, Any], model_folder: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(model_folder, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = sorted(vocab, key=vocab.get)[5:7]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = taught(values, other)
+    for name in ("train", "eval"):
+        (tmp_path / f"{name}.parquet").write_bytes(b"")
+    for check in (refuse_early, check_teacher_tokenizer):  # by its file, and as it is loaded
+        with pytest.raises(ConfigError, match="tokenizer is not that of"):
+            check(config)
+    with pytest.raises(ConfigError, match="ids differ") as caught:
+        check_teacher(config)
+    assert f"5 is {first!r} and {second!r}; 6 is {second!r} and {first!r})" in str(caught.value)
+
+
+def test_a_teacher_may_know_more_tokens_and_none_fewer(values: dict[str, Any]) -> None:
+    config, few, more = taught(values, "teacher"), {"a": 0, "b": 1}, {"a": 0, "b": 1, "c": 2}
+    check_tokenizers(config, few, more)
+    with pytest.raises(ConfigError, match=r"1 of 3 ids differ \(2 is 'c' and absent\)"):
+        check_tokenizers(config, more, few)
+
+
+@pytest.mark.parametrize(
+    ("says", "sentence"),
+    [
+        ({"vocab_size": 3}, "its embedding has 3 rows"),
+        ({"max_position_embeddings": 7}, "it takes 7 tokens, and the longest prompt plus completion has 8"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised"),
+    ],
+)
+def test_a_teacher_whose_config_rules_it_out_is_refused(
+    values: dict[str, Any], model_folder: Path, tmp_path: Path, says: dict[str, Any], sentence: str
+) -> None:
+    config = taught(values, changed(model_folder, tmp_path / "other", "config.json", **says))
+    with pytest.raises(ConfigError, match=re.escape(f"teacher.model = {config.teacher.model!r}: {sentence}")):
+        check_teacher(config, 8)
+
+
+def test_a_teacher_that_is_nowhere_and_keys_that_do_not_go_with_one_are_refused(
+    values: dict[str, Any], model_folder: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"teacher\.model = '/gone': no such file or folder"):
+        refuse_early(taught(values, "/gone"))
+    with pytest.raises(ConfigError, match="the teacher teaches there; remove one of the two"):
+        taught({**values, "rollout": {**values["rollout"], "dynamic_sample": True}}, model_folder)
+    with pytest.raises(ConfigError, match=r"weight=0\.5 is for a teacher; set model, or remove it"):
+        parse_config({**values, "teacher": {"weight": 0.5}})
+
+
+def test_a_group_may_have_one_completion_only_where_a_teacher_teaches_alone(
+    values: dict[str, Any], model_folder: Path
+) -> None:
+    values["rollout"]["num_generations"] = 1
+    unpaid = {**values, "rewards": [{**reward, "weight": 0.0} for reward in values["rewards"]]}
+    for refused in (parse_config(unpaid), taught(values, model_folder)):
+        with pytest.raises(PlanError, match="num_generations=1 leaves nothing to compare"):
+            make_plan(plan_inputs(refused, 24))
+    assert make_plan(plan_inputs(taught(unpaid, model_folder), 24)).num_generations == 1
+
+
+def test_the_forecast_counts_a_teachers_weights_and_passes_and_refuses_what_has_no_room() -> None:
+    """Of 7B beside 1.5B: 15.2 GB in bf16; and as much time per token as 7.07/1.54 passes of the policy's."""
+    values = config_values(Path("model"), Path("data"), mixed_precision="bf16", engine="transformers", max_steps=10)
+    alone, config = parse_config(values), taught(values, "teacher")
+    gpu, seven = named_gpu("H200"), qwen("7B")
+    run = planned(config, "1.5B", LENGTHS, gpu, seven)
+    without, found = (peak_memory(it) for it in (planned(alone, "1.5B", LENGTHS, gpu), run))
+    assert found["parts_gib"]["teacher"] * GIB == 2 * seven.parameters
+    assert found["peak_memory_gib"] - without["peak_memory_gib"] >= found["parts_gib"]["teacher"] - 1e-9
+    check_teacher_memory(run)
+    with pytest.raises(ConfigError, match=r"its weights are 14\.2 GiB per GPU"):
+        check_teacher_memory(planned(config, "1.5B", LENGTHS, Gpu("GPU", 24.0), seven))
+    plan, policy = plan_of(config), qwen("1.5B")
+    hours = [wall_time(config, plan, LENGTHS, PACE, policy, None, it)["parts_hours"]["updates"] for it in (None, seven)]
+    micro_steps = plan.rollouts * plan.steps_per_generation
+    passes = (hours[1] - hours[0]) * 3600 / (micro_steps * PACE.train_seconds / 3)
+    assert passes == pytest.approx(seven.active / policy.active)
+
+
+def test_a_plan_says_that_groups_will_be_silent_and_where_a_teacher_teaches(
+    values: dict[str, Any], model_folder: Path
+) -> None:
+    """G = 4: below a pass rate of 1/8."""
+    alone = parse_config(values)
+    assert silent_notes(alone, [0.0, 0.25]) == [] == silent_notes(alone, [])
+    (said,) = silent_notes(alone, [0.0, 0.2])
+    # (1 + 0.8⁴ + 0.2⁴) / 2 of the groups.
+    assert "10.00%, below 1 / (2·num_generations) = 12.50%: by the rewards, about 71% of the groups" in said
+    assert "[teacher] model" in said
+    (said,) = silent_notes(taught(values, model_folder), [0.0])
+    assert said.endswith("about 100% of the groups will be silent, all their completions failing alike; the teacher "
+                         "teaches there")  # fmt: skip
+
+
+def test_a_run_is_known_by_its_teachers_content_and_weight_and_not_by_its_name(
+    values: dict[str, Any], model_folder: Path, tmp_path: Path
+) -> None:
+    for name in ("train", "eval"):
+        (tmp_path / f"{name}.parquet").write_bytes(b"")
+    values["data"] = {name: str(tmp_path / f"{name}.parquet") for name in ("train", "eval")}
+    teacher = make_model(tmp_path / "teacher", hidden_size=32)
+    same, other = (tmp_path / "same", make_model(tmp_path / "other", hidden_size=48))
+    shutil.copytree(teacher, same)
+    first = lineage_keys(taught(values, teacher))
+    assert lineage_keys(taught(values, same)) == first
+    for config in (taught(values, other), taught(values, teacher, weight=0.5), parse_config(values)):
+        found = lineage_keys(config)
+        assert {name for name in first if found[name] != first[name]} >= {"train", "evaluate", "register"}
+        assert found["validate"] == first["validate"]
