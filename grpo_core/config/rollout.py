@@ -22,7 +22,7 @@ class RolloutConfig(Section):
     """recorded: directory of the run, finished or not, on whose completions to train, with the rewards that they got
     there."""
     num_generations: int = Field(8, ge=1)
-    """G: completions sampled per prompt; at least 2, except with a teacher alone."""
+    """G: completions sampled per prompt."""
     max_completion_length: int = Field(256, ge=1)
     """Tokens after which a completion is cut off; tokens of a conversation's environment count too."""
     temperature: float = Field(1.0, gt=0)

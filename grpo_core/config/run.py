@@ -44,8 +44,8 @@ class RunConfig(Section):
     gated."""
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    teacher: TeacherConfig = TeacherConfig()
     train: TrainConfig = TrainConfig()
+    teacher: TeacherConfig = TeacherConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     launch: LaunchConfig = LaunchConfig()
     health: HealthConfig = HealthConfig()

@@ -21,7 +21,8 @@ class TeacherConfig(Section):
     """Hub revision (branch, tag or commit) of the teacher; only for hub names."""
     weight: float = Field(1.0, gt=0)
     """λ of the advantage of each token, A − λ·(log π_old − log π_teacher): what the reverse KL to the teacher counts
-    beside the rewards. Rewards of weight 0 are measured, and the teacher teaches alone."""
+    beside the rewards. Rewards of weight 0 are measured, and the teacher teaches alone: rollout.num_generations may
+    then be 1."""
 
     @model_validator(mode="after")
     def _keys_need_a_teacher(self) -> TeacherConfig:

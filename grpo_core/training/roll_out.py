@@ -43,7 +43,8 @@ def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollou
         batch, samples, left = _sample(session, session.sampler, index, state)
     old_logprobs, keep, difference = _old_logprobs(session, batch)
     logprobs = {"old_logprobs": old_logprobs, "ref_logprobs": _ref_logprobs(session, batch)}
-    logprobs["teacher_logprobs"] = _teacher_logprobs(session, batch)
+    if session.teacher is not None:
+        logprobs["teacher_logprobs"] = _teacher_logprobs(session, session.teacher, batch)
     if not session.plan.on_policy:
         read = session.config.algorithm.routing_replay  # else they have been compared
         batch = replace(batch, metrics=batch.metrics | difference, routes=batch.routes if read else None)
@@ -127,11 +128,9 @@ def _ref_logprobs(session: Session, batch: GenerationBatch) -> Tensor | None:
 
 
 @phase("teacher log-probabilities")
-def _teacher_logprobs(session: Session, batch: GenerationBatch) -> Tensor | None:
-    """Return the teacher's log-probabilities, (B, T), over the whole vocabulary; None without one."""
-    if session.teacher is None:
-        return None
-    return compute_logprobs(session, session.teacher, batch, batch.completion_mask.sum(1) > 0)[0]
+def _teacher_logprobs(session: Session, teacher: Policy, batch: GenerationBatch) -> Tensor:
+    """Return the teacher's log-probabilities, (B, T), over the whole vocabulary."""
+    return compute_logprobs(session, teacher, batch, batch.completion_mask.sum(1) > 0)[0]
 
 
 @phase("what sampling leaves out")

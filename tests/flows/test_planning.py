@@ -254,7 +254,7 @@ def test_an_invalid_run_says_why_and_what_works() -> None:
     [
         ([], "the number of prompts is not known"),
         (["gone.toml"], "gone.toml: no such file"),
-        (["--num-prompts", 10, "--num-generations", 1], "rollout.num_generations = 1"),
+        (["--num-prompts", 10, "--num-generations", 1], "num_generations=1 leaves nothing to compare"),
         (["--recipe", "trl", "gone.yaml"], "No such file"),
         (["--num-prompts", 3, "--per-device-train-batch-size", 64], "3 prompts do not fill one generation batch of 8"),
         (["--num-prompts", 0], "num_prompts=0 is not positive"),

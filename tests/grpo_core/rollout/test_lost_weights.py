@@ -75,7 +75,8 @@ def lora_manager() -> Any:
 
 def make_worker(copy: int) -> Any:
     """A worker of the server's `copy`th copy of the model, with a trainer's lease."""
-    parts = {f"grpo_core.rollout.vllm.{name}": mock.Mock() for name in ("over_http", "shared_memory", "shared_weights")}
+    names = ("over_http", "shared_memory", "shared_weights", "speculation")
+    parts = {f"grpo_core.rollout.vllm.{name}": mock.Mock() for name in names}
     with mock.patch.dict(sys.modules, parts):
         module: ModuleType = importlib.import_module("grpo_core.rollout.vllm.worker")
     worker = module.TrainerLease()
