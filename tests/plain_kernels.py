@@ -93,3 +93,66 @@ def plain_gradient(
 def plain_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """`fused_logprobs._add_product`, whose product of two dtypes torch has on a GPU only."""
     total.add_(a @ b)
+
+
+def plain_norm(x: Tensor, weight: Tensor, eps: float, gemma: bool) -> Tensor:
+    """`fused.kernels.norm` without Triton."""
+    n = x.float() * (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (n * (1 + weight.float()) if gemma else n.to(x.dtype).float() * weight.float()).to(x.dtype)
+
+
+def plain_norm_backward(gradient: Tensor, x: Tensor, weight: Tensor, eps: float, gemma: bool) -> tuple[Tensor, Tensor]:
+    """`fused.kernels.norm_backward` without Triton."""
+    scale = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+    n, g = x.float() * scale, gradient.float() * (weight.float() + gemma)
+    of_x = scale * (g - n * (g * n).mean(-1, keepdim=True))
+    return of_x.to(x.dtype), (gradient.float() * n).flatten(0, -2)
+
+
+def plain_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+    """`fused.kernels.rotate` without Triton."""
+    turned = []
+    for x in (q, k):
+        first, second = x.float().chunk(2, -1)
+        rotated = torch.cat([-second, first], -1) * sign * sin.float()[:, None]
+        turned.append((x.float() * cos.float()[:, None] + rotated).to(x.dtype))
+    return turned[0], turned[1]
+
+
+def _activated(gate: Tensor, kind: str) -> Tensor:
+    return nn.functional.silu(gate) if kind == "silu" else nn.functional.gelu(gate, approximate="tanh")
+
+
+def plain_gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """`fused.kernels.gated` without Triton."""
+    return (_activated(gate.float(), kind) * up.float()).to(gate.dtype)
+
+
+def plain_gated_backward(gradient: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """`fused.kernels.gated_backward` without Triton."""
+    g, dy, factor = gate.float(), gradient.float(), 1.5957691216057308
+    share = torch.sigmoid(g if kind == "silu" else factor * (g + 0.044715 * g**3))
+    slope = 1.0 if kind == "silu" else factor * (1 + 3 * 0.044715 * g**2)
+    of_gate = dy * up.float() * share * (1 + g * (1 - share) * slope)
+    return of_gate.to(gate.dtype), (dy * g * share).to(gate.dtype)
+
+
+def plain_attend_next(
+    new: tuple[Tensor, Tensor, Tensor],
+    prompts: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor],
+    group: Tensor,
+    lengths: Tensor,
+    first: Tensor,
+    place: Tensor,
+    scale: float,
+) -> Tensor:
+    """`fused.attention.attend_next` without Triton: all scores."""
+    query, key, value = new
+    own[0].index_copy_(2, place, key[:, :, None])
+    own[1].index_copy_(2, place, value[:, :, None])
+    keys, values = (torch.cat([x[group], y], dim=2) for x, y in zip(prompts, own, strict=True))
+    of_prompt, of_own = (torch.arange(x[0].shape[2], device=key.device) for x in (prompts, own))
+    seen = torch.cat([of_prompt < lengths[group, None], (of_own >= first[:, None]) & (of_own <= place)], dim=1)
+    options = {"attn_mask": seen[:, None, None], "scale": scale, "enable_gqa": True}
+    return nn.functional.scaled_dot_product_attention(query[:, :, None], keys, values, **options).squeeze(2)

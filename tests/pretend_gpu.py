@@ -37,7 +37,20 @@ from torch.utils._mode_utils import no_dispatch
 from transformers import AutoModelForCausalLM
 
 from grpo_core.model import fused_logprobs, packed_attention
-from tests.plain_kernels import plain_flex, plain_gradient, plain_product, plain_statistics, plain_varlen
+from grpo_core.model.fused import attention, kernels
+from tests.plain_kernels import (
+    plain_attend_next,
+    plain_flex,
+    plain_gated,
+    plain_gated_backward,
+    plain_gradient,
+    plain_norm,
+    plain_norm_backward,
+    plain_product,
+    plain_rotate,
+    plain_statistics,
+    plain_varlen,
+)
 from tests.pretend_cuda import PRODUCTS, STRICT, WAITING, Copies, Driver, is_not_repeated
 from tests.pretend_graph import Graphs
 
@@ -391,6 +404,9 @@ def pretend_gpu(index: int = 0, count: int = 1) -> Iterator[Gpu]:
             (packed_attention, {"_create_block_mask": plain_block_mask}),
             (fused_logprobs, {"_statistics": plain_statistics, "_compute_gradient": plain_gradient}),
             (fused_logprobs, {"_add_product": plain_product}),
+            (kernels, {"norm": plain_norm, "norm_backward": plain_norm_backward, "rotate": plain_rotate}),
+            (kernels, {"gated": plain_gated, "gated_backward": plain_gated_backward}),
+            (attention, {"attend_next": plain_attend_next}),
             (torch.cuda, active.graphs.patches()),
         ):
             patches.enter_context(mock.patch.multiple(owner, create=True, **changes))

@@ -241,6 +241,34 @@ def why_not_packed(policy: Any) -> str:
     return "" if difference < allowed else f"gradients differ by {difference:.2g}, and {allowed:.2g} is allowed"
 
 
+def probe_padded(policy: Any) -> list[Tensor]:
+    """Hidden states of padded rows, and their gradient if any parameter is trained, to be compared with."""
+    packs, policy.packs = policy.packs, False
+    try:
+        return _states_and_gradient(policy, _parameters(policy), PROBED)
+    finally:
+        policy.packs = packs
+
+
+def why_not_same(policy: Any, before: list[Tensor], dtype: torch.dtype) -> str:
+    """Reason why `probe_padded` gives other figures than before; "" if it gives the same, up to rounding."""
+    config, found, eager = policy.decoder.config, probe_padded(policy), list[Tensor]()
+    for place, (what, tolerances) in enumerate([("hidden states", TOLERANCE), ("gradients", GRADIENT_TOLERANCE)]):
+        if place == len(found):
+            break
+        difference, allowed = relative_difference(found[place], before[place]), tolerances[dtype]
+        if not difference < allowed and dtype != torch.float32:
+            usual, config._attn_implementation = config._attn_implementation, "eager"
+            try:
+                eager = eager or probe_padded(policy)
+            finally:
+                config._attn_implementation = usual
+            allowed = max(allowed, ROUNDING * relative_difference(eager[place], found[place]))
+        if not difference < allowed:
+            return f"{what} differ by {difference:.2g}, and {allowed:.2g} is allowed"
+    return ""
+
+
 def check_recomputing(policy: Any) -> None:
     """Raises ConfigError if recomputed activations change gradients. One sequence is tried, and where memory runs out,
     as it may have done before in the training, a shorter one: torch.OutOfMemoryError if there is no room for any."""
@@ -278,8 +306,13 @@ def _parameters(policy: Any) -> list[Tensor]:
 
 
 def _gradient(policy: Any, parameters: list[Tensor], longest: int, sequences: int = 3) -> Tensor:
-    """Gradient of a random projection of hidden states, of the first of three completions of two prompts. The first
-    fills the run's longest sequence, or `longest` tokens that are to the model what it is. (elements,)"""
+    return _states_and_gradient(policy, parameters, longest, sequences)[1]
+
+
+def _states_and_gradient(policy: Any, parameters: list[Tensor], longest: int, sequences: int = 3) -> list[Tensor]:
+    """Hidden states of the first of three completions of two prompts, and the gradient of a random projection of them,
+    if there are parameters. The first fills the run's longest sequence, or `longest` tokens that are to the model what
+    it is. (tokens, h), (elements,)"""
     width = probe_width(policy.decoder.config, policy.max_length, longest)
     prompt, completion = width // 2, width - width // 2
     prompts, completions = torch.tensor([prompt, prompt, min(prompt, 3)]), torch.tensor([completion, prompt, 1])
@@ -291,8 +324,10 @@ def _gradient(policy: Any, parameters: list[Tensor], longest: int, sequences: in
         states = policy.hidden_states(inputs.tokens)
         generator = torch.Generator().manual_seed(1)
         weights = torch.randn(states.shape, generator=generator).to(states.device)
+        if not parameters:
+            return [states.float()]
         found = torch.autograd.grad((states.float() * weights).sum(), parameters, materialize_grads=True)
-    return torch.cat([each.float().flatten() for each in found])
+    return [states.detach().float(), torch.cat([each.float().flatten() for each in found])]
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:

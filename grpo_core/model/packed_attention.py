@@ -164,7 +164,7 @@ def attend(
         output = _flex(scale, query.is_cuda)(query, key, value, block_mask=packed)
         return output.transpose(1, 2).contiguous(), None
     if isinstance(packed, _Varlen):
-        return _attend_varlen(query[0], key[0], value[0], packed, scale)[None], None
+        return _attend_varlen(query.squeeze(0), key.squeeze(0), value.squeeze(0), packed, scale)[None], None
     return _attend_padded(query[0], key[0], value[0], packed, scale)[None], None
 
 

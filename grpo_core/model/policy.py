@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.errors import ConfigError
 from grpo_core.model.capabilities import check_recomputing, decoder, make_packable, plain_output_layer, why_not_packed
+from grpo_core.model.fused.parts import fuse
 from grpo_core.model.loading import adapter_dropouts
 from grpo_core.model.logprobs import (
     LEAST,
@@ -117,6 +118,7 @@ class Policy(nn.Module):
         self.recomputable, self.recomputed = _outermost_layers(model), 0
         if self.packs and (why_not := why_not_packed(self)):
             self.packs, self.why_not = False, why_not
+        self.unfused = [] if torch_compile else fuse(self)
         self.zero_grad()
         self.dropouts = adapter_dropouts(model)
         if gradient_checkpointing:
@@ -148,7 +150,7 @@ class Policy(nn.Module):
             found.append(f"a pass holds the logits of all its tokens together: {OWN_LOGITS}")
         if self.rounds_logits:
             found.append("logits are rounded to bfloat16: the model's output layer is not a linear one")
-        return found + self.uncompiled
+        return found + self.unfused + self.uncompiled
 
     def prepare(self, sequences: Sequences) -> PassInputs:
         """Return the inputs of a forward pass. The CPU makes them and does not wait until the device has them.

@@ -7,6 +7,10 @@ doubling. One softmax goes over both, so that the result is that of plain attent
 Each step writes the keys and values of all completions at one place, also when completions join later: their places
 begin at the step at which they join, and a mask hides the places before. Places that only finished completions have
 used are dropped, so that the buffers are as long as the longest completion that goes on.
+
+On a GPU a step is a CUDA graph, in which one kernel of ours is a layer's attention. It reads from the device how many
+tokens there are, and the buffers have room for the longest completion: one capture serves until completions leave or
+join.
 """
 
 from __future__ import annotations
@@ -40,7 +44,6 @@ from grpo_core.model.routing import Routers, choices, reading
 
 NAME = "grpo_group_cache"
 FIRST_CAPACITY = 64  # initial capacity, in tokens of a completion
-GRAPH_TOKENS = 64  # on a GPU a captured step reads a multiple of these, and is used as often; divides every capacity
 # Options that attention may ignore; a window is longer than any sequence where the cache is shared.
 HARMLESS = {"dropout", "position_ids", "position_embeddings", "use_cache", "sliding_window"}
 
@@ -77,8 +80,7 @@ class GroupCache:
         self.step, self.capacity = 0, 0
         self.captures = captures
         self.routers: Routers | None = None
-        self.block = GRAPH_TOKENS if captures else 1  # tokens of completions that are read at a time
-        self.max_tokens = -(-max_tokens // self.block) * self.block
+        self.max_tokens = max_tokens
         self.graph: Any = None
         self._lay_out()
 
@@ -106,7 +108,8 @@ class GroupCache:
         """Return the logits of the tokens after these. (B,) → (B, V)"""
         if self.step == self.capacity:
             self._drop_unused()
-            self._resize(max(min(2 * self.step, self.max_tokens), self.step + FIRST_CAPACITY))
+            grown = max(min(2 * self.step, self.max_tokens), self.step + FIRST_CAPACITY)
+            self._resize(self.step + self.max_tokens if self.captures else grown)
         logits = self._replay(token) if self.captures else self._forward(token[:, None], self.positions[:, None])
         self.step += 1
         self.next += 1
@@ -146,6 +149,8 @@ class GroupCache:
         self.positions = torch.cat([self.positions, other.positions])
         self.first = torch.cat([self.first, self.next.expand(len(other.group))])
         self.max_tokens = max(self.max_tokens, other.max_tokens)
+        if self.captures:  # now that a step has to be captured again
+            self._resize(self.step + self.max_tokens)
         self._lay_out()
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -157,6 +162,12 @@ class GroupCache:
             self.layers[module.layer_idx] = Layer(key.contiguous(), value.contiguous(), room, room_values)
             return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True)[0]
         layer = self.layers[module.layer_idx]
+        if self.captures:
+            from grpo_core.model.fused.attention import attend_next
+
+            new = query.squeeze(2), key.squeeze(2), value.squeeze(2)
+            held = (layer.prompt_keys, layer.prompt_values), (layer.keys, layer.values)
+            return attend_next(new, *held, self.group, self.lengths, self.first, self.next, scaling)[:, None]
         layer.keys.index_copy_(2, self.next, key)
         layer.values.index_copy_(2, self.next, value)
         keys, values = layer.keys[:, :, : self.visible], layer.values[:, :, : self.visible]
@@ -192,8 +203,8 @@ class GroupCache:
         return x if self.slots is None else x[self.slots]
 
     def _drop_unused(self) -> None:
-        """Drop whole blocks of places before the first that a completion uses."""
-        unused = int(self.first.min()) // self.block * self.block
+        """Drop the places before the first that a completion uses."""
+        unused = int(self.first.min())
         for layer in self.layers.values():
             layer.keys, layer.values = layer.keys[:, :, unused:], layer.values[:, :, unused:]
         self.first, self.next = self.first - unused, self.next - unused
@@ -207,10 +218,10 @@ class GroupCache:
 
     def _forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Return the logits after the last of these tokens. (…, T) → (…, V)"""
-        self.visible = (self.step // self.block + 1) * self.block
-        places = torch.arange(self.visible, device=positions.device)
-        hidden = ((places < self.first[:, None]) | (places > self.next))[:, None, None]
-        self.own_bias = torch.zeros(hidden.shape, device=positions.device).masked_fill(hidden, -torch.inf)
+        self.visible = self.step + 1
+        if not self.captures:
+            hidden = (torch.arange(self.visible, device=positions.device) < self.first[:, None])[:, None, None]
+            self.own_bias = torch.zeros(hidden.shape, device=positions.device).masked_fill(hidden, -torch.inf)
         options = {"use_cache": False, "logits_to_keep": 1, "group_cache": self}
         with _attention_of_ours(self.decoder.config), reading(self.routers) as seen:
             logits = self.model(input_ids=input_ids, position_ids=positions, **options).logits[:, -1].float()
@@ -218,26 +229,26 @@ class GroupCache:
         return logits
 
     def _replay(self, token: Tensor) -> Tensor:
-        """Run a step as a CUDA graph, without Python's overhead. It is captured again when shapes change."""
-        if self.graph is None or self.step % GRAPH_TOKENS == 0:
-            self.token, self.place = token[:, None].clone(), self.positions[:, None].clone()
+        """Run a step as a CUDA graph, without Python's overhead. It is captured again when completions leave or
+        join."""
+        if self.graph is None:
+            self.token = token[:, None].clone()
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):  # what is set up at a first call must not be captured
-                self._forward(self.token, self.place)
+                self._forward(self.token, self.positions[:, None])
             torch.cuda.current_stream().wait_stream(side)
             self.graph = torch.cuda.CUDAGraph()
             # Rewards that load a model in a thread allocate meanwhile: in the "global" mode that ends the capture.
             capture = torch.cuda.graph(self.graph, capture_error_mode="thread_local")
             try:
                 with capture:
-                    self.logits = self._forward(self.token, self.place)
+                    self.logits = self._forward(self.token, self.positions[:, None])
             except BaseException:  # a stop may come when the capture has begun and the block has not
                 if torch.cuda.is_current_stream_capturing():
                     capture.__exit__(None, None, None)
                 raise
         self.token.copy_(token[:, None])
-        self.place.copy_(self.positions[:, None])
         self.graph.replay()
         return self.logits
 
