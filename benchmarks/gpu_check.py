@@ -72,6 +72,7 @@ SIDE_BY_SIDE = [
 ]
 ALONE = [
     Part("update-0.5B", "measured:update_half", 100, 30),
+    Part("update-0.5B-plain", "measured:plain_layers", 100, 30),
     Part("steps-0.5B", "measured:end_to_end", 100, 30),
     Part("out-of-memory", "measured:out_of_memory", 90, 30),
     Part("peer-update", "measured:peer_update", 150, 40, ("trl", "liger_kernel")),

@@ -24,6 +24,7 @@ from benchmarks.side_ours import prompt_lengths, replayed, run_directory
 from benchmarks.workload import Workload, training_flops, write
 from grpo_core import run_files
 from grpo_core.config.files import load_config
+from grpo_core.model.fused import parts
 from grpo_core.model.packed_attention import PackedBatch, _Varlen
 from grpo_core.model.policy import Policy
 from grpo_core.planning.hardware import find_gpu
@@ -46,6 +47,12 @@ TOO_MANY = 10**6  # tokens of a pass
 def update_half(scratch: Path, report: Report) -> None:
     """Measure updates of 0.5B on stored completions of natural lengths, and where their time goes."""
     measure(report, scratch, real("0.5B"), profiled=True)
+
+
+def plain_layers(scratch: Path, report: Report) -> None:
+    """Measure the updates of `update_half` with layers by torch's own operations instead of this project's kernels."""
+    with mock.patch.object(parts, "_fits", lambda x: False):
+        measure(report, scratch, real("0.5B"))
 
 
 def update_large(scratch: Path, report: Report) -> None:
@@ -149,8 +156,8 @@ def measure(
     made = metrics[work.warm_up :]
     whole = median(after - before for before, after in itertools.pairwise(marks[work.warm_up - 1 :]))
     names = sorted({name for row in made for name in row if name.startswith("time/") and name.count("/") == 1})
-    parts = "; ".join(f"{name[5:]} {1e3 * median(row.get(name, 0) for row in made):.0f}" for name in names)
-    report(Row("step, between two lines of the log", f"{1e3 * whole:.0f} ms; of it: {parts}"))
+    phases = "; ".join(f"{name[5:]} {1e3 * median(row.get(name, 0) for row in made):.0f}" for name in names)
+    report(Row("step, between two lines of the log", f"{1e3 * whole:.0f} ms; of it: {phases}"))
     if work.mode == "replay":
         flops, tokens = training_flops(work), _packed_tokens(work, scratch / "workload")
         share = f"{flops / took / PEAK_FLOPS:.1%} of {PEAK_FLOPS / 1e12:.0f} TFLOP/s" if ON_GPU else "on a CPU"
