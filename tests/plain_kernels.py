@@ -87,6 +87,8 @@ def plain_gradient(
         gradient.scatter_add_(1, targets[:, None], grad_logprobs[:, None])
     if grad_entropy is not None:
         gradient -= grad_entropy[:, None] * (p * (log_p + values[1][:, None])).nan_to_num(0.0)
+    # oneDNN's product of bfloat16 reads one number behind a row of odd length: there may be a NaN in what logits were.
+    logits.zero_()
     into.copy_(gradient / temperature)
 
 
