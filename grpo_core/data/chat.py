@@ -122,13 +122,13 @@ def _decode(
     rows: Sequence[Mapping[str, Any]], prompt_ids: Sequence[list[int]], ids: Sequence[list[int]], tokenizer: Any
 ) -> list[str]:
     if not rows or is_conversation(rows[0]["prompt"]):
-        return _texts(ids, tokenizer)
+        return tokenizer.batch_decode(ids, skip_special_tokens=True)
     # Decoded alone, a completion loses its leading space with tokenizers that put one in front of every text.
     prompts = {tuple(prompt): prompt for prompt in prompt_ids}
-    shown = _texts([*prompts.values()], tokenizer)
+    shown = tokenizer.batch_decode([*prompts.values()], skip_special_tokens=True)
     before = dict(zip(prompts, shown, strict=True))
     together = [prompt + completion for prompt, completion in zip(prompt_ids, ids, strict=True)]
-    whole = _texts(together, tokenizer)
+    whole = tokenizer.batch_decode(together, skip_special_tokens=True)
     # Bytes at the prompt's end that are not a character alone may be one together with the completion's first bytes.
     return [
         text.removeprefix(before[tuple(prompt)])
@@ -136,12 +136,3 @@ def _decode(
         else tokenizer.decode(own, skip_special_tokens=True)
         for prompt, text, own in zip(prompt_ids, whole, ids, strict=True)
     ]
-
-
-def _texts(ids: Sequence[list[int]], tokenizer: Any) -> list[str]:
-    from transformers import PreTrainedTokenizerBase
-
-    if type(tokenizer).decode is not PreTrainedTokenizerBase.decode:
-        return tokenizer.batch_decode(ids, skip_special_tokens=True)
-    # Without `decode`, which asks of each id whether it is a number: that takes longer than the texts.
-    return [tokenizer._decode(each, skip_special_tokens=True) for each in ids]
