@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import tests.interpreter  # noqa: F401, I001  before Triton
+
 import torch
 import transformers
 from torch import Tensor
