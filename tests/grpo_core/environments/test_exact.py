@@ -115,7 +115,11 @@ def test_a_training_on_conversations_is_that_of_plain_loops(
 ) -> None:
     if not packs:
         monkeypatch.setattr(policy, "why_not_packed", lambda _: "asked")
-    run = make_talking_run(tmp_path / "run", talking_values(model, **CALM_ADAM, **keys))
+    values = talking_values(model, **CALM_ADAM, **keys)
+    if keys.get("beta"):  # a teacher, which is no copy of the policy
+        teacher = make_model(tmp_path / "teacher", hidden_size=32, initializer_range=0.1)
+        values["teacher"] = {"model": str(teacher), "weight": 0.3}
+    run = make_talking_run(tmp_path / "run", values)
     train(run, run / "training")
     assert_plain(run)
 
