@@ -127,7 +127,7 @@ def _ask(hosts: list[str], folder: Path, towards: str) -> Generator[tuple[str, d
             asked[host] = stack.enter_context(
                 Popen(remote_command(host, "check"), stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
             )
-            stack.callback(asked[host].kill)  # runs before the wait
+            stack.callback(_end, asked[host])  # runs before the wait
             _write(asked[host], json.dumps({"file": str(file), "towards": towards}) + "\n")
         for host, process in asked.items():
             yield host, _answer(process, deadline)
@@ -138,6 +138,13 @@ def _write(process: Popen[str], request: str) -> None:
     with suppress(BrokenPipeError):  # ssh has failed; its output says why
         process.stdin.write(request)
         process.stdin.flush()
+
+
+def _end(process: Popen[str]) -> None:
+    process.kill()
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # of a request that was never read
+        process.stdin.close()
 
 
 def _answer(process: Popen[str], deadline: float) -> dict[str, Any]:
