@@ -60,9 +60,8 @@ def start_processes(limit: timedelta, *, deterministic: bool = False) -> Acceler
     if deterministic:
         os.environ.setdefault(WORKSPACE, REPEATING[0])  # read before the first product on a GPU
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (hard, hard)
-    )  # each other process, and each request to a server, has some
+    # Each other process, and each request to a server, has some open files here.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=limit)])
     try_allocator(accelerator.device)
     if deterministic and accelerator.device.type == "cuda":

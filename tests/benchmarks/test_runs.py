@@ -57,7 +57,7 @@ PIPELINES = [
 ]
 NEEDS = {"vs_trl": VLLM, "serving": VLLM}
 LONG = ("vs_trl", "records", "serving", "staleness --real")  # in `make e2e`
-ELSEWHERE = {"gpu_check", "mutants", "speculation"}  # test_gpu_check.py; no Cosmic Ray here; no figure of it yet
+ELSEWHERE = {"gpu_check", "mutants"}  # test_gpu_check.py; Cosmic Ray is not installed here
 # By these processes, and by those that they start. Not Prefect: it reads its settings when it is imported.
 IMPORTED = (
     "benchmarks.side_ours",

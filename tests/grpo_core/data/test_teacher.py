@@ -106,7 +106,7 @@ def test_a_group_may_have_one_completion_only_where_a_teacher_teaches_alone(
 
 
 def test_the_forecast_counts_a_teachers_weights_and_passes_and_refuses_what_has_no_room() -> None:
-    """Of 7B beside 1.5B: 15.2 GB in bf16; and as much time per token as 7.07/1.54 passes of the policy's."""
+    """7B beside 1.5B: its weights take 15.2 GB in bf16, and its pass as long as 7.07/1.54 of the policy's."""
     values = config_values(Path("model"), Path("data"), mixed_precision="bf16", engine="transformers", max_steps=10)
     alone, config = parse_config(values), taught(values, "teacher")
     gpu, seven = named_gpu("H200"), qwen("7B")
