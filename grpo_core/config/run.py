@@ -13,11 +13,12 @@ from grpo_core.config.base import Section
 from grpo_core.config.environment import OWN_REWARD, EnvironmentConfig
 from grpo_core.config.evaluation import HELD_OUT, EvaluationConfig, PromotionConfig, PublishConfig, RegistryConfig
 from grpo_core.config.inputs import CurriculumConfig, DataConfig, ModelConfig, RewardConfig
-from grpo_core.config.launch import LaunchConfig, host_name
+from grpo_core.config.launch import LaunchConfig, check_placement
 from grpo_core.config.metrics import evaluated_metrics, reward_means
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.teacher import TeacherConfig, teacher_problem
 from grpo_core.config.training import BF16_CAPABILITY, HealthConfig, TrainConfig
+from grpo_core.config.vllm_args import check_speculation
 from grpo_core.errors import ConfigError
 from grpo_core.system.addresses import keys_with_secrets
 
@@ -134,8 +135,8 @@ class RunConfig(Section):
                 f"publish.hub_repository={self.publish.hub_repository!r} in a sweep: each arm would overwrite the "
                 "weights of the others; remove it, and publish the chosen arm by a run of its own"
             )
-        self._check_speculation()
-        self._check_machines()
+        check_speculation(self)
+        check_placement(self)
         self._check_environment()
         self._check_routing()
         if problem := teacher_problem(self):
@@ -203,74 +204,6 @@ class RunConfig(Section):
                     f"scores the sources {by[reward]}: name one of them as the guard's set"
                 )
 
-    def _check_machines(self) -> None:
-        """Raises ValueError if the processes, or those that sample together, cannot be placed on the machines."""
-        train, launch, rollout = self.train, self.launch, self.rollout
-        together = rollout.vllm_tensor_parallel_size
-        if rollout.may_share_processes and train.processes_per_machine % together:
-            among = f" / train.num_machines={train.num_machines}" * (train.num_machines > 1)
-            raise ValueError(
-                f"rollout.vllm_tensor_parallel_size={together} with rollout.engine={rollout.engine!r}: that many "
-                f"training processes of a machine sample together, and train.num_processes={train.num_processes}"
-                f"{among} is not a multiple of it; change one of them, or set rollout.engine to 'vllm-server'"
-            )
-        if len({host_name(host) for host in launch.hosts}) < len(launch.hosts):
-            raise ValueError(f"launch.hosts={launch.hosts} names a machine twice; name each once")
-        if launch.launcher == "local" and train.num_machines > 1:
-            raise ValueError(
-                f"train.num_machines={train.num_machines} with launch.launcher='local', which starts processes on this "
-                "machine only; set launch.launcher to 'slurm', or to 'ssh' and launch.hosts to the machines"
-            )
-        if launch.launcher == "ssh" and len(launch.hosts) < train.num_machines:
-            raise ValueError(
-                f"train.num_machines={train.num_machines} with launch.launcher='ssh' and launch.hosts={launch.hosts}: "
-                "name at least as many hosts as machines"
-            )
-        if launch.launcher == "kubernetes" and not launch.kubernetes:
-            raise ValueError(
-                "launch.launcher='kubernetes' without launch.kubernetes; name a YAML file with a Job, such as the "
-                "project's docs/how-to/kubernetes/training.yaml"
-            )
-        self._check_servers()
-
-    def _check_servers(self) -> None:
-        """Raises ValueError if the vLLM servers cannot be placed, or weights cannot be sent there."""
-        train, launch, rollout = self.train, self.launch, self.rollout
-        hosts, starts = launch.server_hosts, not rollout.vllm_server_base_urls
-        if hosts and (rollout.engine != "vllm-server" or not starts):
-            raise ValueError(
-                f"launch.server_hosts={hosts} are for servers that a training starts, with engine='vllm-server' and "
-                f"without vllm_server_base_urls; [rollout] has engine={rollout.engine!r} and "
-                f"vllm_server_base_urls={rollout.vllm_server_base_urls}"
-            )
-        if rollout.engine != "vllm-server":
-            return
-        if train.sharding == "full" and train.num_machines > 1:
-            raise ValueError(
-                "rollout.engine='vllm-server' with train.sharding='full' and "
-                f"train.num_machines={train.num_machines}: weights are sent to servers from the memory of one machine; "
-                "set train.sharding to 'hybrid', or rollout.engine to 'vllm'"
-            )
-        if starts and launch.launcher == "ssh" and not hosts:
-            raise ValueError(
-                f"rollout.engine='vllm-server' with launch.launcher={launch.launcher!r}: the servers would be started "
-                "on this machine, where the others do not reach them; name machines for them in launch.server_hosts, "
-                "or running servers in rollout.vllm_server_base_urls"
-            )
-        if len({host_name(host) for host in hosts}) < len(hosts):
-            raise ValueError(f"launch.server_hosts={hosts} names a machine twice; name each once")
-        if hosts and len(hosts) < rollout.vllm_num_servers:
-            raise ValueError(
-                f"rollout.vllm_num_servers={rollout.vllm_num_servers} with launch.server_hosts={hosts}: a machine gets "
-                "one server; name as many machines, or raise rollout.vllm_data_parallel_size, the copies per server"
-            )
-        if self.servers_elsewhere and rollout.vllm_weight_transfer in ("ipc", "shared_memory"):
-            raise ValueError(
-                f"rollout.vllm_weight_transfer={rollout.vllm_weight_transfer!r} is for a server on the training's own "
-                f"machine, and with launch.launcher={launch.launcher!r} and launch.server_hosts={hosts} servers are on "
-                "others; set it to 'auto'"
-            )
-
     def _check_environment(self) -> None:
         """Raises ValueError if other keys cannot be combined with conversations with tools or an environment."""
         own = [reward.name for reward in self.rewards if reward.function == OWN_REWARD]
@@ -291,22 +224,6 @@ class RunConfig(Section):
                 f"rollout.vllm_tensor_parallel_size={self.rollout.vllm_tensor_parallel_size} with an environment or "
                 "tools: processes that sample together take no turns on the way; set rollout.engine to 'vllm-server'"
             )
-
-    def _check_speculation(self) -> None:
-        """Raises ValueError if other keys cannot be combined with vLLM's speculation."""
-        if not self.rollout.speculation:
-            return
-        if self.algorithm.routing_replay:
-            raise ValueError(
-                "algorithm.routing_replay=true with rollout.vllm_args.speculative_config: the experts of guessed "
-                "tokens are not told from those of sampled ones; set one of the two to its default"
-            )
-        for name, keys in {"rollout": self.rollout, "evaluation": self.evaluation}.items():
-            if keys.top_k and keys.top_p == 1:
-                raise ValueError(
-                    f"{name}.top_k={keys.top_k} with {name}.top_p=1 and rollout.vllm_args.speculative_config: on a CPU "
-                    "vLLM 0.32 fails in a step without guesses; set top_p below 1, or top_k to 0"
-                )
 
     def _check_routing(self) -> None:
         """Raises ValueError if other keys cannot be combined with what reads the routers of a mixture of experts."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grpo_core.config.run import RunConfig
 
 FLAGS = {"enforce_eager": True, "disable_custom_all_reduce": True, "enable_prefix_caching": False}  # not the default
 COUNTS = ("max_num_batched_tokens", "max_num_seqs")
@@ -44,10 +47,10 @@ def check_args(args: Mapping[str, Any]) -> None:
         if name in COUNTS and not _is_count(value):
             raise ValueError(f"vllm_args: {name}={value!r} is not a whole number above 0")
     if SPECULATION in args:
-        _check_speculation(args)
+        _check_ngrams(args)
 
 
-def _check_speculation(args: Mapping[str, Any]) -> None:
+def _check_ngrams(args: Mapping[str, Any]) -> None:
     given = args[SPECULATION]
     counts = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
     if not isinstance(given, dict) or given.get("method") != "ngram":
@@ -75,6 +78,23 @@ def _check_speculation(args: Mapping[str, Any]) -> None:
             f"beside them; give both, with max_num_batched_tokens at least {1 + drafts} · max_num_seqs, or neither and "
             f"at most {MOST_DRAFTS} tokens"
         )
+
+
+def check_speculation(config: RunConfig) -> None:
+    """Raises ValueError if other keys cannot be combined with vLLM's speculation."""
+    if not config.rollout.speculation:
+        return
+    if config.algorithm.routing_replay:
+        raise ValueError(
+            "algorithm.routing_replay=true with rollout.vllm_args.speculative_config: the experts of guessed "
+            "tokens are not told from those of sampled ones; set one of the two to its default"
+        )
+    for name, keys in {"rollout": config.rollout, "evaluation": config.evaluation}.items():
+        if keys.top_k and keys.top_p == 1:
+            raise ValueError(
+                f"{name}.top_k={keys.top_k} with {name}.top_p=1 and rollout.vllm_args.speculative_config: on a CPU "
+                "vLLM 0.32 fails in a step without guesses; set top_p below 1, or top_k to 0"
+            )
 
 
 def _is_count(value: Any) -> bool:
