@@ -8,6 +8,7 @@ import logging
 import uuid
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
@@ -153,7 +154,9 @@ def test_a_training_says_once_that_it_is_not_shown_and_is_shown_as_soon_as_it_ca
     assert (refused, len(caplog.records)) == ([1, 1], 1)
     written = []
     monkeypatch.setattr(live, "create_progress_artifact", lambda *_, **__: uuid.uuid4())
-    monkeypatch.setattr(live, "update_progress_artifact", lambda *_, **of: written.append(of["description"]))
+    client = mock.MagicMock()
+    client.__enter__().update_artifact = lambda _, change: written.append(change.description)
+    monkeypatch.setattr(live, "get_client", lambda **_: client)
     monkeypatch.setattr(live, "create_table_artifact", lambda table, **_: written.append(table[0]["step"]))
     shown.show()
-    assert [str(it)[:1] for it in written] == ["1", "1"]
+    assert [str(it)[:1] for it in written] == ["1", "1"]  # the table's newest step, and the progress
