@@ -46,7 +46,8 @@ Gpu = dict[str, object]
 def put_nvidia_smi(
     folder: Path, gpus: Sequence[Gpu] | int, *, first: str = "", status: int = 0, seconds: float = 0.0
 ) -> Path:
-    """Put nvidia-smi into the folder, which belongs on PATH; returns the file with the questions it is asked. `gpus`:
+    """Put nvidia-smi into the folder, which belongs on PATH, and a C compiler, without which a PyTorch that is built
+    for CUDA is refused there; returns the file with the questions that nvidia-smi is asked. `gpus`:
     what differs from an idle H100 (None: a field that its driver does not know), or how many of these; `first`: what it
     prints before; `seconds`: what it takes."""
     listed = [{}] * gpus if isinstance(gpus, int) else gpus
@@ -56,4 +57,6 @@ def put_nvidia_smi(
     (folder / "gpus.json").write_text(json.dumps(given))
     (folder / "nvidia-smi").write_text(PROGRAM.format(python=sys.executable))
     (folder / "nvidia-smi").chmod(0o755)
+    if not (compiler := folder / "gcc").exists():
+        compiler.symlink_to("/bin/true")
     return folder / "asked"

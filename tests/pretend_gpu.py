@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
@@ -365,6 +366,12 @@ def _within(gpu: Gpu, work: Callable[..., Any]) -> Callable[..., Any]:
     return work_within
 
 
+def needs_cpu_build() -> None:
+    """Skip the test with a PyTorch that is built for CUDA: its C++ asks the driver where nothing stands in for it."""
+    if torch.version.cuda:
+        pytest.skip("the pretended GPU is for a PyTorch that is built without CUDA")
+
+
 @contextmanager
 def pretend_gpu(index: int = 0, count: int = 1) -> Iterator[Gpu]:
     """Inside, torch sees `count` GPUs, accelerate trains on the pretended device (this process's, number `index`), and
@@ -373,6 +380,7 @@ def pretend_gpu(index: int = 0, count: int = 1) -> Iterator[Gpu]:
     What cannot exist here is plain torch: flash attention's kernel, Triton's. CUDA graphs are emulated.
     """
     global active
+    needs_cpu_build()
     AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test's may be on the CPU
     with ExitStack() as patches:
         active = patches.enter_context(Gpu(index, count))

@@ -37,7 +37,7 @@ class _Loop(threading.local):
     def get(self) -> asyncio.AbstractEventLoop:
         if not self.runner:
             self.runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-            atexit.register(self.close)
+            atexit.register(self._close_at_exit)
         return self.runner.get_loop()
 
     def run(self, work: Awaitable[Item]) -> Item:
@@ -77,6 +77,12 @@ class _Loop(threading.local):
         if runner:
             with suppress(TimeIsUpError), time_limit(GRACE):
                 runner.close()
+
+    def _close_at_exit(self) -> None:
+        # Where a reward has used a thread, asyncio waits for it in a thread of its own, which Python 3.12 no longer
+        # starts at exit; all else has ended by then.
+        with suppress(RuntimeError):
+            self.close()
 
 
 loop = _Loop()

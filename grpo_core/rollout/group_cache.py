@@ -106,7 +106,8 @@ class GroupCache:
         """Return the logits of the tokens after these. (B,) → (B, V)"""
         if self.step == self.capacity:
             self._drop_unused()
-            self._resize(max(min(2 * self.step, self.max_tokens), self.step + FIRST_CAPACITY))
+            capacity = min(max(2 * self.step, FIRST_CAPACITY), self.max_tokens)
+            self._resize(capacity if capacity > self.step else self.step + FIRST_CAPACITY)  # completions joined later
         logits = self._replay(token) if self.captures else self._forward(token[:, None], self.positions[:, None])
         self.step += 1
         self.next += 1

@@ -14,13 +14,14 @@ from unittest import mock
 import pytest
 
 from grpo_core.system import progress
-from tests.pretend_gpu import Gpu, pretend_gpu
+from tests.pretend_gpu import Gpu, needs_cpu_build, pretend_gpu
 from tests.served.test_pipeline import _accuracy, _mlflow_run, _run
 
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Gpu]:
     """Here the stages' processes are modules that run in this process, on the pretended GPU; its record of each."""
+    needs_cpu_build()
     found: dict[str, Gpu] = {}
 
     def run(command: Sequence[str], on_line: Callable[[str], None], env: Mapping[str, str], **_: Any) -> None:

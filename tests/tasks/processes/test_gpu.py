@@ -44,7 +44,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "Python.h").touch()
     put_nvidia_smi(tmp_path, 2)
-    _command(tmp_path / "gcc", "exit 0")
     return tmp_path
 
 
@@ -105,7 +104,6 @@ def test_a_c_compiler_and_python_s_headers_are_asked_for(machine: Path, monkeypa
 def test_a_machine_that_uses_no_gpu_is_not_asked_for_more(
     missing: str, machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (machine / "gcc").unlink()
     if missing == "no GPU":
         (machine / "nvidia-smi").unlink()
     elif missing == "no driver":
@@ -114,6 +112,7 @@ def test_a_machine_that_uses_no_gpu_is_not_asked_for_more(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     else:
         monkeypatch.setattr(gpu, "_cuda_of_torch", lambda: None)
+    (machine / "gcc").unlink()
     check_gpu_machine()
 
 
