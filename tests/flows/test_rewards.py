@@ -101,7 +101,7 @@ def test_a_conversation_is_answered_by_a_message(config: Path, tmp_path: Path) -
             "set data.columns.prompt to what it should be made from",
         ),
         (["--set", "rewards.1.gate=shape"], 2, "rewards.1.gate='shape' is not among the rewards"),
-        (["--set", "rewards.0.args={pattern='('}"], 1, "reward 'form' raised error"),
+        (["--set", "rewards.0.args={pattern='('}"], 1, f"reward 'form' raised {re.error.__name__}"),
     ],
 )
 def test_what_cannot_be_tried_is_said(config: Path, arguments: list[str], status: int, said: str) -> None:

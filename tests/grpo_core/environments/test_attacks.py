@@ -63,9 +63,9 @@ def _hold(environments: Environments, scripts: list[list[str]], marks: Path, **c
         {"prompt": [{"role": "user", "content": f"#{place}"}], "path": str(marks), **columns}
         for place in range(len(scripts))
     ]
-    plays = [converse(row, 11, 9000, environments, FORMAT) for row in rows]
+    plays = [converse(row, 11, 20_000, environments, FORMAT) for row in rows]
     found: dict[int, Conversation] = {}
-    for ended in play(Scripted(scripts, FORMAT), plays, [0] * len(plays), Sampling(9000)):
+    for ended in play(Scripted(scripts, FORMAT), plays, [0] * len(plays), Sampling(20_000)):
         found |= dict(ended)
     environments.free_all()
     return [found[place] for place in range(len(scripts))]
@@ -99,7 +99,7 @@ ATTACKS = {  # the call, and what the policy is told, or how the conversation fa
         call("write_everywhere", '{"text": "\\ud800"}'),
         "Error: the call holds half of a character (a lone surrogate such as \\ud800)",
     ),
-    "is called in the deep": (call("seen", "[" * 5000), "Error: the call is not valid JSON: it nests too deep"),
+    "is called in the deep": (call("seen", "[" * 12_000), "Error: the call is not valid JSON: it nests too deep"),
     "runs a program": (call("child"), "said\n"),
 }
 
