@@ -12,6 +12,7 @@ import json
 import os
 import runpy
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -67,6 +68,10 @@ if find_spec("vllm") is None:
 
 
 def pytest_collection_finish() -> None:
+    if (torch := sys.modules.get("torch")) and torch.version.cuda:
+        # Where there is no GPU, a test with fake tensors lets autograd see one. It looks once, and would make a thread
+        # for it: then no forked process could compute gradients.
+        torch.ones(1, requires_grad=True).sum().backward()
     gc.freeze()  # what is imported stays: no later search has to pass through it
     gc.enable()
     atexit.register(gc.unfreeze)  # nanobind's modules complain if their objects are still there at the very end

@@ -250,6 +250,8 @@ def _syntax(error: json.JSONDecodeError) -> str:
     ends = found[:1] in ("]", "}") or error.msg.startswith("Expecting property")
     if error.msg == "Extra data":
         said = "nothing may follow the object: one object on each line, without commas between"
+    elif error.msg.startswith("Illegal trailing comma"):  # Python 3.13's, at the comma
+        said, found = "something has to follow a comma", error.doc[error.pos + 1 :].lstrip()[:SHOWN]
     elif ends and error.doc[: error.pos].rstrip().endswith(","):
         said = "something has to follow a comma"
     else:

@@ -34,7 +34,7 @@ from tests.grpo_core.training.training import (
     weights_of,
     write_when_waited_for,
 )
-from tests.pretend_gpu import Gpu, pretend_gpu
+from tests.pretend_gpu import Gpu, needs_cpu_build, pretend_gpu
 
 pytestmark = pytest.mark.served
 
@@ -162,6 +162,7 @@ def test_a_training_is_stopped_goes_on_rolls_back_and_ends_with_its_best_policy_
 def test_two_processes_each_with_its_gpu_are_stopped_and_go_on_bit_for_bit(
     model_folder: Path, tmp_path: Path, kind: str
 ) -> None:
+    needs_cpu_build()
     keys = {"max_steps": 3, "num_processes": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     values = config_values(model_folder, tmp_path, save_steps=1, max_completion_length=4, **keys, **SHARED[kind])
     values["rewards"].append({"function": "tests.grpo_core.training.test_on_gpu:sums"})

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -302,6 +303,7 @@ KEYS = {
 
 
 @pytest.mark.served
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm, which is not installed")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # the machine stays the same
 @given(keys=st.fixed_dictionaries(KEYS), visible=st.none() | st.permutations([*range(32)]))
 def test_each_process_and_each_server_has_gpus_of_its_own_and_none_is_held_in_vain(
