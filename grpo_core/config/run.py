@@ -18,6 +18,7 @@ from grpo_core.config.metrics import evaluated_metrics, reward_means
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.teacher import TeacherConfig, teacher_problem
 from grpo_core.config.training import BF16_CAPABILITY, HealthConfig, TrainConfig
+from grpo_core.config.warm_start import WarmStartConfig, warm_start_problem
 from grpo_core.errors import ConfigError
 from grpo_core.system.addresses import keys_with_secrets
 
@@ -45,6 +46,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
     teacher: TeacherConfig = TeacherConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     launch: LaunchConfig = LaunchConfig()
@@ -138,7 +140,7 @@ class RunConfig(Section):
         self._check_machines()
         self._check_environment()
         self._check_routing()
-        if problem := teacher_problem(self):
+        if problem := teacher_problem(self) or warm_start_problem(self):
             raise ValueError(problem)
         if self.rollout.max_staleness and not self.algorithm.vllm_importance_sampling_correction:
             raise ValueError(
