@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from logging import Logger, LoggerAdapter
 from pathlib import Path
@@ -76,9 +76,13 @@ def _work(context: Context) -> dict[str, Any]:
 
 
 def run_training(
-    context: Context, on_line: Callable[[str], None], environment: dict[str, str], log: Logger | LoggerAdapter[Any]
+    context: Context,
+    on_line: Callable[[str], None],
+    environment: dict[str, str],
+    log: Logger | LoggerAdapter[Any],
+    options: Sequence[str] = (),
 ) -> None:
-    """Run the training's processes. They are started again, from the newest checkpoint,
+    """Run the training's processes, with these options. They are started again, from the newest checkpoint,
 
     - up to train.max_restarts times, if one was killed or its machine is gone;
     - if a process that shares a model ran out of memory, as long as tokens per pass decrease each time;
@@ -101,7 +105,7 @@ def run_training(
             return "again"
         return "restart"
 
-    command = ["-m", "grpo_core.train", str(context.run), "--output", str(folder)]
+    command = ["-m", "grpo_core.train", str(context.run), "--output", str(folder), *options]
     launch_with_restarts(context.config, command, log, folder, environment, on_line, after)
 
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from grpo_core.config.inputs import DataSource
 from grpo_core.config.run import RunConfig
@@ -228,9 +228,9 @@ def planned_sources(sources: Sequence[DataSource], num_prompts: Sequence[int]) -
     )
 
 
-def load_plan(path: Path, name: Literal["plan", "warm_start"] = "plan") -> Plan:
-    """Read one of a plan.json's plans: the training's, or the warm start's."""
-    return read_plan(json.loads(path.read_text())[name])
+def load_plan(path: Path) -> Plan:
+    """Read the `plan` object of a plan.json."""
+    return read_plan(json.loads(path.read_text())["plan"])
 
 
 def read_plan(values: Mapping[str, Any]) -> Plan:

@@ -44,12 +44,12 @@ def train(run: Path, output: Path, *, warm_start: bool = False) -> dict[str, Any
     """Train RUN's model as configured and planned; returns (and writes) the content of result.json. `warm_start`: on
     demonstrations, as [warm_start] says, instead of by GRPO.
 
-    Reads config.toml, plan.json and dataset/ under `run`. Writes checkpoints/, metrics.jsonl, health.jsonl,
-    completions/, model/ (with LoRA adapter/ too) and result.json under `output`, continuing from the newest
-    undamaged checkpoint there. Raises Stopped on SIGTERM or SIGINT, RewardError if a reward fails and EngineError if
-    the engine fails, each after saving a checkpoint of the last update.
+    Reads config.toml, plan.json and dataset/ under `run`; a warm start its own plan.json under `output`. Writes
+    checkpoints/, metrics.jsonl, health.jsonl, completions/, model/ (with LoRA adapter/ too) and result.json under
+    `output`, continuing from the newest undamaged checkpoint there. Raises Stopped on SIGTERM or SIGINT, RewardError if
+    a reward fails and EngineError if the engine fails, each after saving a checkpoint of the last update.
     """
-    session = load_session(run, warm_start=warm_start)
+    session = load_session(run, output if warm_start else None)
     reference = session.reference if session.config.algorithm.sync_ref_model else None
     identity = fingerprint(run, session.config, session.plan, warm_start=warm_start)
     checkpoints = Checkpoints(

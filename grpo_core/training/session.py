@@ -83,15 +83,15 @@ class Session:
     demonstrations: Demonstrations | None = None  # of a warm start
 
 
-def load_session(run: Path, *, warm_start: bool = False) -> Session:
-    """Load and prepare everything that the run directory's configuration names, for its training or the warm start
-    before that. Raises TrainingError if the device's memory does not hold it together with gradients and optimizer
-    state."""
+def load_session(run: Path, warm_start: Path | None = None) -> Session:
+    """Load and prepare everything that the run directory's configuration names: for its training, or for the warm start
+    with the plan in this folder. Raises TrainingError if the device's memory does not hold it together with gradients
+    and optimizer state."""
     config, demonstrations = load_config(run / run_files.CONFIG), None
-    if warm_start:
+    if warm_start is not None:
         demonstrations = read_demonstrations(run)
         config = supervised(config, demonstrations.longest_completion)
-    plan = load_plan(run / run_files.PLAN, "warm_start" if warm_start else "plan")
+    plan = load_plan((warm_start or run) / run_files.PLAN)
     config, accelerator = start_configured(config, deterministic=config.train.deterministic)
     if accelerator.distributed_type not in DATA_PARALLEL:
         raise TrainingError(
