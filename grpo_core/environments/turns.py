@@ -82,7 +82,8 @@ class TurnFormat:
             if written == text:
                 raise TemplateError(
                     f"the chat template asks for the policy's turn by {asked[-40:]!r}, and writes the turn behind "
-                    f"another text: {text[-120:]!r}; the policy could not say it so"
+                    f"another text: {text[-120:]!r}; the policy could not say it so. If the model thinks first, a "
+                    "variable of the template in data.chat_template_kwargs may tell it not to"
                 )
             if not (places := [written.rfind(end) + len(end) for end in self.ends if end in written]):
                 raise TemplateError(
