@@ -57,4 +57,4 @@ def describe_warm_start(config: RunConfig, demonstrations: int, sizes: Sizes | N
         said += f", {gib_text(memory['peak_memory_gib'])} per GPU"
     if "wall_time_hours" in time:
         said += f", {60 * time['wall_time_hours']:.1f} min (assumed, not measured)"
-    return said + f"; {memory['warning']}" * ("warning" in memory)
+    return "; ".join([said, *(memory[name] for name in ["warning"] if name in memory)])
