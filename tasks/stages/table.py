@@ -57,6 +57,8 @@ class Stage:
     """Gives those of `reads` that a configuration ignores."""
     asked_by: str = ""
     """The configuration key that, if set, gives a run this stage; "": every run has it."""
+    example: Any = None
+    """A value of that key."""
     prompts: Callable[[RunConfig], Collection[str]] = lambda config: ()
     """Gives the validated data sets that it reads."""
     content: Callable[[Path, Receipt], str | dict[str, str]] | None = None
@@ -138,6 +140,7 @@ PROBE = Stage(
     gpu=True,
     reads=(VALIDATE,),
     asked_by="data.curriculum.probe",
+    example=4,
     prompts=lambda config: ("train",),
     content=lambda output, receipt: content_hash(str(output / run_files.PASS_RATES)),
     files=lambda receipt: (run_files.PASS_RATES,),
@@ -169,6 +172,7 @@ WARM_START = Stage(
     resumable=True,
     reads=(VALIDATE,),
     asked_by="warm_start.demonstrations",
+    example="demonstrations.jsonl",
     prompts=lambda config: (run_files.DEMONSTRATIONS,),
     content=lambda output, receipt: content_hash(str(output / run_files.MODEL)),
     files=lambda receipt: (run_files.MODEL,),
@@ -222,6 +226,7 @@ PUBLISH = Stage(
     resumable=True,
     reads=(VALIDATE, PLAN, TRAIN, EVALUATE, REGISTER),
     asked_by="publish.formats",
+    example=["bfloat16"],
     prompts=lambda config: config.evaluation_files.values(),
 )
 STAGES = (VALIDATE, PLAN, TRAIN, EVALUATE, REGISTER)  # of every run
