@@ -57,8 +57,8 @@ class Stage:
     """Gives those of `reads` that a configuration ignores."""
     asked_by: str = ""
     """The configuration key that, if set, gives a run this stage; "": every run has it."""
-    example: Any = None
-    """A value of that key."""
+    example: int | str | tuple[str, ...] = ""
+    """A value of that key; a tuple for a list."""
     prompts: Callable[[RunConfig], Collection[str]] = lambda config: ()
     """Gives the validated data sets that it reads."""
     content: Callable[[Path, Receipt], str | dict[str, str]] | None = None
@@ -226,7 +226,7 @@ PUBLISH = Stage(
     resumable=True,
     reads=(VALIDATE, PLAN, TRAIN, EVALUATE, REGISTER),
     asked_by="publish.formats",
-    example=["bfloat16"],
+    example=("bfloat16",),
     prompts=lambda config: config.evaluation_files.values(),
 )
 STAGES = (VALIDATE, PLAN, TRAIN, EVALUATE, REGISTER)  # of every run

@@ -3,6 +3,7 @@ changes."""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ from grpo_core.config.files import parse_config
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.planning.hardware import named_gpu
 from grpo_core.planning.warm_start import Sizes, describe_warm_start
+from tasks import validate
 from tasks.data.demonstrations import write_demonstrations
 from tasks.data.sources import SourceError
 from tasks.stages.condition import conditions, refuse_outdated_inputs
@@ -23,9 +25,9 @@ from tasks.stages.errors import StageError
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.run import Context
 from tasks.stages.table import WARM_START, stages_of
-from tests.conftest import config_values, make_tokenizer, with_keys, write_config, write_data
+from tests.conftest import config_values, make_tokenizer, with_keys, write_data
 from tests.qwen import QWEN
-from tests.rows import screen, write_lines
+from tests.rows import write_lines
 from tests.tasks.stages import small_stages
 from tests.tasks.stages.small_stages import configure, do
 
@@ -46,14 +48,8 @@ def _with(values: dict[str, Any], **keys: Any) -> dict[str, Any]:
 
 def _written(values: dict[str, Any], path: Path) -> dict[str, Any]:
     config = parse_config(values)
-    held_out = {"eval": _rows(config)}
+    held_out = {"eval": validate.screen(config).kept["eval"]}
     return write_demonstrations(config, lambda row: [], held_out, path)
-
-
-def _rows(config: Any) -> Any:
-    from tasks.validate import screen
-
-    return screen(config).kept["eval"]
 
 
 def test_demonstrations_are_written_as_the_tokens_that_the_policy_would_sample(
@@ -66,9 +62,6 @@ def test_demonstrations_are_written_as_the_tokens_that_the_policy_would_sample(
         assert tokenizer.decode(row["prompt_ids"]) == shown["prompt"]
         assert tokenizer.decode(row["completion_ids"]) == shown["completion"] + tokenizer.eos_token
         assert row["trained_tokens"] == [1, 1, 1]
-
-
-HELD_OUT = {"prompt": "60+60=", "completion": "120"}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +81,7 @@ def test_a_row_that_cannot_be_learnt_from_is_refused_by_its_number(
     values: dict[str, Any], tmp_path: Path, row: dict[str, str] | None, said: str
 ) -> None:
     shown = _with(values, demonstrations=str(tmp_path / "more.jsonl"))
-    prompt = screen(parse_config(values)).kept["eval"]["prompt"][3]
+    prompt = pq.read_table(tmp_path / "eval.parquet")["prompt"][3].as_py()
     write_lines(tmp_path / "more.jsonl", [*SHOWN, row or {"prompt": prompt, "completion": "1"}])
     with pytest.raises(SourceError, match=re.escape(said)) as refused:
         _written(shown, tmp_path / "found.parquet")
@@ -120,20 +113,11 @@ def test_the_plan_refuses_what_the_stage_would_and_says_what_it_takes(values: di
     assert describe_warm_start(parse_config(values), 4, None, None) == (
         "warm start: 2 updates of 2 demonstrations before the training"
     )
-    write_config(tmp_path / "shape") if (tmp_path / "shape").mkdir() else None
-    shaped = with_keys(values, name_or_path=_shape(tmp_path), mixed_precision="bf16")
+    (tmp_path / "qwen").mkdir()
+    (tmp_path / "qwen" / "config.json").write_text(json.dumps(QWEN["1.5B"]))
+    shaped = with_keys(values, name_or_path=str(tmp_path / "qwen"), mixed_precision="bf16")
     text = describe_warm_start(parse_config(shaped), 1000, Sizes(300, 200, 250.0), named_gpu("H100"))
-    assert re.fullmatch(
-        r"warm start: 500 updates of 2 .*, about 250,000 tokens, [\d.]+ GiB per GPU, [\d.]+ min .*", text
-    )
-
-
-def _shape(folder: Path) -> str:
-    import json
-
-    (folder / "qwen").mkdir()
-    (folder / "qwen" / "config.json").write_text(json.dumps(QWEN["1.5B"]))
-    return str(folder / "qwen")
+    assert re.fullmatch(r"warm start: 500 .*, about 250,000 tokens, [\d.]+ GiB per GPU, [\d.]+ min .*", text)
 
 
 def _validate(context: Context) -> dict[str, Any]:
