@@ -19,6 +19,7 @@ from grpo_core.planning.hardware import capability, find_gpu
 from grpo_core.planning.shapes import PromptLengths
 from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
 from grpo_core.planning.warm_start import plan_warm_start
+from tasks.processes.training import check_result, run_training
 from tasks.processes.training_machine import check_training_machine
 from tasks.processes.vllm_servers import gpus_and_servers
 from tasks.rendering.drawing import draw_losses
@@ -27,7 +28,6 @@ from tasks.stages.run import Context, run_stage
 from tasks.stages.table import WARM_START
 from tasks.tracking.artifacts import show_markdown
 from tasks.tracking.live import OUTPUT, Output
-from tasks.train import check_result, run_training
 
 
 @task(name="warm-start")

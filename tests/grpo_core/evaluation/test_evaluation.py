@@ -25,7 +25,7 @@ from grpo_core.model.divergence import mean_kl
 from grpo_core.model.loading import load_model
 from grpo_core.planning.plan import load_plan
 from grpo_core.rollout import transformers_engine as engine
-from tasks.train import check_result
+from tasks.processes.training import check_result
 from tests.conftest import make_model, make_run, write_sums
 from tests.grpo_core.training.training import checkpoint_of, metrics_of, result_of, trained_run, weights_of
 
