@@ -200,7 +200,7 @@ EVALUATE = Stage(
     depends_on=lambda parts: parts.policy | parts.evaluation,
     key_figure=_gain,
     gpu=True,
-    reads=(VALIDATE, PLAN, TRAIN),
+    reads=(VALIDATE, PLAN, WARM_START, TRAIN),
     prompts=lambda config: config.evaluation_files.values(),
 )
 REGISTER = Stage(
