@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from grpo_core.planning.warm_start import plan_warm_start
 from tasks.processes.training import check_result, run_training
 from tasks.processes.training_machine import check_training_machine
 from tasks.processes.vllm_servers import gpus_and_servers
-from tasks.rendering.drawing import draw_losses
 from tasks.stages.files import read_json, write_text
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import WARM_START
@@ -58,7 +56,5 @@ def _work(context: Context) -> dict[str, Any]:
     check_result(result, folder / run_files.METRICS, plan)
     rows = [json.loads(line) for line in (folder / run_files.METRICS).read_text().splitlines()]
     said = f"From a loss of {rows[0]['loss']:.3f} per token in the first update to {rows[-1]['loss']:.3f} in the last"
-    picture = base64.b64encode(draw_losses(rows)).decode()
-    page = f"# Warm start\n\n{said}.\n\n![losses](data:image/png;base64,{picture})\n"
-    show_markdown("warm-start", page, said)
+    show_markdown("warm-start", f"# Warm start\n\n{said}. All updates: `{WARM_START.path(context.run)}`.\n", said)
     return result

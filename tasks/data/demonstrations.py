@@ -4,26 +4,25 @@ learnt."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_core.config.run import RunConfig
-from grpo_core.data.chat import is_conversation, plain
+from grpo_core.data.chat import turns
 from grpo_core.data.demonstrations import SCHEMA
 from grpo_core.environments.demonstrations import FORMS, Demonstration, DemonstrationError, encode
 from grpo_core.environments.setting import end_texts
 from grpo_core.environments.turns import TemplateError, TurnFormat
 from tasks.data.lengths import embedding_rows, load_tokenizer_and_context
-from tasks.data.repeats import keys_of
 from tasks.data.rows import Rows
 from tasks.data.sources import Source, SourceError, load_source
 
 SHOWN = 10  # rows that a refusal names
+BLANKS = dict.fromkeys(map(ord, " \t\n\r\u00a0\u200b"))  # left out of prompts that are compared
 Tools = Callable[[Mapping[str, Any]], list[Mapping[str, Any]]]  # JSON schemas that the prompt of a row shows
 
 
@@ -51,20 +50,21 @@ def write_demonstrations(config: RunConfig, tools: Tools, held_out: Mapping[str,
     """
     rows, source = load_demonstrations(config), demonstration_source(config)
     tokenizer, context = load_tokenizer_and_context(config.model)
-    turns = TurnFormat(tokenizer, end_texts(config, tokenizer), config.data.chat_template_kwargs)
-    known, shown = embedding_rows(config.model), _keys(held_out)
+    turn_format = TurnFormat(tokenizer, end_texts(config, tokenizer), config.data.chat_template_kwargs)
+    known, overlap = embedding_rows(config.model), config.data.checks.near_overlap
+    frames = (frame for rows in held_out.values() for frame in rows.slices() if overlap != "warn")
+    shown = {_key(prompt) for frame in frames for prompt in frame["prompt"]}
     problems, broken, sizes, dropped, trained = list[str](), 0, list[tuple[int, int]](), 0, 0
-    overlap = config.data.checks.near_overlap
     with pq.ParquetWriter(path, SCHEMA) as file:
         for first, frame in rows.numbered():
             found = list[Demonstration]()
-            overlaps = _are_among(frame, shown) if overlap != "warn" else [False] * frame.height
-            for number, (row, is_held_out) in enumerate(zip(frame.iter_rows(named=True), overlaps, strict=True), first):
-                if is_held_out and overlap == "drop":
-                    dropped += 1
-                    continue
+            for number, row in enumerate(frame.iter_rows(named=True), first):
                 try:
-                    made = encode(row, turns, tools(row), config.rollout.stop)
+                    made = encode(row, turn_format, tools(row), config.rollout.stop)
+                    is_held_out = bool(shown) and _key(_asked(row)) in shown
+                    if is_held_out and overlap == "drop":
+                        dropped += 1
+                        continue
                     problem = next(_problems(made, context, known, is_held_out), "")
                 except (DemonstrationError, TemplateError) as error:
                     problem = str(error)
@@ -108,31 +108,12 @@ def _problems(made: Demonstration, context: int | None, known: int, is_held_out:
         )
 
 
-def _keys(held_out: Mapping[str, Rows]) -> set[int]:
-    """Keys of the held-out prompts, up to case and white space."""
-    frames = (frame for rows in held_out.values() for frame in rows.slices() if frame.height)
-    found = {key for frame in frames for key in keys_of(frame.select("prompt"), 0, False)["near_overlap"]}
-    return found - {None}
-
-
-def _are_among(frame: pl.DataFrame, keys: set[int]) -> list[bool]:
-    """Whether the prompt of each row, what stands before the first turn of the assistant, has one of these keys."""
-    asked = [_asked(row) for row in frame.iter_rows(named=True)]
-    found = [False] * len(asked)
-    for is_text in (True, False):
-        places = [place for place, prompt in enumerate(asked) if prompt and isinstance(prompt, str) == is_text]
-        if places:
-            prompts = pl.DataFrame({"prompt": [asked[place] for place in places]})
-            for place, key in zip(places, keys_of(prompts, 0, False)["near_overlap"], strict=True):
-                found[place] = key in keys
-    return found
+def _key(prompt: Any) -> str:
+    """A prompt without case and white space, by which it is compared; messages with their roles."""
+    return "".join(f"{role}:{text}" for role, text in turns(prompt)).casefold().translate(BLANKS)
 
 
 def _asked(row: Mapping[str, Any]) -> Any:
-    """The prompt of a row; None if it has none, or none that could be compared."""
-    with suppress(Exception):  # `encode` says what is wrong with it
-        if not (given := row.get("messages")):
-            return plain(row["prompt"])
-        first = next(place for place, message in enumerate(given) if message["role"] == "assistant")
-        return plain(given[:first]) if is_conversation(given) else None
-    return None
+    """The prompt of a row that can be encoded: of messages, those before the first turn of the assistant."""
+    given = row.get("messages")
+    return [*takewhile(lambda message: message["role"] != "assistant", given)] if given else row["prompt"]

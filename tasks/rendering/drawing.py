@@ -156,18 +156,6 @@ def draw_curves(rows: Sequence[Row]) -> bytes:
     return png((9, 5.6), draw)
 
 
-def draw_losses(rows: Sequence[Row]) -> bytes:
-    """Curves of a warm start's loss and entropy against the update."""
-
-    def draw(figure: Any) -> None:
-        lines = {name: series(rows, name) for name in ("loss", "entropy")}
-        axes = figure.subplots()
-        axes.set(title="nats per token")
-        plot(axes, lines, LINE_COLOURS[:2])
-
-    return png((6, 3), draw)
-
-
 def draw_lengths(lengths: Mapping[str, Collection[float]], room: Mapping[str, int | None]) -> bytes:
     """Draw a histogram of the prompt lengths, one panel per data set; a line marks the longest allowed length if it is
     near."""
