@@ -340,7 +340,7 @@ def test_an_impossible_plan_is_refused_with_fixes(storage: Path, inputs: Path) -
 
 @pytest.mark.e2e
 def test_a_run_with_demonstrations_begins_from_a_warm_start_and_says_what_it_gave(
-    inputs: Path, tmp_path: Path, task_states: TaskStates
+    storage: Path, inputs: Path, tmp_path: Path, task_states: TaskStates
 ) -> None:
     from flows.stages import FLOWS
 
@@ -349,6 +349,7 @@ def test_a_run_with_demonstrations_begins_from_a_warm_start_and_says_what_it_gav
     keys = {"demonstrations": shown, "batch_size": 8, "max_steps": 5, "learning_rate": 0.01}
     given = [*(f"warm_start.{key}={value}" for key, value in keys.items()), "model.use_peft=true"]
     folder = _run(inputs, "name=warm", *given)
+    assert folder == storage / "runs" / "warm"
     order = ["validate", "plan", "warm-start", "train", "evaluate", "register"]
     assert task_states("warm", len(order)) == [(stage, "Completed") for stage in order]
     assert (folder / "warm-start" / "adapter" / "adapter_config.json").is_file()
