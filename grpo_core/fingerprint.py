@@ -167,6 +167,13 @@ def teacher_parts(config: RunConfig) -> dict[str, Any]:
     return {**keys, "content": content_hash(config.teacher.model)}
 
 
+def warm_start_parts(config: RunConfig) -> dict[str, Any]:
+    """The keys that a warm start follows from besides those of any training; empty without one. The demonstrations
+    count by their content."""
+    keys = determining(config)["warm_start"]
+    return {**keys, "demonstrations": True} if config.warm_start.is_used else {}
+
+
 def reward_parts(config: RunConfig) -> list[dict[str, Any]]:
     """The parts that reward values follow from: each reward's determining keys, and the hash of its source. A model's
     folder counts by the hash of its content, not by its name."""

@@ -8,9 +8,12 @@ CONFIG = "config.toml"
 DATASET = "dataset"
 PLAN = "plan.json"
 PROBE = "probe"
+WARM_START = "warm-start"
 TRAINING = "training"
 EVALUATION = "evaluation"
 PUBLISHED = "published"
+
+DEMONSTRATIONS = "demonstrations"  # data set of a warm start
 
 # In the folder of a training.
 METRICS = "metrics.jsonl"

@@ -28,8 +28,13 @@ def main() -> None:
     )
     parser.add_argument("run", type=Path, help="run directory with config.toml, plan.json and dataset/train.parquet")
     parser.add_argument("--output", type=Path, help="where to write; default RUN/training")
+    parser.add_argument(
+        "--warm-start",
+        action="store_true",
+        help="train on dataset/demonstrations.parquet as [warm_start] says; default output RUN/warm-start",
+    )
     arguments = parser.parse_args()
-    output = arguments.output or arguments.run / run_files.TRAINING
+    output = arguments.output or arguments.run / (run_files.WARM_START if arguments.warm_start else run_files.TRAINING)
     if (output / run_files.RESULT).exists():
         sys.exit(f"{output} holds a finished training ({run_files.RESULT}); move it away to train again")
     quiet_libraries()
@@ -41,7 +46,7 @@ def main() -> None:
         from grpo_core.training.loop import train
 
     try:
-        train(arguments.run, output)
+        train(arguments.run, output, warm_start=arguments.warm_start)
     except Stopped:
         # Everything is saved, and taking engines down would take time.
         os._exit(EXIT_STATUS)

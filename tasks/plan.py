@@ -28,7 +28,8 @@ from grpo_core.planning.plan import Plan, make_plan, plan_inputs, plan_rows
 from grpo_core.planning.sampling_notes import sampling_notes
 from grpo_core.planning.shapes import PromptLengths
 from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
-from tasks.data.forecast_inputs import validated
+from grpo_core.planning.warm_start import describe_warm_start
+from tasks.data.forecast_inputs import demonstrated_sizes, validated
 from tasks.data.sources import validated_pass_rates
 from tasks.processes.measure import check_model, measured_pace
 from tasks.rendering.markdown import escape
@@ -79,6 +80,10 @@ def _work(context: Context) -> dict[str, Any]:
     source: Throughput | Pace | str | None = earlier_throughput(config, "" if handed_to else name_hardware(gpu))
     if source is None and not handed_to:
         source = measured_pace(config, plan, lengths, gpu, data.prompts, get_run_logger().info)
+    if config.warm_start.is_used:
+        receipt = VALIDATE.read_receipt(context.run)
+        rows = receipt["demonstrations"]["rows"]
+        get_run_logger().info(describe_warm_start(config, rows, demonstrated_sizes(receipt), gpu))
     rates, taken = _first_epoch(config, plan, context.run)
     pass_rates = rates or validated_pass_rates(data.prompts)
     for note in silent_notes(config, pass_rates):

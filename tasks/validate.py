@@ -17,6 +17,7 @@ from prefect.client.schemas.objects import State
 from grpo_core import run_files
 from grpo_core.config.inputs import DataChecks, DataSource
 from grpo_core.config.run import RunConfig
+from grpo_core.data.prompts import load_tokenizer
 from grpo_core.environments import rehearsal as with_environments
 from grpo_core.environments.setting import make_setting
 from grpo_core.evaluation.outcomes import bounds_of
@@ -25,6 +26,7 @@ from grpo_core.rewards import rehearsal
 from grpo_core.rewards.composition import range_of_sum
 from grpo_core.rewards.contract import Reward, check_environments, rewards_of
 from tasks.data.contract import Part, check, needed_columns, wrong_columns
+from tasks.data.demonstrations import write_demonstrations
 from tasks.data.groups import count_groups, group_problems
 from tasks.data.lengths import (
     ModelError,
@@ -97,6 +99,9 @@ def _work(context: Context) -> dict[str, Any]:
         log.info("%s: %d rows, columns %s", name, rows.height, ", ".join(rows.columns))
         if screened.dropped[name].height:
             write_rows(screened.dropped[name], context.partial / f"{name}.dropped.parquet")
+    if context.config.warm_start.is_used:
+        report["demonstrations"] = _demonstrations(context, screened.kept)
+        log.info(demonstrations_text(report["demonstrations"]))
     for found in report["findings"]:
         done = {"warn": "kept", "drop": "dropped"}[found["severity"]]
         rule = f"{found['check']} ({found['column']} {found['rule']})"
@@ -118,6 +123,29 @@ def _work(context: Context) -> dict[str, Any]:
         log.warning(warning)
     _show(report, markdown(report, screened.findings, context.partial))
     return report
+
+
+def _demonstrations(context: Context, kept: Mapping[str, Rows]) -> dict[str, Any]:
+    """Write the demonstrations of the warm start, and return their sizes. Their prompts show the tools that the run's
+    prompts show."""
+    config = context.config
+    by_environment = _template_options(config, load_tokenizer(config.model)) if config.environment.is_used else {"": {}}
+
+    def tools(row: Mapping[str, Any]) -> list[Any]:
+        return by_environment.get(row.get("environment", ""), next(iter(by_environment.values()))).get("tools") or []
+
+    held_out = {name: rows for name, rows in kept.items() if name in config.evaluation_files.values()}
+    path = context.partial / f"{run_files.DEMONSTRATIONS}.parquet"
+    return write_demonstrations(config, tools, held_out, path)
+
+
+def demonstrations_text(found: Mapping[str, Any]) -> str:
+    """Describe the demonstrations in a sentence."""
+    dropped = f"; {found['dropped']:,} with a held-out prompt are left out" * bool(found["dropped"])
+    return (
+        f"{found['rows']:,} demonstrations of {found['mean']:.0f} tokens in the mean, {found['longest']:,} at most; "
+        f"{found['trained_tokens']:,} tokens of the assistant are trained on{dropped}"
+    )
 
 
 def too_few_groups(config: RunConfig, report: Mapping[str, Any]) -> list[str]:

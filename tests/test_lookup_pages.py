@@ -68,11 +68,11 @@ def test_every_variable_of_this_project_is_on_the_page_of_environment_variables_
 
 def test_the_stages_of_how_it_works_are_those_of_the_table() -> None:
     page = (DOCS / "explanation" / "how-it-works.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| `(.*?)/?` \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+)` \| (.*?) \| `(.*?)/?` \|$", page, re.MULTILINE)
     asked = {stage.name: f" Only with `{stage.asked_by}`." for stage in ALL_STAGES if stage.asked_by}
     assert rows == [(it.name, it.meaning + asked.get(it.name, ""), it.output) for it in ALL_STAGES]
     [picture] = fenced(page, "mermaid")
-    assert {stage.name for stage in ALL_STAGES} <= set(re.findall(r"\b[a-z]+\b", picture))
+    assert {stage.name for stage in ALL_STAGES} <= set(re.findall(r"\b[a-z]+(?:-[a-z]+)*\b", picture))
 
 
 MESSAGES = re.findall(r"^\| `(.+?)` \|", TROUBLE.replace(r"\`", "\0"), re.MULTILINE)

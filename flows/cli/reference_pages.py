@@ -26,6 +26,7 @@ KEY_PAGES = {  # by section, links to the pages that explain it, relative to the
     "rollout": "[sampling](algorithm.md#sampling), [vLLM servers](../how-to/vllm-server.md)",
     "environment": "[tools and environments](../how-to/environments.md)",
     "algorithm": "[the algorithm](algorithm.md)",
+    "warm_start": "[warm start](../how-to/warm-start.md)",
     "teacher": "[teachers](../how-to/teachers.md)",
     "train": "[the plan](plan.md), [training](algorithm.md#training)",
     "launch": "[several machines](../how-to/cluster.md)",

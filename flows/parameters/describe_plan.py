@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from flows.parameters.early_refusals import refuse_early
+from flows.parameters.early_refusals import count_demonstrations, refuse_early
 from grpo_core.config.files import named_modules
 from grpo_core.config.run import RunConfig
 from grpo_core.data.curriculum import curriculum_notes
@@ -26,11 +26,19 @@ from grpo_core.planning.plan import make_plan, notes, plan_inputs
 from grpo_core.planning.sampling_notes import sampling_notes
 from grpo_core.planning.shapes import PromptLengths
 from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
-from tasks.data.forecast_inputs import Validated, earlier_sampling, first_lengths, read_validated
+from grpo_core.planning.warm_start import describe_warm_start
+from tasks.data.forecast_inputs import (
+    Validated,
+    demonstrated_sizes,
+    earlier_sampling,
+    first_lengths,
+    read_validated,
+)
 from tasks.data.sources import count_prompts, list_pass_rates, training_sources
 from tasks.processes.measure import check_model, measured_pace
 from tasks.stages.base_model import with_checkpoint
 from tasks.stages.run_directory import run_folder
+from tasks.stages.table import VALIDATE
 
 ASSUMED = PromptLengths(256, 256, "assumed; --prompt-tokens says better")
 
@@ -91,6 +99,9 @@ def describe_plan(
         forecasts["time"]["error"] += f"; --history looks for one in MLflow{elsewhere}"
     said = [*notes(inputs, figures), *curriculum_notes(config, figures), *sampling_notes(config)]
     said += silent_notes(config, pass_rates)
+    if config.warm_start.is_used and known_prompts is None:
+        sizes = demonstrated_sizes(VALIDATE.read_receipt(run_folder(config.name)))
+        said.append(describe_warm_start(resolved, count_demonstrations(config), sizes, hardware))
     said += [*hardware_notes(config, hardware, named=bool(gpu)), *base_notes(config.model)]
     if gpu is None:
         said += [problem] if (problem := problem_of_driver()) else []

@@ -15,8 +15,10 @@ from grpo_core.planning.forecast import count_gpus
 from grpo_core.planning.hardware import find_gpu
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs
 from grpo_core.planning.shapes import load_positions
+from grpo_core.planning.warm_start import plan_warm_start
 from grpo_core.rewards.composition import check_curriculum
 from grpo_core.rewards.contract import check, check_environments, rewards_of
+from tasks.data.demonstrations import demonstration_source, load_demonstrations
 from tasks.data.path_or_hub import check_places
 from tasks.data.sources import count_prompts, needs_loading, training_sources
 from tasks.processes.launchers.kubernetes_job import read_template
@@ -65,12 +67,21 @@ def refuse_early(config: RunConfig, known_prompts: int | None = None, here: bool
         for reward in config.rewards:
             check(reward)
         own_code.check(config.data)
+    if known_prompts is None and config.warm_start.is_used:
+        plan_warm_start(config, count_demonstrations(config))
     plan = make_plan(plan_inputs(config, *_num_prompts(config, known_prompts)))
     if known_prompts is None and config.rollout.engine == "recorded":
         # Only the stage plan knows how many batches an epoch takes, since validate may leave prompts out.
         certain = plan if config.train.max_steps else replace(plan, rollouts=1)
         check_recording(config, certain, run_folder(config.name))
     return plan
+
+
+def count_demonstrations(config: RunConfig) -> int:
+    """Number of demonstrations. Raises SourceError if they cannot be read, or lack a column."""
+    if needs_loading(demonstration_source(config).data):
+        return ASSUMED_PROMPTS
+    return load_demonstrations(config).height
 
 
 def _num_prompts(config: RunConfig, known: int | None) -> list[int]:

@@ -13,6 +13,7 @@ from grpo_core.config.metrics import Deciding
 
 HELD_OUT = "held-out"  # name of the evaluation set that data.eval gives
 CHAMPION = "champion"  # alias of the version in use
+WARM_START = "warm-start"  # name of the policy that a training began with, if that is not the base
 # Beginnings of the keys that outcomes depend on, besides the policy.
 EVALUATED_BY = (
     *("evaluation.", "rewards.", "environment.", "data.eval", "data.columns", "data.system_prompt", "data.sources."),

@@ -19,6 +19,7 @@ from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.teacher import TeacherConfig, teacher_problem
 from grpo_core.config.training import BF16_CAPABILITY, HealthConfig, TrainConfig
 from grpo_core.config.vllm_args import check_speculation
+from grpo_core.config.warm_start import WarmStartConfig, warm_start_problem
 from grpo_core.errors import ConfigError
 from grpo_core.system.addresses import keys_with_secrets
 
@@ -46,6 +47,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
     teacher: TeacherConfig = TeacherConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     launch: LaunchConfig = LaunchConfig()
@@ -139,7 +141,7 @@ class RunConfig(Section):
         check_placement(self)
         self._check_environment()
         self._check_routing()
-        if problem := teacher_problem(self):
+        if problem := teacher_problem(self) or warm_start_problem(self):
             raise ValueError(problem)
         if self.rollout.max_staleness and not self.algorithm.vllm_importance_sampling_correction:
             raise ValueError(

@@ -68,6 +68,49 @@ class TurnFormat:
 
         return self._encode_rendered(render, [str(message["content"]) for message in messages])
 
+    def turn(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], before: Sequence[int]) -> list[int]:
+        """Token ids of the last message, a turn of the policy, as the template writes it behind the others: up to its
+        end token, which is included. `before`: ids of the others. Raises TemplateError if the template writes the turn
+        in another way than the policy could, or the tokenizer does."""
+        *others, last = messages
+        options = {"tools": list(tools) or None}
+        asked = self._render(others, add_generation_prompt=True, **options)
+
+        def render(contents: Sequence[str]) -> str:
+            text = self._render([*others, {**last, "content": contents[0]} if contents else last], **options)
+            written = text.removeprefix(asked)
+            if written == text:
+                raise TemplateError(
+                    f"the chat template asks for the policy's turn by {asked[-40:]!r}, and writes the turn behind "
+                    f"another text: {text[-120:]!r}; the policy could not say it so. If the model thinks first, a "
+                    "variable of the template in data.chat_template_kwargs may tell it not to"
+                )
+            if not (places := [written.rfind(end) + len(end) for end in self.ends if end in written]):
+                raise TemplateError(
+                    f"the chat template ends the policy's turn by {written[-20:]!r}, and the model stops at "
+                    f"{', '.join(map(repr, self.ends))}: set eos_token_id in the model's generation_config.json to the "
+                    "token that ends a turn"
+                )
+            return written[: max(places)]
+
+        contents = [last["content"]] if last.get("content") else []
+        return self.continued(before, asked, render(contents), self._encode_rendered(render, contents))
+
+    def continued(self, before: Sequence[int], asked: str, text: str, ids: list[int]) -> list[int]:
+        """`ids`, or other token ids of the text behind `asked`, that are read as this text behind the ids `before`.
+        Raises TemplateError if there are none: some tokenizers join what is on both sides."""
+        own = self._encode(asked)
+        for found in (ids, self._encode(asked + text)[len(own) :]):
+            if self._decode([*before, *found]) == self._decode(before) + text:
+                return found
+        raise TemplateError(
+            f"the tokenizer has no tokens of {text[:40]!r} that stand alone behind {asked[-20:]!r}: begin it with a "
+            "space, or end what stands before with another character"
+        )
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     def read(self, ids: Sequence[int], tools: Tools) -> tuple[str, list[ToolCall]]:
         """The text of the policy's turn without its tool calls, and these. `tools`: JSON schemas by name."""
         text, calls = self._read(self.form, ids, tools) if self.form else ("", [])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from grpo_core.config.evaluation import WARM_START
 from grpo_core.config.metrics import DECIDING, evaluated_metrics, reward_means
 from grpo_core.config.run import RunConfig
 from grpo_core.data.units import paired_units, per_unit
@@ -29,7 +30,8 @@ Outcomes = Mapping[str, Mapping[str, np.ndarray]]  # policy → metric → one v
 
 def compare_policies(samples: pl.DataFrame, config: RunConfig, policies: Sequence[str]) -> dict[str, Any]:
     """Compare the policies on each evaluation set, and each source of the held-out prompts: number of prompts (and of
-    groups, if they are the unit), every policy's figures, and the last policy minus each of the others."""
+    groups, if they are the unit), every policy's figures, and the last policy minus each of the others; with a warm
+    start, also its own gain: the policy after it minus the base."""
     held_out, *others = config.evaluation_files
     names = (held_out, *config.evaluated_sources, *others)
     return {name: _compare_on(name, samples, config, policies) for name in names}
@@ -92,11 +94,12 @@ def _figures(
     seen = {metric: _seen(bounds[metric], [values[metric] for values in found.values()]) for metric in metrics}
     *others, last = on_rows
 
-    def difference(other: str, metric: str) -> Difference:
-        before, after = paired_units(on_rows[other][metric], on_rows[last][metric], numbers)
+    def difference(other: str, metric: str, later: str = last) -> Difference:
+        before, after = paired_units(on_rows[other][metric], on_rows[later][metric], numbers)
         return paired_difference(before, after, confidence, bounds[metric])
 
-    return {
+    warm = {metric: asdict(difference("base", metric, WARM_START)) for metric in metrics if WARM_START in others}
+    return ({"warm_start": warm} if warm else {}) | {
         "policies": {
             policy: {metric: asdict(estimate(values[metric], confidence, seen[metric])) for metric in metrics}
             for policy, values in of_units.items()

@@ -1,4 +1,5 @@
-"""Evaluate base, champion and trained policy on the same prompts, set by set, each prompt once."""
+"""Evaluate base, champion, the policy after a warm start and the trained one on the same prompts, set by set, each
+prompt once."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from grpo_core import run_files
+from grpo_core.config.evaluation import WARM_START
 from grpo_core.config.files import load_config
 from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
@@ -67,6 +69,9 @@ def evaluate(
 
     answers: dict[str, Columns] = {}
     folders = {"base": None, "champion": champion, "trained": run / run_files.TRAINING / run_files.MODEL}
+    if config.warm_start.is_used:
+        trained = folders.pop("trained")
+        folders |= {WARM_START: run / run_files.WARM_START / run_files.MODEL, "trained": trained}
     for policy, folder in folders.items():
         if earlier and policy in taken:
             answers[policy] = answers_of(policy, earlier, prompts)

@@ -87,7 +87,7 @@ class PlanInputs:
     max_tokens_per_pass: int | None = None
     sources: tuple[PlannedSource, ...] = ()  # if there are several; num_prompts is what they give per epoch
     rules: Rules = "grpo"
-    has_teacher: bool = False  # and no reward counts: a teacher's signal needs no group to compare with
+    has_teacher: bool = False  # or demonstrations, and no reward counts: their signal needs no group to compare with
     # Other systems evaluate in batches of groups. None: no evaluation.
     per_device_eval_batch_size: int | None = None
     num_generations_eval: int | None = None

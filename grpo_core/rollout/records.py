@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from grpo_core.config.run import RunConfig
 from grpo_core.data.order import Schedule
 from grpo_core.data.recording import read_batch
+from grpo_core.model.sequences import pad
 from grpo_core.planning.plan import Plan
+from grpo_core.rollout.batch_metrics import length_metrics
 from grpo_core.rollout.collect import Sample, generation_batch
 from grpo_core.rollout.types import Completion, GenerationBatch
 from grpo_core.system.progress import phase
@@ -92,3 +95,29 @@ def replay(index: int, config: RunConfig, plan: Plan) -> tuple[GenerationBatch, 
     ]
     seconds = {"time/generate": 0.0, "time/score": 0.0}
     return generation_batch(index, Schedule(plan, config.seed), config, samples, samples, seconds), samples
+
+
+def demonstrated(index: int, rows: Sequence[Mapping[str, Any]], schedule: Schedule) -> GenerationBatch:
+    """Return generation batch `index` of a warm start: each demonstration as a completion with the advantage 1. The
+    same on every process."""
+    places = schedule.prompts(index)
+    completions = [
+        Completion(row["completion_ids"], [0.0] * len(row["completion_ids"]), False, row["trained_tokens"])
+        for row in (rows[place] for place in places)
+    ]
+    return GenerationBatch(
+        index=index,
+        scheduled_rows=places,
+        prompt_ids=[rows[place]["prompt_ids"] for place in places],
+        completion_ids=pad([each.ids for each in completions], torch.int64),
+        completion_mask=pad([each.mask or [] for each in completions], torch.float32),
+        completion_lengths=torch.tensor([len(each.ids) for each in completions]),
+        truncated=torch.zeros(len(places), dtype=torch.bool),
+        sampling_logprobs=pad([each.logprobs for each in completions], torch.float32),
+        advantages=torch.ones(len(places)),
+        sampled_completions=0,
+        sampled_tokens=0,
+        sampled_rows=torch.tensor(places),
+        passed=torch.full((len(places),), torch.nan, dtype=torch.float64),
+        metrics=length_metrics(completions),
+    )

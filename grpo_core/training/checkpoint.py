@@ -38,7 +38,14 @@ from grpo_core.distributed import (
     writing_group,
 )
 from grpo_core.errors import GrpoError
-from grpo_core.fingerprint import batch_of, determining, environment_parts, planned_values, teacher_parts
+from grpo_core.fingerprint import (
+    batch_of,
+    determining,
+    environment_parts,
+    planned_values,
+    teacher_parts,
+    warm_start_parts,
+)
 from grpo_core.model.loading import trainable_state
 from grpo_core.model.policy import Policy
 from grpo_core.model.sharded import is_sharded
@@ -61,18 +68,20 @@ class CheckpointError(GrpoError):
     exit_status = 1
 
 
-def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
+def fingerprint(run: Path, config: RunConfig, plan: Plan, *, warm_start: bool = False) -> str:
     """Hash of everything that a training depends on: plan, data, reward functions, configuration. A checkpoint is
-    continued only under the same one."""
+    continued only under the same one. `warm_start`: the training is on the demonstrations."""
     sections = ["seed", "model", "rewards", "rollout", "algorithm", "train", "held_out"]
     found = determining(config)
     values = [found.get(section) for section in sections]
     optional = (environment_parts(config), config.data.chat_template_kwargs, config.source_rules, teacher_parts(config))
-    values += [parts for parts in optional if parts]
+    values += [parts for parts in (*optional, warm_start_parts(config)) if parts]
     digest = hashlib.blake2b(json.dumps([values, planned_values(dataclasses.asdict(plan))], sort_keys=True).encode())
     for reward in config.rewards:
         digest.update(hashlib.blake2b(source_of(reward)).digest())
-    files = [run_files.prompts(run, name) for name in ("train", "eval")[: 1 + bool(config.train.eval_steps)]]
+    names = [] if warm_start else ["train", "eval"][: 1 + bool(config.train.eval_steps)]
+    names += [run_files.DEMONSTRATIONS] * (warm_start or config.warm_start.is_used)
+    files = [run_files.prompts(run, name) for name in names]
     if config.data.curriculum.kind != "none":
         digest.update(config.data.curriculum.model_dump_json().encode())
         files += [run / run_files.PROBED] * config.data.curriculum.begins_with_probe

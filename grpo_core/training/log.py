@@ -208,10 +208,12 @@ class TrainingLog:
 
 
 def _line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
-    reward = f"reward {metrics['reward']:.3f}" if "reward" in metrics else "no reward applies"
+    reward = f"reward {metrics['reward']:.3f}  " if "reward" in metrics else "no reward applies  "
+    if "frac_unscored" not in metrics:  # a warm start has no rewards
+        reward = ""
     entropy = f"entropy {metrics['entropy']:.3f}" if "entropy" in metrics else "no token trained"
     return (
-        f"step {step}/{max_steps}  {reward}  loss {metrics['loss']:+.4f}  "
+        f"step {step}/{max_steps}  {reward}loss {metrics['loss']:+.4f}  "
         f"grad {metrics['grad_norm']:.2f}  {entropy}  "
         f"length {metrics['completions/mean_length']:.1f}  {metrics['step_time']:.2f} s"
     )

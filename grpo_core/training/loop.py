@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core import run_files
+from grpo_core.data.demonstrations import METRICS
 from grpo_core.distributed import wait_for_all
 from grpo_core.errors import NotFiniteError, RewardError, RolloutError, TrainingError
 from grpo_core.model.saving import save_model
@@ -39,17 +40,18 @@ from grpo_core.training.state import TrainingState
 from grpo_core.training.update import adapt_entropy, move_reference, update
 
 
-def train(run: Path, output: Path) -> dict[str, Any]:
-    """Train RUN's model as configured and planned; returns (and writes) the content of result.json.
+def train(run: Path, output: Path, *, warm_start: bool = False) -> dict[str, Any]:
+    """Train RUN's model as configured and planned; returns (and writes) the content of result.json. `warm_start`: on
+    demonstrations, as [warm_start] says, instead of by GRPO.
 
-    Reads config.toml, plan.json and dataset/ under `run`. Writes checkpoints/, metrics.jsonl, health.jsonl,
-    completions/, model/ (with LoRA adapter/ too) and result.json under `output`, continuing from the newest
-    undamaged checkpoint there. Raises Stopped on SIGTERM or SIGINT, RewardError if a reward fails and EngineError if
-    the engine fails, each after saving a checkpoint of the last update.
+    Reads config.toml, plan.json and dataset/ under `run`; a warm start its own plan.json under `output`. Writes
+    checkpoints/, metrics.jsonl, health.jsonl, completions/, model/ (with LoRA adapter/ too) and result.json under
+    `output`, continuing from the newest undamaged checkpoint there. Raises Stopped on SIGTERM or SIGINT, RewardError if
+    a reward fails and EngineError if the engine fails, each after saving a checkpoint of the last update.
     """
-    session = load_session(run)
+    session = load_session(run, output if warm_start else None)
     reference = session.reference if session.config.algorithm.sync_ref_model else None
-    identity = fingerprint(run, session.config, session.plan)
+    identity = fingerprint(run, session.config, session.plan, warm_start=warm_start)
     checkpoints = Checkpoints(
         output / run_files.CHECKPOINTS,
         identity,
@@ -129,6 +131,8 @@ def advance(session: Session, state: TrainingState, log: TrainingLog) -> Trainin
             raise
         broken, metrics = error, error.metrics
     kept_entropy, seconds = metrics.pop("kept_entropy", None), time.perf_counter() - start
+    if session.demonstrations is not None:
+        metrics = {name: value for name, value in metrics.items() if name in METRICS}
     metrics |= _mean_metrics([rollout for rollout, _ in parts])
     metrics |= {"epoch": plan.epoch(state.updates + 1), "num_tokens": state.num_tokens, "step_time": seconds}
     if broken is not None:
@@ -145,7 +149,8 @@ def rollout_of(session: Session, index: int, state: TrainingState, log: Training
     if state.rollout is not None and state.rollout.index == index:
         return state.rollout, state
     rollout, samples, begun = roll_out(session, index, state)
-    log.completions(state.updates + 1, rollout, samples)
+    if samples:
+        log.completions(state.updates + 1, rollout, samples)
     taken = [(sample.turn, sample.row) for sample in samples[:: session.plan.num_generations]]
     state = replace(state.with_rollout(rollout, session.plan), taken=taken, begun=begun)
     state = arrange_epochs(session, state)

@@ -23,7 +23,7 @@ from grpo_core.planning.sampling_notes import truncating_keys
 from grpo_core.rewards.trl_arguments import TrainerState
 from grpo_core.rollout.ahead import Ahead
 from grpo_core.rollout.collect import BatchRequest, Sample, collect
-from grpo_core.rollout.records import replay
+from grpo_core.rollout.records import demonstrated, replay
 from grpo_core.rollout.types import GenerationBatch, Rollout
 from grpo_core.system.progress import moved, phase
 from grpo_core.training.batch import balance_rows, has_gradient, join
@@ -35,8 +35,11 @@ from grpo_core.training.weight_sync import sync_weights
 def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollout, list[Sample], list[Group]]:
     """Make generation batch `index`: sync weights, sample, score, advantages, log-probabilities (the old ones, the
     reference's and the teacher's). Also returns the samples and the groups left for later batches. On a recording, the
-    batch is replayed."""
-    if session.sampler is None:
+    batch is replayed; that of a warm start has demonstrations, and no samples."""
+    if session.demonstrations is not None:
+        schedule = Schedule(session.plan, session.config.seed)
+        batch, samples, left = demonstrated(index, session.demonstrations.rows, schedule), list[Sample](), list[Group]()
+    elif session.sampler is None:
         session.policy.refresh()
         batch, samples, left = *replay(index, session.config, session.plan), list[Group]()
     else:

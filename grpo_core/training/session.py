@@ -18,7 +18,9 @@ from grpo_core import run_files
 from grpo_core.config.files import load_config
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.config.run import RunConfig
+from grpo_core.config.warm_start import supervised
 from grpo_core.data.curriculum import PassRates, no_rates, read_rates
+from grpo_core.data.demonstrations import Demonstrations, read_demonstrations, starting_model
 from grpo_core.data.prompts import Prompts, check_teacher_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.data.teacher import check_teacher
@@ -73,17 +75,23 @@ class Session:
     reference: Policy | None  # its own model; None without KL, and with an adapter, whose base is the reference
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]  # by the number of updates done
-    sampler: Sampler | None  # None: the training is on a recording
+    sampler: Sampler | None  # None: the training is on a recording, or on demonstrations
     memory: OutOfMemoryRetry
     teacher: Policy | None = None
     start: dict[str, Tensor] | None = None  # the adapter that the training started from, if the reference has it
     rates: PassRates | None = None  # at the start of the training; None if no reward tells what passes
+    demonstrations: Demonstrations | None = None  # of a warm start
 
 
-def load_session(run: Path) -> Session:
-    """Load and prepare everything that the run directory's configuration names. Raises TrainingError if the device's
-    memory does not hold it together with gradients and optimizer state."""
-    config, plan = load_config(run / run_files.CONFIG), load_plan(run / run_files.PLAN)
+def load_session(run: Path, warm_start: Path | None = None) -> Session:
+    """Load and prepare everything that the run directory's configuration names: for its training, or for the warm start
+    with the plan in this folder. Raises TrainingError if the device's memory does not hold it together with gradients
+    and optimizer state."""
+    config, demonstrations = load_config(run / run_files.CONFIG), None
+    if warm_start is not None:
+        demonstrations = read_demonstrations(run)
+        config = supervised(config, demonstrations.longest_completion)
+    plan = load_plan((warm_start or run) / run_files.PLAN)
     config, accelerator = start_configured(config, deterministic=config.train.deterministic)
     if accelerator.distributed_type not in DATA_PARALLEL:
         raise TrainingError(
@@ -100,7 +108,7 @@ def load_session(run: Path) -> Session:
         for note in config.gpu_notes:
             print(note, flush=True)
     try:
-        return _load(run, config, plan, accelerator)
+        return _load(run, config, plan, accelerator, demonstrations)
     except torch.OutOfMemoryError as error:
         unset = {
             "train.offload = 'optimizer'": config.train.offload == "none",
@@ -117,19 +125,27 @@ def load_session(run: Path) -> Session:
         ) from error
 
 
-def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) -> Session:
+def _load(
+    run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator, demonstrations: Demonstrations | None
+) -> Session:
     check_adapter(config.model)
     check_teacher(config)
-    check_curriculum(config)
-    is_recorded = config.rollout.engine == "recorded"
+    if not demonstrations:
+        check_curriculum(config)
+    without_engine = config.rollout.engine == "recorded"
+    is_recorded = without_engine and not demonstrations
     if is_recorded:
         check_recording(config, plan, run)
-    rewards = [] if is_recorded else rewards_of(config)
-    names = ["train", "eval"] if config.train.eval_steps else ["train"]
+    rewards = [] if without_engine else rewards_of(config)
+    names = [] if demonstrations else ["train", "eval"] if config.train.eval_steps else ["train"]
     loaded = read_prompts(config, {name: run_files.prompts(run, name) for name in names})
     tokenizer, setting = loaded.tokenizer, loaded.setting
     check_teacher_tokenizer(config, tokenizer)
-    prompts, held_out = loaded.sets["train"], loaded.sets.get("eval")
+    held_out = loaded.sets.get("eval")
+    if demonstrations:  # the longest prompt and the longest completion may be of different ones
+        prompts = Prompts(demonstrations.rows, [], demonstrations.longest - demonstrations.longest_completion)
+    else:
+        prompts = loaded.sets["train"]
     if is_recorded:
         check_tokens(config, plan, tokenizer, prompts.rows)
         if setting:  # it was for the tokens of its prompts
@@ -141,16 +157,18 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     evaluated = 0 if held_out is None else held_out.max_length + config.evaluation_length
     max_length = max(SHORTEST + 1, longest, evaluated)
     adapts, bf16 = config.model.use_peft, config.train.mixed_precision == "bf16"
-    base = _load_model(config.model, config, accelerator, frozen=adapts, in_bf16=bf16 and adapts)
+    keys = starting_model(config, run)
+    base = _load_model(keys, config, accelerator, frozen=adapts, in_bf16=bf16 and adapts)
     check_lengths(base, max_length)
-    model = with_adapter(base, config.model)
+    model = with_adapter(base, keys)
     policy = _policy(model, config, accelerator, max_length)
-    start = copy_of_trainable_state(policy.model) if config.model.adapter and config.algorithm.beta else None
-    model_path = config.model.name_or_path
-    engine = None if is_recorded else make_engine(config, model_path, policy.model, tokenizer, max_length)
+    start = copy_of_trainable_state(policy.model) if keys.adapter and config.algorithm.beta else None
+    engine = None if without_engine else make_engine(config, keys.name_or_path, policy.model, tokenizer, max_length)
+    if engine is not None and config.warm_start.is_used and adapts:  # an adapter that the engine has not loaded
+        engine.sync_weights(policy.model)
     _read_routers(policy, engine, config)
     set_seed(config.seed)  # after the engine, which seeds the process for itself
-    reference = _reference(config, accelerator, max_length)
+    reference = _reference(keys, config, accelerator, max_length)
     teacher = _teacher(config, accelerator, max_length)
     optimizer = make_optimizer(model, config.train)
     if accelerator.is_main_process:
@@ -176,7 +194,8 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         ),
         sampler=None if engine is None else _sampler(engine, config, setting, prompts, max_length),
         start=start,
-        rates=_first_rates(run, config, len(prompts.rows)),
+        rates=None if demonstrations else _first_rates(run, config, len(prompts.rows)),
+        demonstrations=demonstrations,
     )
 
 
@@ -245,12 +264,13 @@ def _load_model(keys: ModelConfig, config: RunConfig, accelerator: Accelerator, 
     )
 
 
-def _reference(config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy | None:
-    """Load the base model, frozen, if the KL term needs a copy of it; with float32 masters if it follows the policy."""
+def _reference(keys: ModelConfig, config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy | None:
+    """Load the model that the training begins with, frozen, if the KL term needs a copy of it; with float32 masters if
+    it follows the policy."""
     if config.algorithm.beta == 0 or config.model.use_peft:
         return None
     bf16, moves = config.train.mixed_precision == "bf16", config.algorithm.sync_ref_model
-    model = _load_model(config.model, config, accelerator, frozen=True, in_bf16=bf16 and not moves)
+    model = _load_model(keys, config, accelerator, frozen=True, in_bf16=bf16 and not moves)
     return Policy(model.requires_grad_(False), config.rollout.temperature, max_length=max_length, bf16=bf16 and moves)
 
 

@@ -21,6 +21,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.planning.ahead_forecast import EarlierSampling, SampledBatch
 from grpo_core.planning.pace import EnvironmentPace, ValidatedCosts
 from grpo_core.planning.shapes import ForecastError, PromptLengths, config_file
+from grpo_core.planning.warm_start import Sizes
 from grpo_core.system.tables import read_parquet
 from tasks.data.completions import recorded_batches
 from tasks.data.path_or_hub import data_set
@@ -80,6 +81,12 @@ def read_validated(run: Path) -> Validated | None:
         return validated(VALIDATE.path(run), VALIDATE.read_receipt(run))
     except KeyError:
         return None
+
+
+def demonstrated_sizes(receipt: Mapping[str, Any]) -> Sizes | None:
+    """Sizes of the demonstrations, from the receipt of the stage validate; None if it is not done."""
+    found = receipt.get(run_files.DEMONSTRATIONS)
+    return found and Sizes(found["longest"], found["longest_completion"], found["mean"])
 
 
 def first_lengths(config: RunConfig) -> PromptLengths | None:

@@ -13,7 +13,7 @@ from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from tasks.rendering import figures
 from tasks.stages.files import read_json
-from tasks.stages.table import EVALUATE, PROBE, TRAIN
+from tasks.stages.table import EVALUATE, PROBE, TRAIN, WARM_START
 from tasks.tracking.runs import HARDWARE, RUN_FILE
 
 NO_GPU = "CPU"  # prefix of the name of hardware without a GPU
@@ -59,19 +59,18 @@ def sum_metrics(costs: Iterable[Cost]) -> dict[str, float]:
 
 def run_cost(run: Path, config: RunConfig) -> Cost:
     """Compute the cost of a run under the storage root whose training has finished."""
-    seconds = (stage.read_receipt(run).get("seconds", 0.0) for stage in (EVALUATE, PROBE))
+    seconds = (stage.read_receipt(run).get("seconds", 0.0) for stage in (EVALUATE, PROBE, WARM_START))
     return training_cost(TRAIN.path(run), config, *seconds)
 
 
-def training_cost(
-    training: Path, config: RunConfig, evaluation_seconds: float = 0.0, probe_seconds: float = 0.0
-) -> Cost:
-    """Compute the cost of the training in this folder: of an unfinished one, of its recorded updates."""
+def training_cost(training: Path, config: RunConfig, *other_seconds: float) -> Cost:
+    """Compute the cost of the training in this folder: of an unfinished one, of its recorded updates.
+    `other_seconds`: of the other stages that use GPUs, see `cost_of`."""
     result, hardware = read_json(training / run_files.RESULT), read_json(training / RUN_FILE).get(HARDWARE, "")
     if not result:
         seconds = sum(_update_seconds(training / run_files.METRICS))
         result = {"interrupted": True, "train_seconds": seconds, "sampled_tokens": None}
-    return cost_of(config, hardware, result, evaluation_seconds, probe_seconds)
+    return cost_of(config, hardware, result, *other_seconds)
 
 
 def _update_seconds(metrics: Path) -> Iterator[float]:
@@ -84,8 +83,9 @@ def cost_of(
     config: RunConfig,
     hardware: str,
     result: Mapping[str, Any],
-    evaluation_seconds: float,
-    probe_seconds: float,
+    evaluation_seconds: float = 0.0,
+    probe_seconds: float = 0.0,
+    warm_start_seconds: float = 0.0,
 ) -> Cost:
     """Compute the cost of a run. hardware: where it was trained, "" if unknown; result: receipt of train, or of an
     unfinished training what `training_cost` makes of its updates."""
@@ -94,6 +94,7 @@ def cost_of(
     training_seconds = max(result.get("seconds", 0.0), result["train_seconds"])
     evaluating = config.where_evaluated.train.num_processes + servers
     seconds = (training_seconds + probe_seconds) * (train.num_processes + servers) + evaluation_seconds * evaluating
+    seconds += warm_start_seconds * train.num_processes  # it has no servers
     has_gpu = bool(hardware) and not hardware.startswith(NO_GPU)
     return Cost(
         seconds / 3600 if has_gpu else None, interrupted, result["sampled_tokens"], config.launch.gpu_hour_price

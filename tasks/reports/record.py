@@ -23,7 +23,7 @@ from tasks.rendering.drawing import Row
 from tasks.rendering.figures import metric_of
 from tasks.reports.cost import Cost, cost_of
 from tasks.stages.run_directory import UnknownRunError, find_run, read_config
-from tasks.stages.table import ALL_STAGES, EVALUATE, PLAN, PROBE, STAGES, TRAIN, VALIDATE
+from tasks.stages.table import ALL_STAGES, EVALUATE, PLAN, PROBE, STAGES, TRAIN, VALIDATE, WARM_START
 from tasks.tracking.runs import HARDWARE, RUN_FILE, connect
 
 LOGGED = {  # by register, at the top of the MLflow run
@@ -63,8 +63,8 @@ class Record:
 
     @property
     def cost(self) -> Cost:
-        seconds = self.evaluation.get("seconds", 0.0), self.seconds.get(PROBE.name, 0.0)
-        return cost_of(self.config, self.hardware, self.result, *seconds)
+        others = (self.seconds.get(stage.name, 0.0) for stage in (PROBE, WARM_START))
+        return cost_of(self.config, self.hardware, self.result, self.evaluation.get("seconds", 0.0), *others)
 
 
 def load_record(reference: str) -> Record:

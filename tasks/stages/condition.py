@@ -81,8 +81,8 @@ def saved_progress(stage: Stage, run: Path, key: str) -> str:
     if not stage.resumable or read_json(partial / MARKER).get("lineage_key") != key:
         return ""
     newest = saved_updates(partial)
-    try:
-        planned = PLAN.read_receipt(run)["plan"]["max_steps"]
+    try:  # a warm start has a plan of its own
+        planned = (read_json(partial / run_files.PLAN) or PLAN.read_receipt(run))["plan"]["max_steps"]
     except (KeyError, TypeError):
         return ""
     return f"{newest} of {planned} updates saved" if newest else ""
@@ -130,13 +130,14 @@ def _how_to_add_stage(stage: Stage, run: Path, config: RunConfig) -> str:
     from grpo_core.rewards.composition import check_curriculum  # imports numpy, which most commands do without
 
     values = config.model_dump(mode="json", exclude_unset=True)
+    example = [*stage.example] if isinstance(stage.example, tuple) else stage.example
     *sections, key = stage.asked_by.split(".")
-    reduce(lambda inner, name: inner.setdefault(name, {}), sections, values)[key] = 4
+    reduce(lambda inner, name: inner.setdefault(name, {}), sections, values)[key] = example
     try:
         check_curriculum(parse_config(values))
     except ConfigError as error:
         return f"it cannot be set either: {error}"
-    return f"to have it: grpo run {run / run_files.CONFIG} --set {stage.asked_by}=4"
+    return f"to have it: grpo run {run / run_files.CONFIG} --set {stage.asked_by}={example}"
 
 
 def _outdated(stage: Stage, config: RunConfig, now: Mapping[str, Condition]) -> list[Stage]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from grpo_core.config.base import flatten
 from grpo_core.config.run import RunConfig
+from grpo_core.config.warm_start import supervised
 from grpo_core.data import own_code
 from grpo_core.fingerprint import (
     BEHAVIOUR,
@@ -23,6 +24,7 @@ from grpo_core.fingerprint import (
     environment_parts,
     reward_parts,
     teacher_parts,
+    warm_start_parts,
 )
 
 # Keys that determine how completions are sampled.
@@ -139,13 +141,39 @@ class Parts:
         return flatten({"teacher": teacher_parts(self.config)})
 
     @cached_property
+    def demonstrations(self) -> Named:
+        """What the encoded demonstrations depend on besides model and tools; empty without a warm start."""
+        keys = self.config.warm_start
+        if keys.demonstrations is None:
+            return {}
+        return {
+            "content of the demonstrations": content_hash(keys.demonstrations),
+            "warm_start.split": keys.split,
+            "warm_start.revision": keys.revision,
+            "rollout.stop": self.config.rollout.stop,
+        }
+
+    @cached_property
+    def warm_start(self) -> Named:
+        """The demonstrations, and the keys of the training on them; empty without one."""
+        keys = flatten({"warm_start": warm_start_parts(self.config)})
+        return self.demonstrations | {name: value for name, value in keys.items() if name not in self.demonstrations}
+
+    @cached_property
+    def supervised(self) -> Named:
+        """Everything that the model after the warm start depends on."""
+        own = Parts(supervised(self.config, 1))
+        training = own.section("train") | own.section("algorithm") | own.model
+        return {"behaviour of grpo_core": BEHAVIOUR, "seed": self.config.seed, **training, **self.warm_start}
+
+    @cached_property
     def policy(self) -> Named:
         """The trained policy."""
         held_out = flatten({"evaluation": self._determining["held_out"] or {}})
         evaluations = {f"{name} (while training)": value for name, value in held_out.items()}
         # With kind 'none', a training takes all prompts alike and reads no pass rates.
         taken = {} if self.config.data.curriculum.kind == "none" else self.curriculum | self._passing
-        taken |= {"seed": self.config.seed} | self.teacher
+        taken |= {"seed": self.config.seed} | self.teacher | self.warm_start
         return self.steps | taken | self.model | self.section("algorithm") | evaluations
 
     @cached_property

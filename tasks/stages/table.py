@@ -57,6 +57,8 @@ class Stage:
     """Gives those of `reads` that a configuration ignores."""
     asked_by: str = ""
     """The configuration key that, if set, gives a run this stage; "": every run has it."""
+    example: int | str | tuple[str, ...] = ""
+    """A value of that key; a tuple for a list."""
     prompts: Callable[[RunConfig], Collection[str]] = lambda config: ()
     """Gives the validated data sets that it reads."""
     content: Callable[[Path, Receipt], str | dict[str, str]] | None = None
@@ -98,6 +100,11 @@ def _gain(config: RunConfig, receipt: Receipt) -> str:
     return f"{metric} {figures.gain(metric, found)} {figures.interval(metric, found)}"
 
 
+def _data_sets(receipt: Receipt) -> list[str]:
+    """The data sets that validate has written."""
+    return [*receipt["num_prompts"], *(name for name in [run_files.DEMONSTRATIONS] if name in receipt)]
+
+
 VALIDATE = Stage(
     name="validate",
     task="tasks.validate:validate",
@@ -105,15 +112,20 @@ VALIDATE = Stage(
     output=run_files.DATASET,
     receipt=run_files.REPORT,
     depends_on=lambda parts: (
-        parts.prompts | parts.reward_limits | parts.environment_limits | parts.evaluated_length | parts.evaluation_sets
+        parts.prompts
+        | parts.reward_limits
+        | parts.environment_limits
+        | parts.evaluated_length
+        | parts.evaluation_sets
+        | parts.demonstrations
     ),
     key_figure=lambda config, receipt: (
         f"{receipt['num_prompts']['train']:,} + {receipt['num_prompts']['eval']:,} prompts"
     ),
     content=lambda output, receipt: {
-        name: content_hash(str(output / f"{name}.parquet")) for name in receipt["num_prompts"]
+        name: content_hash(str(output / f"{name}.parquet")) for name in _data_sets(receipt)
     },
-    files=lambda receipt: [f"{name}.parquet" for name in receipt["num_prompts"]],
+    files=lambda receipt: [f"{name}.parquet" for name in _data_sets(receipt)],
 )
 PROBE = Stage(
     name="probe",
@@ -128,6 +140,7 @@ PROBE = Stage(
     gpu=True,
     reads=(VALIDATE,),
     asked_by="data.curriculum.probe",
+    example=4,
     prompts=lambda config: ("train",),
     content=lambda output, receipt: content_hash(str(output / run_files.PASS_RATES)),
     files=lambda receipt: (run_files.PASS_RATES,),
@@ -137,11 +150,32 @@ PLAN = Stage(
     task="tasks.plan:plan",
     meaning="Plan the run: steps, memory, time.",
     output=run_files.PLAN,
-    depends_on=lambda parts: parts.steps | parts.order | parts.model | parts.memory | parts.curriculum,
+    depends_on=lambda parts: (
+        parts.steps | parts.order | parts.model | parts.memory | parts.curriculum | parts.warm_start
+    ),
     key_figure=lambda config, receipt: f"{receipt['plan']['max_steps']:,} updates planned",
     reads=(VALIDATE, PROBE),
     prompts=lambda config: ("train",),
     content=lambda output, receipt: hash_values(planned_values(receipt["plan"])),  # no stage reads the forecasts
+)
+WARM_START = Stage(
+    name="warm-start",
+    task="tasks.warm_start:warm_start",
+    meaning="Train the run's base model on demonstrations; its training begins from there.",
+    output=run_files.WARM_START,
+    receipt=run_files.RESULT,
+    depends_on=lambda parts: parts.supervised,
+    key_figure=lambda config, receipt: (
+        f"{receipt['counted']['updates']:,} updates, loss {receipt['metrics']['loss']:.3f}"
+    ),
+    gpu=True,
+    resumable=True,
+    reads=(VALIDATE,),
+    asked_by="warm_start.demonstrations",
+    example="demonstrations.jsonl",
+    prompts=lambda config: (run_files.DEMONSTRATIONS,),
+    content=lambda output, receipt: content_hash(str(output / run_files.MODEL)),
+    files=lambda receipt: (run_files.MODEL,),
 )
 TRAIN = Stage(
     name="train",
@@ -153,7 +187,7 @@ TRAIN = Stage(
     key_figure=lambda config, receipt: f"{receipt['counted']['updates']:,} updates",
     gpu=True,
     resumable=True,
-    reads=(VALIDATE, PROBE, PLAN),
+    reads=(VALIDATE, PROBE, PLAN, WARM_START),
     unused=lambda config: () if config.data.curriculum.begins_with_probe else (PROBE,),
     prompts=lambda config: ("train", "eval") if config.train.eval_steps else ("train",),
 )
@@ -166,7 +200,7 @@ EVALUATE = Stage(
     depends_on=lambda parts: parts.policy | parts.evaluation,
     key_figure=_gain,
     gpu=True,
-    reads=(VALIDATE, PLAN, TRAIN),
+    reads=(VALIDATE, PLAN, WARM_START, TRAIN),
     prompts=lambda config: config.evaluation_files.values(),
 )
 REGISTER = Stage(
@@ -192,10 +226,11 @@ PUBLISH = Stage(
     resumable=True,
     reads=(VALIDATE, PLAN, TRAIN, EVALUATE, REGISTER),
     asked_by="publish.formats",
+    example=("bfloat16",),
     prompts=lambda config: config.evaluation_files.values(),
 )
 STAGES = (VALIDATE, PLAN, TRAIN, EVALUATE, REGISTER)  # of every run
-ALL_STAGES = (VALIDATE, PROBE, *STAGES[1:], PUBLISH)
+ALL_STAGES = (VALIDATE, PROBE, PLAN, WARM_START, *STAGES[2:], PUBLISH)
 
 
 def stages_of(config: RunConfig) -> tuple[Stage, ...]:

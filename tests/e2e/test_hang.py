@@ -15,9 +15,9 @@ from benchmarks.command import python_path
 from grpo_core.config.files import load_config
 from grpo_core.system.progress import RANKS
 from tasks.processes.launch import launch_with_restarts
+from tasks.processes.training import run_training
 from tasks.processes.watchdog import HangError
 from tasks.stages.run import Context
-from tasks.train import run_training
 from tests.conftest import config_values, make_run
 from tests.e2e.place import metrics
 

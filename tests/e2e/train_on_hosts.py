@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from grpo_core.config.files import load_config
+from tasks.processes.training import run_training
 from tasks.processes.vllm_servers import servers
 from tasks.stages.run import Context
-from tasks.train import run_training
 
 
 def say(line: str) -> None:

@@ -228,9 +228,16 @@ def test_columns_and_schemas_are_of_listed_modules_only(monkeypatch: pytest.Monk
 def test_every_key_that_may_name_a_file_an_address_or_code_is_known() -> None:
     """Those of rewards and environments are dealt with above. Of the others, paths and hub names are read as data."""
     read = {"model.name_or_path", "model.gguf_file", "model.adapter", "data.train", "data.eval", "evaluation.sets.data"}
-    read |= {"teacher.model", "rollout.recording", "data.sources.train", "data.sources.eval"}
+    read |= {
+        "teacher.model",
+        "warm_start.demonstrations",
+        "rollout.recording",
+        "data.sources.train",
+        "data.sources.eval",
+    }
     splits = ("train_split", "eval_split", "subset", "revision")
     names = {"name", "model.revision", "model.lora_target_modules", "model.lora_modules_to_save", "rollout.stop"}
+    names |= {"warm_start.split", "warm_start.revision"}
     names |= {"teacher.revision", "rollout.vllm_args"}  # of which a list says what may be passed
     names |= {f"data.{key}" for key in (*splits, "system_prompt", "chat_template_kwargs", "curriculum.band")}
     names |= {f"data.sources.{key}" for key in (*splits, "name", "system_prompt", "rewards", "environment")}

@@ -53,7 +53,8 @@ def test_a_stage_added_to_the_table_runs_in_its_place_and_is_seen_everywhere(qua
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in quantizing["status"].splitlines()]
     assert [row[0] for row in rows if row] == ORDER
     assert [row[4] for row in rows if row and row[0] == "quantize"] == ["8 bits"]
-    stages = [ORDER[0], "probe", *ORDER[1:], "publish"]  # probe and publish only where a run asks for them
+    # Only where a run asks for them: probe, warm-start and publish.
+    stages = [ORDER[0], "probe", ORDER[1], "warm-start", *ORDER[2:], "publish"]
     offered = [*(f"{stage}/local" for stage in stages), "promote/local", "rollback/local", "clean/local"]
     assert quantizing["deployments"] == ["pipeline/local", "sweep/local", *offered]
     assert quantizing["handed over"] == ["train", "evaluate", "quantize"]

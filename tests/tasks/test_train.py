@@ -15,9 +15,9 @@ from grpo_core.planning.rules import PlanInputs
 from tasks.processes import launch as launching
 from tasks.processes.launch import RETURN_SECONDS
 from tasks.processes.run import ProcessError, TakenError
+from tasks.processes.training import check_result, run_training
 from tasks.stages.errors import StageError
 from tasks.stages.run import Context
-from tasks.train import check_result, run_training
 from tests.conftest import config_values
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from grpo_core.model.divergence import mean_kl
 from grpo_core.model.loading import load_model
 from grpo_core.planning.plan import load_plan
 from grpo_core.rollout import transformers_engine as engine
-from tasks.train import check_result
+from tasks.processes.training import check_result
+from tasks.reports.report import verdicts
 from tests.conftest import make_model, make_run, write_sums
 from tests.grpo_core.training.training import checkpoint_of, metrics_of, result_of, trained_run, weights_of
 
@@ -217,6 +219,27 @@ def test_each_prompt_of_each_set_is_answered_once_a_sample_by_each_policy_whatev
     for column in distances:
         assert others[column].to_list() == pytest.approx(samples[column].to_list(), rel=1e-3)
     assert again["key"] == report["key"]
+
+
+@pytest.mark.slow
+def test_the_gain_of_a_warm_start_is_told_from_that_of_the_training_after_it(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    values |= {"warm_start": {"demonstrations": "shown.parquet"}, "rewards": [{"function": f"{__name__}:recorded"}]}
+    run, base = _evaluated(tmp_path / "run", values), Path(values["model"]["name_or_path"])
+    _perturbed(base, run / "warm-start" / "model", 0.2)
+    report = evaluate(run, run / "evaluation")
+    assert report["policies"] == ["base", "warm-start", "trained"]
+    shutil.rmtree(run / "training" / "model")
+    shutil.copytree(run / "warm-start" / "model", run / "training" / "model")
+    (tmp_path / "other").mkdir()
+    other = evaluate(run, tmp_path / "other")
+    for name, found in report["sets"].items():
+        assert found["warm_start"] == other["sets"][name]["warm_start"] == other["sets"][name]["differences"]["base"]
+        assert found["warm_start"]["reward"] != found["differences"]["base"]["reward"]
+        assert other["sets"][name]["differences"]["warm-start"]["reward"]["mean"] == 0
+    [gain] = [it for it in verdicts(report, "reward") if it.startswith("held-out, the warm start by itself: ")]
+    assert "base" in gain
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ def in_child(work: Callable[[], None]) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def train(run: Path, kill_at: int = 0, signal_number: int = signal.SIGKILL) -> int:
-    """Train in a child that gets the signal as its forward pass `kill_at` begins; RUN/passes counts the passes."""
+def train(run: Path, kill_at: int = 0, signal_number: int = signal.SIGKILL, options: Sequence[str] = ()) -> int:
+    """Train in a child that gets the signal as its forward pass `kill_at` begins; RUN/passes counts the passes.
+    `options`: of the process."""
 
     def work() -> None:
         from grpo_core.model.policy import Policy
@@ -47,7 +48,7 @@ def train(run: Path, kill_at: int = 0, signal_number: int = signal.SIGKILL) -> i
             return forward(self, *args, **kwargs)
 
         Policy.forward = counted  # type: ignore[method-assign]
-        sys.argv = ["grpo_core.train", str(run)]
+        sys.argv = ["grpo_core.train", str(run), *options]
         train_process()
         (run / "passes").write_text(str(count))
 

@@ -81,7 +81,7 @@ def test_zeros_in_the_place_of_metrics_after_the_checkpoint_are_written_over(
 def test_metrics_lost_before_the_checkpoint_are_named_and_the_training_goes_on(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
-    from tasks.train import check_result  # needs prefect, which a training does not
+    from tasks.processes.training import check_result  # needs prefect, which a training does not
 
     run, whole = interrupted(values, tmp_path)
     _zero_lines(run / "training" / "metrics.jsonl", [2, 3])

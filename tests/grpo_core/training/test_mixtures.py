@@ -76,8 +76,8 @@ def test_replay_takes_the_engine_s_experts_in_old_log_probabilities_and_in_the_u
 ) -> None:
     taken: list[bool] = []
 
-    def load_session(run: Path) -> Any:
-        session = loaded(run)
+    def load_session(*arguments: Any) -> Any:
+        session = loaded(*arguments)
         session.model.model.layers[0].mlp.experts.register_forward_pre_hook(note)
         prepare = session.policy.prepare
 

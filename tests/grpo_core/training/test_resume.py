@@ -33,7 +33,15 @@ from grpo_core.training.loop import train
 from grpo_core.training.state import random_state, set_random_state
 from tests.conftest import config_values, make_model, make_run, with_keys, write_sums
 from tests.grpo_core.training import killing
-from tests.grpo_core.training.training import are_close, assert_same, figures_of, interrupted, result_of, trained_run
+from tests.grpo_core.training.training import (
+    are_close,
+    assert_same,
+    demonstrate,
+    figures_of,
+    interrupted,
+    result_of,
+    trained_run,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -61,6 +69,7 @@ ALL_AT_ONCE = {
 }
 # Groups whose rewards are equal are not replaced, since the teacher teaches there.
 TAUGHT = ALL_AT_ONCE | {"dynamic_sample": False}
+WARM = {"per_device_train_batch_size": 4, "save_steps": 1}
 ADAPTER = {
     "use_peft": True,
     "lora_r": 4,
@@ -111,6 +120,7 @@ def test_an_engine_that_fails_ends_the_training_with_a_checkpoint_from_which_it_
     ("keys", "kills"),
     [
         pytest.param(TAUGHT, 3, id="taught, all at once"),
+        pytest.param(WARM, 3, id="warm start"),
         pytest.param(ALL_AT_ONCE, 12, id="all at once, often", marks=pytest.mark.e2e),
         pytest.param(ADAPTER, 4, id="adapter", marks=pytest.mark.e2e),
     ],
@@ -121,15 +131,29 @@ def test_a_training_killed_at_any_micro_step_ends_with_the_same_weights(
     values = with_keys(values, **keys)
     if keys is TAUGHT:
         values["teacher"] = {"model": str(make_model(tmp_path / "teacher", hidden_size=32)), "weight": 0.5}
-    whole = make_run(tmp_path / "whole", values, killing.NUMBER_OF_PROMPTS)
-    assert killing.train(whole) == 0
+    if keys is WARM:
+        values["warm_start"] = {"demonstrations": "shown.parquet", "batch_size": 6, "max_steps": 6}
+
+    def made(name: str) -> Path:
+        run = make_run(tmp_path / name, values, killing.NUMBER_OF_PROMPTS)
+        if keys is WARM:  # in the place where `assert_same` looks
+            demonstrate(run, random.Random(1), output="training")
+        return run
+
+    options = ["--warm-start", "--output", "training"] if keys is WARM else []
+
+    def train(run: Path, kill_at: int = 0) -> int:
+        return killing.train(run, kill_at, options=[*options[:2], *(str(run / each) for each in options[2:])])
+
+    whole = made("whole")
+    assert train(whole) == 0
     passes = int((whole / "passes").read_text())
     runs = []
     for position in range(kills):
         kill_at = 1 + position * passes // kills + position % 2
-        run = make_run(tmp_path / f"killed-at-{kill_at}", values, killing.NUMBER_OF_PROMPTS)
-        assert os.WTERMSIG(killing.train(run, kill_at)) == signal.SIGKILL
-        assert killing.train(run) == 0
+        run = made(f"killed-at-{kill_at}")
+        assert os.WTERMSIG(train(run, kill_at)) == signal.SIGKILL
+        assert train(run) == 0
         assert_same(run, whole)
         runs.append(run)
     resumed = {json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] for run in runs}

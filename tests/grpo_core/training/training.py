@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from grpo_core.config.files import load_config
+from grpo_core.data.demonstrations import SCHEMA
+from grpo_core.planning.warm_start import plan_warm_start
 from grpo_core.training import checkpoint, checkpoint_write
 from grpo_core.training.loop import train
 from tests.conftest import make_run, with_keys
@@ -23,6 +30,20 @@ def trained_run(folder: Path, values: dict[str, Any], **keys: Any) -> Path:
     run = make_run(folder, with_keys(values, **keys))
     train(run, run / "training")
     return run
+
+
+def demonstrate(run: Path, draw: random.Random, number: int = 22, output: str = "warm-start") -> list[dict[str, Any]]:
+    """Put drawn demonstrations and the plan of the warm start where the stages do; returns the demonstrations."""
+    rows = []
+    for _ in range(number):
+        prompt, completion = ([draw.randrange(3, 13) for _ in range(draw.randint(1, most))] for most in (5, 9))
+        trained = [draw.randint(0, 1) for _ in completion[:-1]] + [1]
+        rows.append({"prompt_ids": prompt, "completion_ids": completion, "trained_tokens": trained})
+    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), run / "dataset" / "demonstrations.parquet")
+    plan = plan_warm_start(load_config(run / "config.toml"), number, 9)
+    (run / output).mkdir()
+    (run / output / "plan.json").write_text(json.dumps({"plan": asdict(plan)}))
+    return rows
 
 
 def metrics_of(run: Path) -> list[dict[str, float]]:

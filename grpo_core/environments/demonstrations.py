@@ -1,0 +1,134 @@
+"""A demonstration as token ids: what the policy shall say, in the tokens in which it would sample it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+from grpo_core.data.chat import is_conversation, without_gaps
+from grpo_core.environments.turns import TemplateError, TurnFormat
+
+Message = dict[str, Any]
+FORMS = "the column `messages`, or `prompt` and `completion`"
+
+
+class DemonstrationError(ValueError):
+    """Raised for a row that shows nothing that could be learnt; the message says why."""
+
+
+@dataclass
+class Demonstration:
+    """Token ids of a demonstration. `trained_tokens`: 1 per token of the assistant, its end tokens included, and 0 per
+    token of others."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int] = field(default_factory=list)
+    trained_tokens: list[int] = field(default_factory=list)
+
+    def add(self, ids: Sequence[int], *, trained: bool) -> None:
+        self.completion_ids += ids
+        self.trained_tokens += [int(trained)] * len(ids)
+
+
+def encode(
+    row: Mapping[str, Any], turns: TurnFormat, tools: Sequence[Mapping[str, Any]], stop: Sequence[str] = ()
+) -> Demonstration:
+    """Encode a row with `messages`, or with `prompt` and `completion`, each a text or messages.
+
+    Of `messages`, every turn of the assistant is trained; with a prompt of messages, those of the completion. `tools`:
+    JSON schemas, unless the row has a column of them. `stop`: texts that end a completion without an end token.
+
+    Raises DemonstrationError for a row of another form, and TemplateError if template or tokenizer cannot write it.
+    """
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if row.get("messages"):
+        messages = _messages(row["messages"])
+        first = next((place for place, each in enumerate(messages) if each["role"] == "assistant"), len(messages))
+    elif not prompt or not completion:
+        raise DemonstrationError(f"it has no text in {FORMS}")
+    elif not is_conversation(prompt):
+        if is_conversation(completion):
+            raise DemonstrationError("its prompt is a text, and its completion messages: give both one form")
+        return _encode_text(prompt, completion, turns, stop)
+    else:
+        said = _messages(completion) if is_conversation(completion) else [_assistant(completion)]
+        messages, first = [*_messages(prompt), *said], len(prompt)
+    return _encode_messages(messages, first, turns, _own_tools(row.get("tools")) or tools)
+
+
+def _encode_text(prompt: str, completion: str, turns: TurnFormat, stop: Sequence[str]) -> Demonstration:
+    found = Demonstration(turns.tokenizer(prompt)["input_ids"])
+    end = turns.tokenizer.eos_token or next(iter(turns.ends), "")
+    if not end:
+        raise DemonstrationError("the model has no token that ends a text: set eos_token in its tokenizer_config.json")
+    end = "" if completion.endswith((*stop, *turns.ends)) else end
+    ids = turns.tokenizer(completion + end, add_special_tokens=False)["input_ids"]
+    found.add(turns.continued(found.prompt_ids, prompt, completion + end, ids), trained=True)
+    return found
+
+
+def _encode_messages(
+    messages: Sequence[Message], first: int, turns: TurnFormat, tools: Sequence[Mapping[str, Any]]
+) -> Demonstration:
+    """Encode as a conversation is held: each turn behind what was said before, and never rendered again. `first`: index
+    of the first message that is trained."""
+    if first == 0:
+        raise DemonstrationError("it begins with the assistant: there is nothing that the policy would be asked")
+    try:
+        found = Demonstration(turns.prompt(messages[:first], tools))
+    except Exception as error:  # a template is a program and may raise anything
+        raise TemplateError(f"the chat template refuses it: {error}") from error
+    place = first
+    while answers := [*takewhile(lambda message: message["role"] == "assistant", messages[place:])]:
+        if len(answers) > 1:
+            raise DemonstrationError(f"messages {place} and {place + 1} are both the assistant's: join them")
+        try:
+            own = turns.turn(messages[: place + 1], tools, found.prompt_ids + found.completion_ids)
+        except TemplateError:
+            raise
+        except Exception as error:
+            raise TemplateError(f"the chat template refuses it: {error}") from error
+        found.add(own, trained=True)
+        others = [*takewhile(lambda message: message["role"] != "assistant", messages[place + 1 :])]
+        place += 1 + len(others)
+        if place < len(messages):  # what nothing follows teaches nothing
+            found.add(turns.answer(others), trained=False)
+    if not found.completion_ids:
+        raise DemonstrationError("it has no turn of the assistant")
+    return found
+
+
+def _messages(given: Any) -> list[Message]:
+    """The messages without gaps, a call's arguments as an object. Raises DemonstrationError for those without role."""
+    if not isinstance(given, Sequence) or not all(isinstance(each, Mapping) and each.get("role") for each in given):
+        raise DemonstrationError("its messages are not objects with `role` and `content`")
+    return [_message(each) for each in without_gaps(given)]
+
+
+def _message(message: Message) -> Message:
+    calls = message.get("tool_calls") or []
+    if not calls:
+        return {"content": "", **{name: value for name, value in message.items() if name != "tool_calls"}}
+    read = []
+    for call in calls:
+        function = {**call.get("function", call)}
+        if isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"])
+            except ValueError:
+                raise DemonstrationError(f"the arguments {function['arguments']!r} of a call are no JSON") from None
+        read.append({"type": "function", **call, "function": function} if "function" in call else function)
+    return {"content": "", **message, "tool_calls": read}
+
+
+def _assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _own_tools(given: Any) -> list[Mapping[str, Any]]:
+    """JSON schemas of a row's column `tools`, which may be written as JSON."""
+    found = json.loads(given) if isinstance(given, str) else given
+    return [*without_gaps(found)] if found else []

@@ -1,0 +1,134 @@
+"""A warm start is a plain loop of supervised training in float64, and the run's training begins from its model."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from grpo_core.config.files import load_config
+from grpo_core.data.order import epoch_rows
+from grpo_core.model.loading import load_model
+from grpo_core.planning.plan import load_plan
+from grpo_core.training.loop import train
+from tests.conftest import config_values, make_model, make_run, with_keys
+from tests.grpo_core.training.plain_training import _weights, load, load_policy
+from tests.grpo_core.training.several import in_processes
+from tests.grpo_core.training.test_plain import CALM, LORA, passes
+from tests.grpo_core.training.training import demonstrate, figures_of, weights_of
+
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "tied": {"tie_word_embeddings": True}, "adapter": {}}
+
+
+def _drawn(folder: Path, draw: random.Random, kind: str, **keys: Any) -> tuple[Path, list[dict[str, Any]]]:
+    """A run with drawn options, and its demonstrations."""
+    options = {
+        "per_device_train_batch_size": draw.choice([2, 4, 8]),
+        "max_grad_norm": draw.choice([1e9, 0.05]),
+        "temperature": draw.choice([0.5, 1.0]),  # which a warm start has nothing to do with
+        "gradient_checkpointing": draw.random() < 0.3,
+        "beta": 0.1,
+        **CALM,
+        **(LORA if kind == "adapter" else {}),
+        **keys,
+    }
+    model = make_model(folder / "model", initializer_range=0.03, **KINDS[kind])
+    values = with_keys(config_values(model, folder), **options)
+    epochs = draw.choice([{"num_train_epochs": 2.5}, {"max_steps": 5}])
+    values["warm_start"] = {"demonstrations": "x", "batch_size": draw.choice([4, 6]), "learning_rate": 1e-3, **epochs}
+    run = make_run(folder / "run", values)
+    return run, demonstrate(run, draw)
+
+
+def _plain_training(run: Path, rows: list[dict[str, Any]]) -> tuple[list[tuple[float, float]], Any]:
+    """Loss and gradient norm of each update, and the trained model, by a loop over demonstrations one by one."""
+    config, plan = load_config(run / "config.toml"), load_plan(run / "warm-start" / "plan.json")
+    keys, size, model = config.train, config.warm_start.batch_size, load_policy(config)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in parameters if (p.ndim > 1) == decays]} for decays in (True, False)]
+    groups[0]["weight_decay"], groups[1]["weight_decay"] = keys.weight_decay, 0.0
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, keys.adam_beta2), eps=1e-3)
+    per_epoch, steps = len(rows) // size, list[tuple[float, float]]()
+    asked = config.warm_start.max_steps or math.ceil(config.warm_start.num_train_epochs * per_epoch)
+    for step in range(asked):
+        epoch, place = divmod(step, per_epoch)
+        chosen = [rows[row] for row in epoch_rows(plan, config.seed, epoch)[place * size : (place + 1) * size]]
+        said = list[torch.Tensor]()
+        for row in chosen:
+            prompt, ids = row["prompt_ids"], row["completion_ids"]
+            logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+            logprobs = logits.log_softmax(-1)[range(len(ids)), ids]
+            said += [logprob for logprob, trained in zip(logprobs, row["trained_tokens"], strict=True) if trained]
+        loss = -torch.stack(said).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in parameters if p.grad is not None))
+        steps.append((loss.item(), norm))
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad * min(1.0, keys.max_grad_norm / norm)
+        for group in optimizer.param_groups:
+            group["lr"] = config.warm_start.learning_rate * (asked - step) / asked
+        optimizer.step()
+    return steps, model
+
+
+def _assert_plain(run: Path, rows: list[dict[str, Any]]) -> None:
+    before, trained = load_policy(load_config(run / "config.toml")), load(run / "warm-start" / "model")
+    steps, after = _plain_training(run, rows)
+    lines = [json.loads(line) for line in (run / "warm-start" / "metrics.jsonl").read_text().splitlines()]
+    for found, (loss, norm) in zip(lines, steps, strict=True):
+        assert found["loss"] == pytest.approx(loss, rel=2e-5)
+        assert found["grad_norm"] == pytest.approx(norm, rel=2e-5)
+        assert not [name for name in found if name.startswith(("sampling", "clip", "cispo", "log_ratio", "reward"))]
+    first, found, expected = (_weights(model) for model in (before, trained, after))
+    assert (found - expected).norm() < 2e-5 * (expected - first).norm() + 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [*range(3), *(pytest.param(n, marks=pytest.mark.e2e) for n in range(3, 15))])
+def test_a_warm_start_is_a_plain_supervised_loop_and_the_training_begins_from_its_model(
+    number: int, tmp_path: Path
+) -> None:
+    draw, kind = random.Random(number), [*KINDS][number % 3]
+    run, rows = _drawn(tmp_path, draw, kind)
+    with passes(number, draw):
+        train(run, run / "warm-start", warm_start=True)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        _assert_plain(run, rows)
+        train(run, run / "training")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        assert (run / "training" / "adapter").exists() == (kind == "adapter")
+
+        values = load_config(run / "config.toml").model_dump(mode="json", exclude_defaults=True)
+        del values["warm_start"]
+        started = {"adapter": str(run / "warm-start" / "adapter")}
+        values["model"] |= started if kind == "adapter" else {"name_or_path": str(run / "warm-start" / "model")}
+        other = make_run(tmp_path / "other", values)
+        train(other, other / "training")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert figures_of(run) == figures_of(other)
+    assert figures_of(run)[0]["kl"] == pytest.approx(0, abs=1e-6), "the reference policy is the warm start's"
+    mine, others = weights_of(run), weights_of(other)
+    assert all(torch.equal(mine[name], others[name]) for name in others)
+    base = dict(load_model(load_config(run / "config.toml").model.name_or_path).named_parameters())
+    assert any(not torch.equal(mine[name], base[name]) for name in base)
+
+
+@pytest.mark.served
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_processes_train_a_warm_start_as_the_plain_loop(tmp_path: Path, sharding: str) -> None:
+    run, rows = _drawn(tmp_path, random.Random(7), "plain", num_processes=2, sharding=sharding)
+
+    def start(rank: int) -> None:
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+        train(run, run / "warm-start", warm_start=True)
+
+    in_processes(2, tmp_path / "group", start)
+    _assert_plain(run, rows)

@@ -1,0 +1,169 @@
+"""The stage warm-start: which demonstrations validate and the plan refuse, and what is done again when something
+changes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from flows.parameters.early_refusals import refuse_early
+from grpo_core.config.files import parse_config
+from grpo_core.errors import ConfigError, GrpoError
+from grpo_core.planning.hardware import named_gpu
+from grpo_core.planning.warm_start import Sizes, describe_warm_start
+from tasks import validate
+from tasks.data.demonstrations import write_demonstrations
+from tasks.data.sources import SourceError
+from tasks.stages.condition import conditions, refuse_outdated_inputs
+from tasks.stages.errors import StageError
+from tasks.stages.lineage import lineage_keys
+from tasks.stages.run import Context
+from tasks.stages.table import WARM_START, stages_of
+from tests.conftest import config_values, make_tokenizer, with_keys, write_data
+from tests.qwen import QWEN
+from tests.rows import write_lines
+from tests.tasks.stages import small_stages
+from tests.tasks.stages.small_stages import configure, do
+
+SHOWN = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(10, 14)]
+
+
+@pytest.fixture
+def values(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr("tasks.stages.run.get_run_logger", lambda: logging.getLogger("test"))  # there is no flow run
+    write_data(tmp_path)
+    write_lines(tmp_path / "shown.jsonl", SHOWN)
+    return _with(config_values(model_folder, tmp_path), demonstrations=str(tmp_path / "shown.jsonl"), batch_size=2)
+
+
+def _with(values: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    return {**values, "warm_start": {**values.get("warm_start", {}), **keys}}
+
+
+def _written(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    config = parse_config(values)
+    held_out = {"eval": validate.screen(config).kept["eval"]}
+    return write_demonstrations(config, lambda row: [], held_out, path)
+
+
+def test_demonstrations_are_written_as_the_tokens_that_the_policy_would_sample(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    found = _written(values, tmp_path / "found.parquet")
+    assert found == {"rows": 4, "dropped": 0, "longest": 8, "longest_completion": 3, "mean": 8.0, "trained_tokens": 12}
+    tokenizer = make_tokenizer()
+    for row, shown in zip(pq.read_table(tmp_path / "found.parquet").to_pylist(), SHOWN, strict=True):
+        assert tokenizer.decode(row["prompt_ids"]) == shown["prompt"]
+        assert tokenizer.decode(row["completion_ids"]) == shown["completion"] + tokenizer.eos_token
+        assert row["trained_tokens"] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "1+1=", "completion": "2" * 60}, "row 4: it has 65 tokens, and the model takes 64"),
+        (
+            {"prompt": "xyz", "completion": "2"},
+            "row 4: the tokenizer turns its prompt, or what the assistant says, into",
+        ),
+        ({"prompt": "1+1=", "completion": ""}, "row 4: it has no text in the column `messages`, or `prompt` and"),
+        (None, "row 4: its prompt is a held-out one, on which the run is evaluated"),
+    ],
+    ids=["long", "unknown", "empty", "held out"],
+)
+def test_a_row_that_cannot_be_learnt_from_is_refused_by_its_number(
+    values: dict[str, Any], tmp_path: Path, row: dict[str, str] | None, said: str
+) -> None:
+    shown = _with(values, demonstrations=str(tmp_path / "more.jsonl"))
+    prompt = pq.read_table(tmp_path / "eval.parquet")["prompt"][3].as_py()
+    write_lines(tmp_path / "more.jsonl", [*SHOWN, row or {"prompt": prompt, "completion": "1"}])
+    with pytest.raises(SourceError, match=re.escape(said)) as refused:
+        _written(shown, tmp_path / "found.parquet")
+    assert "1 of 5 rows cannot be learnt from" in str(refused.value)
+    if row is None:
+        for severity, kept in (("drop", 4), ("warn", 5)):
+            shown["data"] = {**shown["data"], "checks": {"near_overlap": severity}}
+            assert _written(shown, tmp_path / "found.parquet")["rows"] == kept
+
+
+def test_the_plan_refuses_what_the_stage_would_and_says_what_it_takes(values: dict[str, Any], tmp_path: Path) -> None:
+    refuse_early(parse_config(values))
+    few, other = _with(values, batch_size=5), _with(values, demonstrations=str(tmp_path / "train.parquet"))
+    gone = _with(values, demonstrations="gone.jsonl")
+    for refused, said in (
+        (few, r"batch_size=5 with 4 demonstrations in .*: they do not fill one update"),
+        (other, r"has the columns .*: demonstrations need the column `messages`"),
+        (gone, r"warm_start.demonstrations = 'gone.jsonl': no such file"),
+    ):
+        with pytest.raises(GrpoError, match=said):
+            refuse_early(parse_config(refused))
+    for broken, said in (
+        (with_keys(values, num_processes=4, num_generations=2), "not a multiple of train.num_processes=4, .* to 4"),
+        (with_keys(values, num_processes=2, sharding="full", use_peft=True), "does not begin from an adapter"),
+        ({**values, "warm_start": {"batch_size": 2}}, "batch_size=2 is for a warm start; set demonstrations"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            parse_config(broken)
+    assert describe_warm_start(parse_config(values), 4, None, None) == (
+        "warm start: 2 updates of 2 demonstrations before the training"
+    )
+    (tmp_path / "qwen").mkdir()
+    (tmp_path / "qwen" / "config.json").write_text(json.dumps(QWEN["1.5B"]))
+    shaped = with_keys(values, name_or_path=str(tmp_path / "qwen"), mixed_precision="bf16")
+    text = describe_warm_start(parse_config(shaped), 1000, Sizes(300, 200, 250.0), named_gpu("H100"))
+    assert re.fullmatch(r"warm start: 500 .*, about 250,000 tokens, [\d.]+ GiB per GPU, [\d.]+ min .*", text)
+
+
+def _validate(context: Context) -> dict[str, Any]:
+    receipt = small_stages.validate(context)
+    shown = Path(context.config.warm_start.demonstrations or "")
+    (context.partial / "demonstrations.parquet").write_bytes(shown.read_bytes())
+    return receipt | {"demonstrations": {}}
+
+
+def _warm_start(context: Context) -> dict[str, Any]:
+    (context.partial / "model").mkdir()
+    (context.partial / "model" / "weights").write_text(str(context.config.warm_start))
+    return {"counted": {"updates": 2}, "metrics": {"loss": 1.0}}
+
+
+def _pipeline(run: Path, values: dict[str, Any]) -> list[str]:
+    """The stages that are executed."""
+    configure(run, values)
+    shows = {"validate": _validate, "warm-start": _warm_start} if "warm_start" in values else {}
+    work = {**small_stages.WORK, **shows}
+    return [stage.name for stage in stages_of(parse_config(values)) if do(stage, run, work=work[stage.name])]
+
+
+@pytest.mark.slow
+def test_a_warm_start_is_done_again_only_for_what_its_model_follows_from(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    (run := tmp_path / "run").mkdir()
+    later = ["train", "evaluate", "register"]
+    assert _pipeline(run, values) == ["validate", "plan", "warm-start", *later]
+    assert _pipeline(run, values) == []
+    assert _pipeline(run, with_keys(values, learning_rate=1e-3)) == ["plan", *later]
+    values = with_keys(values, learning_rate=1e-3)
+    assert _pipeline(run, {**values, "rewards": [{"function": "char_length"}]}) == ["validate", "plan", *later]
+    values = {**values, "rewards": [{"function": "char_length"}]}
+    assert _pipeline(run, _with(values, learning_rate=1e-3)) == ["plan", "warm-start", *later]
+    write_lines(tmp_path / "shown.jsonl", SHOWN[:3])
+    assert _pipeline(run, _with(values, learning_rate=1e-3))[:3] == ["validate", "plan", "warm-start"]
+    without = {name: section for name, section in values.items() if name != "warm_start"}
+    assert _pipeline(run, without) == ["validate", "plan", *later]
+    with pytest.raises(StageError, match=r"no stage warm-start: warm_start.demonstrations is not set .* --set warm_st"):
+        refuse_outdated_inputs(WARM_START, run, parse_config(without), conditions(run, parse_config(without)))
+
+
+def test_a_run_without_a_warm_start_has_the_lineage_that_it_had(values: dict[str, Any]) -> None:
+    without = {name: section for name, section in values.items() if name != "warm_start"}
+    plain, warm = (lineage_keys(parse_config(each)) for each in (without, values))
+    assert "warm-start" not in plain and "warm-start" in warm
+    assert all(plain[name] != warm[name] for name in plain)
