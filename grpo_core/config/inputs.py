@@ -6,6 +6,7 @@ Here and in all sections, keys that mean the same as in TRL's GRPOConfig carry T
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -357,3 +358,20 @@ class RewardConfig(Section):
                 f"memory_gib={self.memory_gib:g} limits only the process of an isolated reward; set isolated = true"
             )
         return self
+
+
+def quantisation_problem(values: Mapping[str, Any]) -> str:
+    """Problem of a base whose saved weights are quantised, by the values of its config.json; "" if they are not.
+
+    No training here dequantises any: weights without their scales, or kernels without a gradient, would train a model
+    that no one has.
+    """
+    for part in (values, values.get("text_config") or {}):
+        if found := part.get("quantization_config") or part.get("compression_config"):
+            return (
+                f"its weights are quantised (quant_method = {found.get('quant_method')!r}), and no training here is "
+                "made for that; name the checkpoint that it was made from, or a dequantised copy (transformers loads "
+                "fp8 and mxfp4 with `dequantize=True`, and save_pretrained writes it). model.load_in_4bit quantises a "
+                "base itself"
+            )
+    return ""

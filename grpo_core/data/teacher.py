@@ -8,8 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from grpo_core.config.base_model import quantisation_problem
-from grpo_core.config.inputs import ModelConfig
+from grpo_core.config.inputs import ModelConfig, quantisation_problem
 from grpo_core.config.run import RunConfig
 from grpo_core.config.teacher import teaches_alone
 from grpo_core.errors import ConfigError

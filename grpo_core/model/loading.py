@@ -19,8 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed import DistributedConfig, mixin
 
-from grpo_core.config.base_model import quantisation_problem
-from grpo_core.config.inputs import ModelConfig
+from grpo_core.config.inputs import ModelConfig, quantisation_problem
 from grpo_core.distributed import (
     copy_into_shard,
     first_own_row,

@@ -12,8 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from grpo_core.config.base_model import quantisation_problem
-from grpo_core.config.inputs import ModelConfig
+from grpo_core.config.inputs import ModelConfig, quantisation_problem
 from grpo_core.errors import ConfigError, install
 from grpo_core.planning.shapes import ForecastError, config_file
 

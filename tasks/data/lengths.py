@@ -9,8 +9,7 @@ from typing import Any
 
 import polars as pl
 
-from grpo_core.config.base_model import quantisation_problem
-from grpo_core.config.inputs import ModelConfig
+from grpo_core.config.inputs import ModelConfig, quantisation_problem
 from grpo_core.data.chat import NO_OPTIONS, encode_prompts, is_conversation, turns, without_gaps
 from grpo_core.data.prompts import load_tokenizer
 from grpo_core.errors import GrpoError
