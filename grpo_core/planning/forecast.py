@@ -23,11 +23,10 @@ from grpo_core.planning.memory import (
     peak_memory,
 )
 from grpo_core.planning.pace import NOT_VALIDATED, Pace, Throughput, ValidatedCosts
-from grpo_core.planning.passes import passes_per_update
+from grpo_core.planning.passes import FLOAT, passes_per_update, per_machine, sharing_processes, width
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.remedies import NOTHING_FITS, remedies
 from grpo_core.planning.shapes import ForecastError, PromptLengths, adapter_parameters, load_shape, load_teacher
-from grpo_core.planning.sharding import FLOAT, per_machine, sharing_processes, width
 from grpo_core.planning.wall_time import scorings, wall_time
 from grpo_core.system.memory import GIB, gib_text
 

@@ -11,18 +11,21 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.adapter import VLLM_LORA_RANKS
 from grpo_core.planning.hardware import Gpu
-from grpo_core.planning.passes import Pass, activations, longest_sequence, planned_pass
-from grpo_core.planning.plan import Plan
-from grpo_core.planning.shapes import ModelShape, PromptLengths, adapter_parameters, trains_head
-from grpo_core.planning.sharding import (
+from grpo_core.planning.passes import (
     FLOAT,
     HALF,
+    Pass,
+    activations,
     describe_sharing,
+    longest_sequence,
     per_machine,
+    planned_pass,
     sharing_processes,
     width,
     working_set,
 )
+from grpo_core.planning.plan import Plan
+from grpo_core.planning.shapes import ModelShape, PromptLengths, adapter_parameters, trains_head
 from grpo_core.system.memory import GIB, gib_text
 
 KV_BLOCK = 16  # tokens per block of vLLM's KV cache, one of which it never gives to a sequence

@@ -19,11 +19,10 @@ from grpo_core.errors import GrpoError
 from grpo_core.system.tables import read_parquet
 from tasks.data.arrow_frames import to_frame
 from tasks.data.columns import ColumnError, with_columns
-from tasks.data.hub import checked_revision
-from tasks.data.parquet_size import BUFFER, decodable_rows
 from tasks.data.path_or_hub import data_set, is_file, is_folder, may_be_on_the_hub
 from tasks.data.rows import Rows, alike, as_columns, kept_on_disk, of_frame, slice_rows
 from tasks.data.text_sources import Fault, find_fault, read_text
+from tasks.data.untrusted import BUFFER, checked_revision, decodable_rows
 
 PASS_RATE = "pass_rate"
 TEXT_KINDS = (".jsonl", ".json", ".csv")

@@ -21,10 +21,9 @@ from grpo_core.config.run import RunConfig
 from grpo_core.planning.forecast import communication, forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, named_gpu
 from grpo_core.planning.memory import GIB, peak_memory
-from grpo_core.planning.passes import Pass, activations
+from grpo_core.planning.passes import Pass, activations, working_set
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs
 from grpo_core.planning.shapes import ModelShape, PromptLengths, adapter_parameters, model_shape
-from grpo_core.planning.sharding import working_set
 from grpo_core.system.torch_releases import GATHER, REDUCE
 from tests.conftest import config_values
 from tests.qwen import QWEN, planned, qwen

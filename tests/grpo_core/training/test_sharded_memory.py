@@ -14,8 +14,8 @@ from benchmarks.sharding import figures
 from benchmarks.side_ours import run_directory
 from benchmarks.workload import Workload, write
 from grpo_core.config.files import parse_config
+from grpo_core.planning.passes import working_set
 from grpo_core.planning.shapes import model_shape
-from grpo_core.planning.sharding import working_set
 from tests.conftest import config_values
 
 SMALL = Workload(  # 23 million parameters

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from grpo_core.config.files import parse_config
 from grpo_core.data.prompts import FileRows
-from tasks.data import parquet_size, text_sources
+from tasks.data import text_sources, untrusted
 from tasks.data.rows import of_frame, write_rows
 from tasks.data.sources import Source, SourceError, load_source
 from tests.conftest import config_values
@@ -187,8 +187,8 @@ FORMS: dict[str, Callable[[pa.Array], pa.Array]] = {
 def test_rows_that_share_a_text_are_decoded_a_few_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, lengths: list[int]
 ) -> None:
-    monkeypatch.setattr(parquet_size, "SLICE_BYTES", 2**18)
-    monkeypatch.setattr(parquet_size, "MOST_BYTES", 2**20)
+    monkeypatch.setattr(untrusted, "SLICE_BYTES", 2**18)
+    monkeypatch.setattr(untrusted, "MOST_BYTES", 2**20)
     path = tmp_path / "train.parquet"
     pq.write_table(pa.table({"prompt": FORMS[form](_shared(lengths))}), path, compression="zstd", store_schema=False)
     assert path.stat().st_size < 20_000
