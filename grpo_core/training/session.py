@@ -21,13 +21,13 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.curriculum import PassRates, no_rates, read_rates
 from grpo_core.data.prompts import Prompts, check_teacher_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
-from grpo_core.data.teacher import check_teacher
+from grpo_core.data.teacher import check_teacher, check_top_k
 from grpo_core.distributed import any_process, from_main
 from grpo_core.environments.setting import Setting
 from grpo_core.errors import ConfigError, TrainingError
 from grpo_core.model.loading import copy_of_trainable_state, load_model, with_adapter
 from grpo_core.model.logprobs import FUSED
-from grpo_core.model.policy import Policy
+from grpo_core.model.policy import OWN_LOGITS, Policy
 from grpo_core.model.pretrained import check_context
 from grpo_core.model.routing import routers_of
 from grpo_core.model.sharded import sharding
@@ -152,6 +152,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     reference = _reference(config, accelerator, max_length)
     teacher = _teacher(config, accelerator, max_length)
+    _check_divergence(config, policy, teacher)
     optimizer = make_optimizer(model, config.train)
     if accelerator.is_main_process:
         for note in [*base_notes(config.model), *fallbacks(engine, policy)]:
@@ -252,6 +253,19 @@ def _reference(config: RunConfig, accelerator: Accelerator, max_length: int) -> 
     bf16, moves = config.train.mixed_precision == "bf16", config.algorithm.sync_ref_model
     model = _load_model(config.model, config, accelerator, frozen=True, in_bf16=bf16 and not moves)
     return Policy(model.requires_grad_(False), config.rollout.temperature, max_length=max_length, bf16=bf16 and moves)
+
+
+def _check_divergence(config: RunConfig, policy: Policy, teacher: Policy | None) -> None:
+    """Raises ConfigError if the divergence from a teacher cannot be computed in chunks, or not on so many tokens."""
+    keys = config.teacher
+    if teacher is None or not keys.diverges:
+        return
+    for name, model in ((config.model.name_or_path, policy), (keys.model, teacher)):
+        if model.output_layer is None:
+            raise ConfigError(
+                f"teacher.divergence_beta={keys.divergence_beta:g} with {name!r}: {OWN_LOGITS}; remove it"
+            )
+    check_top_k(config, len(policy.output_layer.weight))
 
 
 def _teacher(config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy | None:
