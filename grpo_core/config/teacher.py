@@ -76,8 +76,8 @@ def teacher_problem(config: RunConfig) -> str:
         )
     if config.teacher.diverges and config.train.sharding != "none":
         return (
-            f"teacher.divergence_beta={config.teacher.divergence_beta:g} with train.sharding={config.train.sharding!r}: "
-            "a divergence reads the output layers of both models, whole, also in the backward pass; remove one of the "
-            "two"
+            f"teacher.divergence_beta={config.teacher.divergence_beta:g} with train.sharding="
+            f"{config.train.sharding!r}: a divergence reads the output layers of both models, whole, also in the "
+            "backward pass; remove one of the two"
         )
     return ""

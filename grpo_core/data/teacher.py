@@ -59,8 +59,8 @@ def check_top_k(config: RunConfig, vocabulary: int) -> None:
     `vocabulary`: rows of the policy's output layer."""
     if config.teacher.divergence_top_k >= vocabulary:
         raise ConfigError(
-            f"teacher.divergence_top_k = {config.teacher.divergence_top_k:,}: the vocabulary has {vocabulary:,} tokens; "
-            "take fewer, or 0 for all"
+            f"teacher.divergence_top_k = {config.teacher.divergence_top_k:,}: the vocabulary has {vocabulary:,} "
+            "tokens; take fewer, or 0 for all"
         )
 
 

@@ -79,8 +79,8 @@ def scorings(config: RunConfig, plan: Plan) -> int:
 
 
 def teacher_passes(config: RunConfig, shape: ModelShape | None, teacher: ModelShape | None) -> float:
-    """Forward passes of the policy that those of the teacher over a completion take as long as, by the parameters that a
-    token passes: one, or for a divergence one in each update; 0 without a teacher."""
+    """Forward passes of the policy that those of the teacher over a completion take as long as, by the parameters that
+    a token passes: one, or for a divergence one in each update; 0 without a teacher."""
     passes = config.train.num_iterations if config.teacher.diverges else 1
     return passes * teacher.active / shape.active if shape and teacher else 0.0
 

@@ -260,12 +260,13 @@ def _check_divergence(config: RunConfig, policy: Policy, teacher: Policy | None)
     keys = config.teacher
     if teacher is None or not keys.diverges:
         return
-    for name, model in ((config.model.name_or_path, policy), (keys.model, teacher)):
-        if model.output_layer is None:
+    layers = {config.model.name_or_path: policy.output_layer, keys.model: teacher.output_layer}
+    for name, layer in layers.items():
+        if layer is None:
             raise ConfigError(
                 f"teacher.divergence_beta={keys.divergence_beta:g} with {name!r}: {OWN_LOGITS}; remove it"
             )
-    check_top_k(config, len(policy.output_layer.weight))
+        check_top_k(config, len(layer.weight))
 
 
 def _teacher(config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy | None:

@@ -174,7 +174,7 @@ def drawn_run(folder: Path, models: dict[str, Path], number: int, draw: random.R
         values["rewards"] = [*others, {"function": f"{__name__}:silent"}]
     if teaches:
         values["teacher"] = {"model": str(models["teacher"]), "weight": draw.choice([0.2, 1.0])}
-        if options.get("sharding", "none") == "none":  # else refused
+        if options.get("sharding", "none") == "none" and kind != "scaled":  # else refused
             values["teacher"] |= draw.choice(DIVERGENCES)
     if alone:
         values["rewards"] = [{**reward, "weight": 0.0} for reward in values["rewards"]]
