@@ -203,7 +203,7 @@ def test_a_pass_of_a_teacher_takes_what_torch_counts(
     assert 0.7 <= allocations.peak / told <= 1.005
 
 
-@pytest.mark.parametrize("vocabulary", [200, 20_000])
+@pytest.mark.parametrize("vocabulary", [200, 4_000])
 @pytest.mark.parametrize(("beta", "top_k"), [(0.0, 0), (0.5, 0), (0.5, 20), (1.0, 0)])
 def test_a_pass_with_a_divergence_takes_no_more_than_is_told(
     gpu_kernels: None, monkeypatch: pytest.MonkeyPatch, vocabulary: int, beta: float, top_k: int
