@@ -5,6 +5,7 @@ CHUNK_LOGITS = 2**24  # logits that the output layer computes together on a CPU:
 KEPT_LOGITS = 2**25  # probabilities kept for the backward pass; if there are more, they are computed again
 GPU_CHUNK_LOGITS = 2**28  # 1 GiB
 HEAD_BYTES_PER_LOGIT = 4  # of a chunk on a GPU: float32, and their gradient, in any dtype, is written over them
+DIVERGENCE_BYTES_PER_LOGIT = 64  # of a chunk on any device: what autograd keeps of both models' distributions
 GPU_CHUNK_TOKENS = 4096
 GPU_TILE = 128  # rows that a matrix product on a GPU computes together
 

@@ -88,6 +88,7 @@ TRAINED = _by_name(
         Metric("entropy", "entropy", "nats per token"),
         Metric("kl", "KL to the reference", "nats per token"),
         Metric("teacher_kl", "reverse KL to the teacher", "nats per token"),
+        Metric("teacher_divergence", "divergence from the teacher", "nats per token"),
         Metric("grad_norm", "gradient norm"),
         Metric("learning_rate", "learning rate"),
         Metric("step_time", "time per update", "seconds"),

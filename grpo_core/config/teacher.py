@@ -24,12 +24,32 @@ class TeacherConfig(Section):
     beside the rewards. Rewards of weight 0 are measured, and the teacher teaches alone: rollout.num_generations may
     then be 1."""
 
+    divergence_beta: float | None = Field(None, ge=0, le=1)
+    """With it, the loss of each token gets λ times the divergence between the teacher's distribution and the policy's,
+    instead of the advantage: 0 forward KL, 1 reverse KL, between them generalised Jensen-Shannon divergence (TRL's
+    beta). Default: the advantage."""
+    divergence_top_k: int = Field(0, ge=0)
+    """Compare on the teacher's k likeliest tokens, with all others as one more outcome. 0: each token of the vocabulary
+    is an outcome."""
+
     @model_validator(mode="after")
     def _keys_need_a_teacher(self) -> TeacherConfig:
-        if self.model is None and (self.revision is not None or self.weight != 1):
-            given = f"revision={self.revision!r}" if self.revision is not None else f"weight={self.weight:g}"
-            raise ValueError(f"{given} is for a teacher; set model, or remove it")
+        if self.model is None and (given := self.model_fields_set - {"model"}):
+            changed = [key for key in sorted(given) if getattr(self, key) != type(self).model_fields[key].default]
+            if changed:
+                raise ValueError(
+                    f"{changed[0]}={getattr(self, changed[0])!r} is for a teacher; set model, or remove it"
+                )
+        if self.divergence_top_k and self.divergence_beta is None:
+            raise ValueError(
+                f"divergence_top_k={self.divergence_top_k} is for a divergence; set divergence_beta, or remove it"
+            )
         return self
+
+    @property
+    def diverges(self) -> bool:
+        """True if a divergence is part of the loss."""
+        return self.model is not None and self.divergence_beta is not None
 
     @property
     def is_used(self) -> bool:
@@ -53,5 +73,11 @@ def teacher_problem(config: RunConfig) -> str:
         return (
             f"rollout.dynamic_sample=true with teacher.model={config.teacher.model!r}: groups whose rewards are equal "
             "are replaced, and the teacher teaches there; remove one of the two"
+        )
+    if config.teacher.diverges and config.train.sharding != "none":
+        return (
+            f"teacher.divergence_beta={config.teacher.divergence_beta:g} with train.sharding="
+            f"{config.train.sharding!r}: a divergence reads the output layers of both models, whole, also in the "
+            "backward pass; remove one of the two"
         )
     return ""

@@ -38,6 +38,8 @@ def check_teacher(config: RunConfig, longest: int = 0) -> None:
             f"{named}: its embedding has {rows:,} rows, and the policy's {own_rows:,}, so that the policy may sample "
             "ids that the teacher does not know; take a teacher with at least as many rows"
         )
+    if own_rows:
+        check_top_k(config, own_rows)
     positions = values.get("max_position_embeddings")
     if positions and longest > positions:
         raise ConfigError(
@@ -49,6 +51,16 @@ def check_teacher(config: RunConfig, longest: int = 0) -> None:
     except ForecastError:
         return
     check_tokenizers(config, *vocabularies)
+
+
+def check_top_k(config: RunConfig, vocabulary: int) -> None:
+    """Raises ConfigError if no other token is left beside those that the teacher's divergence is computed on.
+    `vocabulary`: rows of the policy's output layer."""
+    if config.teacher.divergence_top_k >= vocabulary:
+        raise ConfigError(
+            f"teacher.divergence_top_k = {config.teacher.divergence_top_k:,}: the vocabulary has {vocabulary:,} "
+            "tokens; take fewer, or 0 for all"
+        )
 
 
 def check_tokenizers(config: RunConfig, own: Mapping[str, int], teacher: Mapping[str, int]) -> None:

@@ -6,7 +6,9 @@ implementation for CPUs; that for GPUs is in `fused_logprobs`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,6 +99,49 @@ def divergence(
     return kl
 
 
+@dataclass(frozen=True)
+class Taught:
+    """What the policy's distributions of N tokens are compared with: a frozen teacher's, and how."""
+
+    hidden: Float[Tensor, "N other_h"]
+    weight: Float[Tensor, "W other_h"]  # W ≥ V: rows beyond the policy's are left out
+    beta: float  # see `generalised_jsd`
+    top_k: int  # 0: the whole vocabulary
+
+
+def teacher_divergence(
+    hidden: Float[Tensor, "N h"],
+    weight: Float[Tensor, "V h"],
+    targets: Int[Tensor, " N"],
+    temperature: float,
+    taught: Taught,
+) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
+    """Return the divergence of the policy's distribution softmax(h Wᵀ / temperature) from the teacher's, which alone
+    has a gradient, and the teacher's log-probability of each target. No more than a chunk's logits exist at a time."""
+    return _TeacherDivergence.apply(hidden, weight, targets, temperature, taught)
+
+
+def generalised_jsd(log_p: Float[Tensor, "N V"], log_q: Float[Tensor, "N V"], beta: float) -> Float[Tensor, " N"]:
+    """β·KL(q ‖ m) + (1 − β)·KL(p ‖ m) with m = β·q + (1 − β)·p, where q is the teacher's distribution (GKD,
+    arXiv:2306.13649). As in TRL, β = 0 is the forward KL(q ‖ p), and β = 1 the reverse KL(p ‖ q); the general form is 0
+    at both."""
+    if beta == 0:
+        return kl_of_logs(log_q, log_p)
+    if beta == 1:
+        return kl_of_logs(log_p, log_q)
+    log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
+    return beta * kl_of_logs(log_q, log_m) + (1 - beta) * kl_of_logs(log_p, log_m)
+
+
+def outcomes(logits: Float[Tensor, "N V"], top: Int[Tensor, "N k"] | None) -> Float[Tensor, "N outcomes"]:
+    """Log-probabilities of the tokens `top`, and in the end of all others as one outcome; None: of each token."""
+    log_p = logits.log_softmax(-1)
+    if top is None:
+        return log_p
+    others = log_p.scatter(1, top, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([log_p.gather(1, top), others], 1)
+
+
 def kl_of_logs(log_p: Float[Tensor, "N V"], log_q: Float[Tensor, "N V"]) -> Float[Tensor, " N"]:
     """Σ_j p_j (log p_j − log q_j); a term with p_j = 0 is 0."""
     p = log_p.exp()
@@ -158,6 +203,61 @@ class _ChosenLogprobs(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden[part]
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+class _TeacherDivergence(torch.autograd.Function):
+    """Backward: each chunk's logits are computed again, and autograd goes through what is made of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Float[Tensor, "N h"],
+        weight: Float[Tensor, "V h"],
+        targets: Int[Tensor, " N"],
+        temperature: float,
+        taught: Taught,
+    ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
+        found, chosen = (torch.empty(len(targets), device=hidden.device) for _ in range(2))
+        for part in _chunks(len(targets), len(weight)):
+            top, log_q, whole = _taught_outcomes(taught, part, len(weight), temperature)
+            log_p = outcomes(float32_product(hidden[part], weight).div_(temperature), top)
+            found[part] = generalised_jsd(log_p, log_q, taught.beta)
+            chosen[part] = whole.gather(1, targets[part, None]).squeeze(1)
+        ctx.save_for_backward(hidden, weight)
+        ctx.temperature, ctx.taught = temperature, taught
+        ctx.mark_non_differentiable(chosen)
+        return found, chosen
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: Float32[Tensor, " N"], _: Tensor
+    ) -> tuple[Float[Tensor, "N h"], Float[Tensor, "V h"] | None, None, None, None]:
+        hidden, weight = ctx.saved_tensors
+        grad_hidden, grad_weight = torch.empty_like(hidden), None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # the sum over the chunks
+        for part in _chunks(len(hidden), len(weight)):
+            top, log_q, _ = _taught_outcomes(ctx.taught, part, len(weight), ctx.temperature)
+            logits = float32_product(hidden[part], weight).requires_grad_()
+            with torch.enable_grad():
+                found = generalised_jsd(outcomes(logits / ctx.temperature, top), log_q, ctx.taught.beta)
+            (of_logits,) = torch.autograd.grad(found, logits, grad[part])
+            of_logits = of_logits.to(hidden.dtype)
+            grad_hidden[part] = of_logits @ weight
+            if grad_weight is not None:
+                grad_weight += of_logits.T @ hidden[part]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _taught_outcomes(
+    taught: Taught, part: slice, vocabulary: int, temperature: float
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return the teacher's tokens of highest probability, if it is compared on them alone; its log-probabilities of the
+    outcomes; and those of the whole vocabulary."""
+    logits = float32_product(taught.hidden[part], taught.weight[:vocabulary]).div_(temperature)
+    whole = logits.log_softmax(-1)
+    top = logits.topk(taught.top_k).indices if taught.top_k else None
+    return top, whole if top is None else outcomes(logits, top), whole
 
 
 def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:

@@ -25,11 +25,13 @@ from grpo_core.model.logprobs import (
     LEAST,
     Figure,
     Floor,
+    Taught,
     chosen_logprobs,
     gives_float32_logits,
     leave_out,
     lowest_logits,
     over_logits,
+    teacher_divergence,
 )
 from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
 from grpo_core.model.packed_rows import takes_rows
@@ -177,10 +179,10 @@ class Policy(nn.Module):
         return to_device(inputs, next(self.model.parameters()).device)
 
     def forward(
-        self, inputs: PassInputs, *, entropy_gradient: bool = False
-    ) -> tuple[Float32[Tensor, "B T"], Float32[Tensor, "B T"]]:
+        self, inputs: PassInputs, *, entropy_gradient: bool = False, taught: Taught | None = None
+    ) -> tuple[Float32[Tensor, "B T"], ...]:
         """Log-probability of each completion token, at the sampling temperature, and the entropy there, both over the
-        tokens that can be sampled.
+        tokens that can be sampled. With a teacher, also `teacher_divergence`, over the whole vocabulary.
 
         float32 whatever the model's dtype; 0 past a completion's end. The entropy has a gradient only when asked to.
         """
@@ -188,16 +190,29 @@ class Policy(nn.Module):
         how = self.temperature, self.floor
         with self.recomputing(), compiled():
             if layer is None:
-                logprobs, entropy = _logprobs_and_entropy(self._own_logits(inputs.tokens), targets, self.floor)
+                found = _logprobs_and_entropy(self._own_logits(inputs.tokens), targets, self.floor)
             else:  # without the model's own forward pass
-                logprobs, entropy = call_as_forward(
-                    self.model,
-                    lambda tokens: chosen_logprobs(self.hidden_states(tokens), layer.weight, targets, *how),
-                    inputs.tokens,
-                )
+
+                def read(tokens: PackedBatch | PaddedRows) -> tuple[Tensor, ...]:
+                    hidden = self.hidden_states(tokens)
+                    chosen = chosen_logprobs(hidden, layer.weight, targets, *how)
+                    if taught is None:
+                        return chosen
+                    return chosen + teacher_divergence(hidden, layer.weight, targets, self.temperature, taught)
+
+                found = call_as_forward(self.model, read, inputs.tokens)
+        logprobs, entropy, *others = found
         if not entropy_gradient:
             entropy = entropy.detach()
-        return _in_rows(logprobs, inputs), _in_rows(entropy, inputs)
+        return tuple(_in_rows(values, inputs) for values in (logprobs, entropy, *others))
+
+    @torch.no_grad()
+    def as_teacher(self, sequences: Sequences, beta: float, top_k: int) -> Taught:
+        """Return what another policy's distributions of the completion tokens are compared with."""
+        assert self.output_layer is not None
+        inputs = self.prepare(sequences)
+        with compiled():
+            return Taught(self.hidden_states(inputs.tokens), self.output_layer.weight, beta, top_k)
 
     @torch.no_grad()
     def over_logits(self, inputs: PassInputs, figure: Figure) -> Float32[Tensor, "B T"]:

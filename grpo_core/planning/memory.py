@@ -6,7 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_core.config.memory_bounds import HEAD_BYTES_PER_LOGIT, MAX_ROWS, chunk_tokens
+from grpo_core.config.memory_bounds import (
+    DIVERGENCE_BYTES_PER_LOGIT,
+    HEAD_BYTES_PER_LOGIT,
+    MAX_ROWS,
+    chunk_tokens,
+)
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.adapter import VLLM_LORA_RANKS
@@ -164,7 +169,11 @@ def training_parts(run: PlannedRun, size: Pass) -> dict[str, float]:
     logits = HEAD_BYTES_PER_LOGIT * min(size.completions, chunk_tokens("cuda", shape.vocabulary)) * shape.vocabulary
     if shape.own_logits:  # of all tokens, and in float32 those of completions, twice
         logits = (w * size.tokens + 2 * FLOAT * size.completions) * shape.vocabulary
-    states, head_gradient = w * shape.hidden * size.completions, FLOAT * head
+    states, head_gradient, taught = w * shape.hidden * size.completions, FLOAT * head, 0.0
+    if run.teacher and config.teacher.diverges:  # its head comes after the policy's, with the results of that one there
+        chunk = min(size.completions, chunk_tokens("cpu", shape.vocabulary)) * shape.vocabulary
+        logits, taught = max(logits, DIVERGENCE_BYTES_PER_LOGIT * chunk), w * run.teacher.hidden * size.completions
+        states, head_gradient = 2 * states, head_gradient + w * head
     worst: list[dict[str, float]] = []
     if config.train.sharding != "none":
         besides = max(found.in_norm, found.in_layer - found.outside)
@@ -175,17 +184,20 @@ def training_parts(run: PlannedRun, size: Pass) -> dict[str, float]:
         # In the end, the float32 sum becomes a gradient in the precision of the pass.
         in_head = head_gradient + states + max(logits, w * head * (w == HALF))
         in_layers = max(found.kept + found.in_norm, found.layers + found.in_layer)
-        worst += [before | {"activations": found.kept, "logits": in_head}, before | {"activations": in_layers}]
+        in_head = before | {"activations": found.kept + taught, "logits": in_head}
+        worst += [in_head, before | {"activations": in_layers + taught}]
         # In the first layer, which comes last: all gradients are there except its own and the embedding's.
         missing = FLOAT * (shape.largest_layer + shape.vocabulary * shape.hidden) * (size.alone and not lora)
-        worst.append({"gradients": gradients - missing, "activations": found.layers / shape.layers + found.in_layer})
+        in_layer = found.layers / shape.layers + found.in_layer + taught
+        worst.append({"gradients": gradients - missing, "activations": in_layer})
         # In the embedding, to whose gradient a tied head's is added, out of place.
         worst.append({"gradients": gradients, "embedding_gradients": w * head * (3 if shape.is_tied else 1)})
     if config.train.offload == "optimizer":  # a step has those of one parameter; of an adapter, less than a layer's
         most = 1 / shape.layers if lora else shape.largest_parameter / shape.parameters
         worst.append({"gradients": gradients, "optimizer": most * moments(run)})
-    if run.teacher:  # scores before there are gradients
-        worst.append({"teacher_pass": scoring_pass(config, run.teacher, size)})
+    if run.teacher:  # scores before there are gradients, except for a divergence
+        there = {"gradients": gradients} if config.teacher.diverges and not size.alone else {}
+        worst.append(there | {"teacher_pass": scoring_pass(config, run.teacher, size)})
     return max(worst, key=lambda parts: sum(parts.values()))
 
 
@@ -266,7 +278,15 @@ def check_engine_memory(run: PlannedRun) -> None:
 
 def check_teacher_memory(run: PlannedRun) -> None:
     """Raises ConfigError if the GPU cannot hold the teacher's weights beside what is always there. Both are exact; what
-    passes need comes on top. Passes without a teacher, and if the GPU's memory is not known."""
+    passes need comes on top; or if the divergence from it cannot be computed in chunks. Passes without a teacher, and
+    if the GPU's memory is not known."""
+    if run.teacher and run.config.teacher.diverges:
+        for name, shape in ((run.config.model.name_or_path, run.shape), (run.config.teacher.model, run.teacher)):
+            if shape.own_logits:
+                raise ConfigError(
+                    f"teacher.divergence_beta={run.config.teacher.divergence_beta:g} with {name!r}: its logits are not "
+                    "those of a linear layer alone; remove it"
+                )
     if run.teacher is None or run.gpu.memory_gib is None:
         return
     held, _, _ = beside_training(run)

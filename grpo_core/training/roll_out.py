@@ -46,7 +46,7 @@ def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollou
         batch, samples, left = _sample(session, session.sampler, index, state)
     old_logprobs, keep, difference = _old_logprobs(session, batch)
     logprobs = {"old_logprobs": old_logprobs, "ref_logprobs": _ref_logprobs(session, batch)}
-    if session.teacher is not None:
+    if session.teacher is not None and not session.config.teacher.diverges:  # else in each update
         logprobs["teacher_logprobs"] = _teacher_logprobs(session, session.teacher, batch)
     if not session.plan.on_policy:
         read = session.config.algorithm.routing_replay  # else they have been compared

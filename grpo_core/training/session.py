@@ -23,13 +23,13 @@ from grpo_core.data.curriculum import PassRates, no_rates, read_rates
 from grpo_core.data.demonstrations import Demonstrations, read_demonstrations, starting_model
 from grpo_core.data.prompts import Prompts, check_teacher_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
-from grpo_core.data.teacher import check_teacher
+from grpo_core.data.teacher import check_teacher, check_top_k
 from grpo_core.distributed import any_process, from_main
 from grpo_core.environments.setting import Setting
 from grpo_core.errors import ConfigError, TrainingError
 from grpo_core.model.loading import copy_of_trainable_state, load_model, with_adapter
 from grpo_core.model.logprobs import FUSED
-from grpo_core.model.policy import Policy
+from grpo_core.model.policy import OWN_LOGITS, Policy
 from grpo_core.model.pretrained import check_context
 from grpo_core.model.routing import routers_of
 from grpo_core.model.sharded import sharding
@@ -170,6 +170,7 @@ def _load(
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     reference = _reference(keys, config, accelerator, max_length)
     teacher = _teacher(config, accelerator, max_length)
+    _check_divergence(config, policy, teacher)
     optimizer = make_optimizer(model, config.train)
     if accelerator.is_main_process:
         for note in [*base_notes(config.model), *fallbacks(engine, policy)]:
@@ -272,6 +273,20 @@ def _reference(keys: ModelConfig, config: RunConfig, accelerator: Accelerator, m
     bf16, moves = config.train.mixed_precision == "bf16", config.algorithm.sync_ref_model
     model = _load_model(keys, config, accelerator, frozen=True, in_bf16=bf16 and not moves)
     return Policy(model.requires_grad_(False), config.rollout.temperature, max_length=max_length, bf16=bf16 and moves)
+
+
+def _check_divergence(config: RunConfig, policy: Policy, teacher: Policy | None) -> None:
+    """Raises ConfigError if the divergence from a teacher cannot be computed in chunks, or not on so many tokens."""
+    keys = config.teacher
+    if teacher is None or not keys.diverges:
+        return
+    layers = {config.model.name_or_path: policy.output_layer, keys.model: teacher.output_layer}
+    for name, layer in layers.items():
+        if layer is None:
+            raise ConfigError(
+                f"teacher.divergence_beta={keys.divergence_beta:g} with {name!r}: {OWN_LOGITS}; remove it"
+            )
+        check_top_k(config, len(layer.weight))
 
 
 def _teacher(config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy | None:

@@ -194,20 +194,22 @@ def _forward_backward(
 ) -> None:
     """Add one pass's gradient to the accumulated one, and its figures to the tally. `balance`: `_choice_counts` of the
     whole update, if its routers are balanced."""
-    algorithm, mask, policy = session.config.algorithm, batch.mask, session.policy
-    exact = None
+    algorithm, mask, policy, keys = session.config.algorithm, batch.mask, session.policy, session.config.teacher
+    exact = taught = None
+    if session.teacher is not None and keys.divergence_beta is not None:
+        taught = session.teacher.as_teacher(batch.sequences, keys.divergence_beta, keys.divergence_top_k)
     if policy.dropouts:
         with torch.no_grad(), policy.routing(inputs):
-            exact = policy(inputs)
+            exact = policy(inputs, taught=taught)
     with policy.dropout(), policy.routing(inputs) as seen:
-        logprobs, entropy = policy(inputs, entropy_gradient=entropy_coef > 0)
+        found = policy(inputs, entropy_gradient=entropy_coef > 0, taught=taught)
         if exact is not None:  # values without dropout, gradients with it: what is added to the values is exactly 0
-            logprobs, entropy = exact[0] + (logprobs - logprobs.detach()), exact[1] + (entropy - entropy.detach())
+            found = tuple(value + (new - new.detach()) for value, new in zip(exact, found, strict=True))
+        logprobs, entropy, *of_teacher = found
         old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         advantages = batch.advantages
         if batch.teacher_logprobs is not None:
-            weight = session.config.teacher.weight
-            advantages = teacher_advantages(advantages, old_logprobs, batch.teacher_logprobs, weight)
+            advantages = teacher_advantages(advantages, old_logprobs, batch.teacher_logprobs, keys.weight)
             tally.add("teacher_kl", old_logprobs - batch.teacher_logprobs, mask)
         losses = token_losses(
             logprobs,
@@ -220,6 +222,11 @@ def _forward_backward(
             keep=batch.keep,
         )
         loss = (batch.weights * losses.loss).sum()
+        if of_teacher:  # at the policy as it is now, so without a ratio
+            divergence, teacher_logprobs = of_teacher
+            loss = loss + keys.weight * (batch.weights * divergence).sum()
+            tally.add("teacher_divergence", divergence.detach(), mask)
+            tally.add("teacher_kl", old_logprobs - teacher_logprobs, mask)
         if entropy_coef > 0:
             loss = loss - entropy_coef * (batch.entropy_weights * entropy).sum()
         if balance is not None:

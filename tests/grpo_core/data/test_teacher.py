@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,20 @@ def test_a_teacher_that_is_nowhere_and_keys_that_do_not_go_with_one_are_refused(
         taught({**values, "rollout": {**values["rollout"], "dynamic_sample": True}}, model_folder)
     with pytest.raises(ConfigError, match=r"weight=0\.5 is for a teacher; set model, or remove it"):
         parse_config({**values, "teacher": {"weight": 0.5}})
+    with pytest.raises(ConfigError, match=r"divergence_beta=1\.0 is for a teacher; set model, or remove it"):
+        parse_config({**values, "teacher": {"divergence_beta": 1.0}})
+    with pytest.raises(ConfigError, match="divergence_top_k=5 is for a divergence; set divergence_beta, or remove it"):
+        taught(values, model_folder, divergence_top_k=5)
+    for beta in (-0.1, 1.1):
+        with pytest.raises(ConfigError, match=r"teacher\.divergence_beta"):
+            taught(values, model_folder, divergence_beta=beta)
+    with pytest.raises(ConfigError, match="a divergence reads the output layers of both models, whole"):
+        shared = {"sharding": "full", "num_processes": 2}
+        taught({**values, "train": {**values["train"], **shared}}, model_folder, divergence_beta=1.0)
+    rows = json.loads((model_folder / "config.json").read_text())["vocab_size"]
+    check_teacher(taught(values, model_folder, divergence_beta=1.0, divergence_top_k=rows - 1))
+    with pytest.raises(ConfigError, match=f"the vocabulary has {rows} tokens; take fewer, or 0 for all"):
+        check_teacher(taught(values, model_folder, divergence_beta=1.0, divergence_top_k=rows))
 
 
 def test_a_group_may_have_one_completion_only_where_a_teacher_teaches_alone(
@@ -122,6 +137,10 @@ def test_the_forecast_counts_a_teachers_weights_and_passes_and_refuses_what_has_
     micro_steps = plan.rollouts * plan.steps_per_generation
     passes = (hours[1] - hours[0]) * 3600 / (micro_steps * PACE.train_seconds / 3)
     assert passes == pytest.approx(seven.active / policy.active)
+    compared = taught(values, "teacher", divergence_beta=0.5)
+    small = planned(compared, "1.5B", LENGTHS, gpu, qwen("0.5B"))
+    with pytest.raises(ConfigError, match="its logits are not those of a linear layer alone; remove it"):
+        check_teacher_memory(replace(small, shape=replace(policy, own_logits=True)))
 
 
 def test_a_plan_says_that_groups_will_be_silent_and_where_a_teacher_teaches(

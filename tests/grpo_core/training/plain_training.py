@@ -152,9 +152,25 @@ class _Batch:
         self.advantages = _advantages(config, self.rows)
         self.teacher: list[list[float] | None] = [None] * len(self.rows)
         if config.teacher.model:
-            teacher = load(config.teacher.model).double().eval()
+            self.teacher_model = teacher = load(config.teacher.model).double().eval()
+        if config.teacher.model and config.teacher.divergence_beta is None:
             with torch.no_grad():
                 self.teacher = [self.tokens(teacher, row, whole=True)[0].tolist() for row in range(len(self.rows))]
+
+    def divergence(self, model: Any, row: int) -> Tensor:
+        """From the teacher's distribution, where the trained tokens are predicted."""
+        keys, (prompt, ids) = self.config.teacher, (self.rows[row][name] for name in ("prompt_ids", "completion_ids"))
+        beta, k, places = keys.divergence_beta, keys.divergence_top_k, slice(len(prompt) - 1, -1)
+        input_ids, scale = torch.tensor([prompt + ids]), self.config.rollout.temperature
+        p, q = ((it(input_ids=input_ids).logits[0, places] / scale).softmax(-1) for it in (model, self.teacher_model))
+        p, q = p[self.masks[row]], q.detach()[self.masks[row], : p.shape[1]]
+        if k:
+            order = q.argsort(descending=True)
+            p, q = (each.gather(1, order) for each in (p, q))
+            p, q = (torch.cat([each[:, :k], each[:, k:].sum(1, keepdim=True)], 1) for each in (p, q))
+        m = {0: p, 1: q}.get(beta, beta * q + (1 - beta) * p)
+        to_q, to_p = (q * (q / m).log()).sum(1), (p * (p / m).log()).sum(1)
+        return {0: to_q, 1: to_p}.get(beta, beta * to_q + (1 - beta) * to_p)
 
     def tokens(self, model: Any, row: int, *, whole: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the trained tokens, among those that can be drawn."""
@@ -191,6 +207,8 @@ class _Batch:
                 of_row = PlainRow(algorithm, self.advantages[row], *reads, *taught)
                 slopes = torch.tensor(of_row.slopes(), dtype=torch.float64)
                 value = of_row.loss(now) + (slopes * (logprobs - logprobs.detach())).sum()
+                if self.config.teacher.divergence_beta is not None:
+                    value = value + self.config.teacher.weight * self.divergence(model, row).sum()
                 found = found + value / (plain(algorithm.loss_type).divisor(cut) * w)
                 kept = max(float(torch.cat(self.keep).sum()), 1.0) * micro_steps / s
                 found = found - algorithm.entropy_coef * (keep * entropy).sum() / kept

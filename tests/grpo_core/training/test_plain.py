@@ -66,6 +66,10 @@ TRUNCATIONS: list[dict[str, Any]] = [
     *({}, {}, {"top_p": 0.5}, {"top_k": 3}, {"top_p": 0.7, "top_k": 6}, {"top_k": 1}),
     *({"min_p": 0.3}, {"min_p": 0.05, "top_p": 0.8}),
 ]
+DIVERGENCES: list[dict[str, Any]] = [
+    *({}, {"divergence_beta": 0.0}, {"divergence_beta": 0.3}, {"divergence_beta": 1.0}),
+    *({"divergence_beta": 0.0, "divergence_top_k": 3}, {"divergence_beta": 0.7, "divergence_top_k": 1}),
+]
 WAYS: dict[str, list[Any]] = {
     "tokens": [1, 30, 90, 1000],  # per pass
     "chunk": [60, 200, 2**20],
@@ -171,6 +175,8 @@ def drawn_run(folder: Path, models: dict[str, Path], number: int, draw: random.R
         values["rewards"] = [*others, {"function": f"{__name__}:silent"}]
     if teaches:
         values["teacher"] = {"model": str(models["teacher"]), "weight": draw.choice([0.2, 1.0])}
+        if options.get("sharding", "none") == "none" and kind != "scaled":  # else refused
+            values["teacher"] |= draw.choice(DIVERGENCES)
     if alone:
         values["rewards"] = [{**reward, "weight": 0.0} for reward in values["rewards"]]
     values = with_keys(values, **cut, **options, **CALM)
