@@ -149,6 +149,8 @@ def drawn_run(folder: Path, models: dict[str, Path], number: int, draw: random.R
     teaches = draw.random() < 0.5
     if teaches:
         options["dynamic_sample"] = False  # else refused
+        if number % 2:  # nothing but the teacher teaches where rewards are equal
+            options |= dict.fromkeys(("beta", "entropy_coef"), 0.0) | {"use_adaptive_entropy": False}
     if alone := teaches and draw.random() < 0.5:
         options["num_generations"] = draw.choice([1, 2])
     w, g, steps = options.get("num_processes", 1), options["num_generations"], draw.choice([1, 2, 3, 4])
