@@ -124,8 +124,8 @@ def measure(
         passes[-1].append(_size(inputs))
         return inputs
 
-    def loaded(path: Path) -> Session:
-        sessions.append(load(path))
+    def loaded(*arguments: Any) -> Session:
+        sessions.append(load(*arguments))
         return sessions[0]
 
     def step(log: Any, number: int, values: dict[str, float]) -> None:

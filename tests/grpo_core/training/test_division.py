@@ -55,6 +55,7 @@ def _session(policy: Policy, config: RunConfig, plan: Plan, process: int) -> Any
         accelerator=accelerator,
         model=policy.master,
         policy=policy,
+        teacher=None,
         optimizer=torch.optim.SGD(policy.master.parameters()),
         learning_rate=lambda updates: 0.0,
         memory=OutOfMemoryRetry(60, policy),

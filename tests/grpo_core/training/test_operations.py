@@ -111,6 +111,7 @@ def _counted(policy: Policy, batch: MicroBatch, process: int, processes: int) ->
         config=parse_config(config_values(Path("model"), Path("data"))),
         accelerator=SimpleNamespace(process_index=process, num_processes=processes, device=torch.device("cpu")),
         policy=policy,
+        teacher=None,
         optimizer=torch.optim.SGD(policy.master.parameters()),
         learning_rate=lambda updates: 0.0,
         memory=OutOfMemoryRetry(1000, policy),  # several passes
