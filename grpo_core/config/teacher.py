@@ -23,7 +23,6 @@ class TeacherConfig(Section):
     """λ of the advantage of each token, A − λ·(log π_old − log π_teacher): what the reverse KL to the teacher counts
     beside the rewards. Rewards of weight 0 are measured, and the teacher teaches alone: rollout.num_generations may
     then be 1."""
-
     divergence_beta: float | None = Field(None, ge=0, le=1)
     """With it, the loss of each token gets λ times the divergence between the teacher's distribution and the policy's,
     instead of the advantage: 0 forward KL, 1 reverse KL, between them generalised Jensen-Shannon divergence (TRL's
@@ -34,12 +33,9 @@ class TeacherConfig(Section):
 
     @model_validator(mode="after")
     def _keys_need_a_teacher(self) -> TeacherConfig:
-        if self.model is None and (given := self.model_fields_set - {"model"}):
-            changed = [key for key in sorted(given) if getattr(self, key) != type(self).model_fields[key].default]
-            if changed:
-                raise ValueError(
-                    f"{changed[0]}={getattr(self, changed[0])!r} is for a teacher; set model, or remove it"
-                )
+        given = [key for key in type(self).model_fields if getattr(self, key) != type(self).model_fields[key].default]
+        if given and self.model is None:
+            raise ValueError(f"{given[0]}={getattr(self, given[0])!r} is for a teacher; set model, or remove it")
         if self.divergence_top_k and self.divergence_beta is None:
             raise ValueError(
                 f"divergence_top_k={self.divergence_top_k} is for a divergence; set divergence_beta, or remove it"

@@ -51,7 +51,9 @@ def encode(
         raise DemonstrationError(f"it has no text in {FORMS}")
     elif not is_conversation(prompt):
         if is_conversation(completion):
-            raise DemonstrationError("its prompt is a text, and its completion messages: give both one form")
+            raise DemonstrationError(
+                f"its prompt is a text, and its completion is not: {completion!r:.60}; make it one"
+            )
         return _encode_text(prompt, completion, turns, stop)
     else:
         said = _messages(completion) if is_conversation(completion) else [_assistant(completion)]
@@ -113,8 +115,11 @@ def _message(message: Message) -> Message:
     if not calls:
         return {"content": "", **{name: value for name, value in message.items() if name != "tool_calls"}}
     read = []
-    for call in calls:
-        function = {**call.get("function", call)}
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not function.get("name"):
+            raise DemonstrationError(f"the call {call!r:.60} has no function with a `name`")
+        function = {**function}
         if isinstance(function.get("arguments"), str):
             try:
                 function["arguments"] = json.loads(function["arguments"])
@@ -130,5 +135,10 @@ def _assistant(text: str) -> Message:
 
 def _own_tools(given: Any) -> list[Mapping[str, Any]]:
     """JSON schemas of a row's column `tools`, which may be written as JSON."""
-    found = json.loads(given) if isinstance(given, str) else given
-    return [*without_gaps(found)] if found else []
+    try:
+        found = (json.loads(given) if isinstance(given, str) else given) or []
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
+        raise DemonstrationError(f"its `tools` are no list of JSON schemas: {given!r:.60}")
+    return [*without_gaps(found)]

@@ -79,10 +79,13 @@ class _Loop(threading.local):
                 runner.close()
 
     def _close_at_exit(self) -> None:
-        # Where a reward has used a thread, asyncio waits for it in a thread of its own, which Python 3.12 no longer
-        # starts at exit; all else has ended by then.
-        with suppress(RuntimeError):
+        try:
             self.close()
+        except RuntimeError as error:
+            # Where a reward has used a thread, asyncio waits for it in a thread of its own, which Python 3.12 no longer
+            # starts at exit; all else has ended by then.
+            if "interpreter shutdown" not in str(error):
+                raise
 
 
 loop = _Loop()

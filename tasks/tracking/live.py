@@ -37,7 +37,7 @@ ALARM = re.compile(r"\b(error|warning|traceback)\b|\w(Error|Warning)\b", re.IGNO
 FINDING = re.compile(r"([\w.-]+: )?health:")  # after the machine's name, if there are several
 MACHINE = re.compile(r"time/machine_\d+/tokens_per_second")
 TURNS, FAILED_CALLS = "conversations/mean_turns", "conversations/failed_tool_calls"  # per conversation
-SECONDS_BETWEEN_UPDATES = 5.0  # each costs some 0.1 s of CPU time, here and in Prefect's server
+SECONDS_BETWEEN_UPDATES = 5.0  # each takes CPU time from the training, here and in Prefect's server
 ROWS = 20
 
 

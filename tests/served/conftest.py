@@ -6,15 +6,19 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tasks.stages import table
 from tests.conftest import small_quickstart, write_inputs
 from tests.serving import STOP_SECONDS, Served, serving
+
+STAGES = [stage.name for stage in table.STAGES]
+TaskStates = Callable[..., list[tuple[str, str]]]
 
 
 @pytest.fixture(scope="package")
@@ -58,3 +62,16 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def changes(inputs: Path) -> dict[str, Any]:
     train = {"max_steps": 4, "save_steps": 2, "eval_steps": 4}
     return small_quickstart("small", inputs, train, launch={"gpu_hour_price": 2.0})
+
+
+@pytest.fixture(scope="module")
+def task_states(served: Served) -> TaskStates:
+    """(task, state) of the newest flow run of a name, in the order in which they ran, once `count` have ended."""
+
+    def found(name: str, count: int = len(STAGES)) -> list[tuple[str, str]]:
+        [run] = served.filter(
+            "flow_runs", flow_runs={"name": {"any_": [name]}}, sort="EXPECTED_START_TIME_DESC", limit=1
+        )
+        return served.tasks(run["id"], count)
+
+    return found

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,12 @@ from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.system.tables import read_parquet
 from tasks.rendering import figures
-from tasks.stages import table
 from tests.conftest import small_quickstart
 from tests.rows import write_lines
+from tests.served.conftest import STAGES, TaskStates
 from tests.serving import Served
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
-STAGES = [stage.name for stage in table.STAGES]
-TaskStates = Callable[..., list[tuple[str, str]]]
 
 pytestmark = pytest.mark.slow
 
@@ -65,19 +62,6 @@ def _mlflow_run(finished: Path) -> Any:
 
 def _accuracy(report: dict[str, Any]) -> dict[str, float]:
     return report["sets"]["held-out"]["policies"]["trained"]["accuracy"]
-
-
-@pytest.fixture(scope="module")
-def task_states(served: Served) -> TaskStates:
-    """(task, state) of the newest flow run of a name, in the order in which they ran, once `count` have ended."""
-
-    def found(name: str, count: int = len(STAGES)) -> list[tuple[str, str]]:
-        [run] = served.filter(
-            "flow_runs", flow_runs={"name": {"any_": [name]}}, sort="EXPECTED_START_TIME_DESC", limit=1
-        )
-        return served.tasks(run["id"], count)
-
-    return found
 
 
 def test_a_run_triggered_by_the_api_completes_every_stage_in_order(triggered: dict[str, Any], served: Served) -> None:
@@ -336,31 +320,6 @@ def test_an_impossible_plan_is_refused_with_fixes(storage: Path, inputs: Path) -
         _run(inputs, "name=bad-plan", "rollout.num_generations=7")
     assert "num_generations=8" in str(error.value)
     assert not (storage / "runs" / "bad-plan" / "training").exists()
-
-
-@pytest.mark.e2e
-def test_a_run_with_demonstrations_begins_from_a_warm_start_and_says_what_it_gave(
-    storage: Path, inputs: Path, tmp_path: Path, task_states: TaskStates
-) -> None:
-    from flows.stages import FLOWS
-
-    rows = [{"prompt": f"{n}+{n}=", "completion": str(2 * n)} for n in range(10, 50)]
-    shown = write_lines(tmp_path / "shown.jsonl", rows)
-    keys = {"demonstrations": shown, "batch_size": 8, "max_steps": 5, "learning_rate": 0.01}
-    given = [*(f"warm_start.{key}={value}" for key, value in keys.items()), "model.use_peft=true"]
-    folder = _run(inputs, "name=warm", *given)
-    assert folder == storage / "runs" / "warm"
-    order = ["validate", "plan", "warm-start", "train", "evaluate", "register"]
-    assert task_states("warm", len(order)) == [(stage, "Completed") for stage in order]
-    assert (folder / "warm-start" / "adapter" / "adapter_config.json").is_file()
-    lines = [json.loads(line) for line in (folder / "warm-start" / "metrics.jsonl").read_text().splitlines()]
-    assert len(lines) == 5 and lines[-1]["loss"] < lines[0]["loss"]
-    report = json.loads((folder / "evaluation" / "report.json").read_text())
-    assert {"base", "warm-start", "trained"} <= {*report["policies"]}
-    FLOWS["warm-start"]("warm", force=True)
-    assert task_states("warm-warm-start", 1) == [("warm-start", "Completed")]
-    _run(inputs, "name=warm", *given)
-    assert task_states("warm", len(order)) == [(stage, "Skipped") for stage in order], "the model is the same"
 
 
 @pytest.mark.e2e

@@ -135,7 +135,12 @@ def test_a_text_ends_by_the_end_token_or_by_a_text_that_stops_sampling() -> None
         ({"messages": [USER, {"content": "x"}]}, "not objects with `role`"),
         ({"messages": [USER, {**SAID, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "are no JSON"),
         ({"messages": None, "prompt": "x"}, "no text in the column"),
-        ({"prompt": "x", "completion": [SAID]}, "give both one form"),
+        ({"messages": [USER, {**SAID, "tool_calls": ["f"]}]}, "the call 'f' has no function with a `name`"),
+        ({"messages": [USER, {**SAID, "tool_calls": {"arguments": "x"}}]}, "has no function with a `name`"),
+        ({"messages": [USER, SAID], "tools": "{no"}, "no list of JSON schemas: '{no'"),
+        ({"messages": [USER, SAID], "tools": "[1]"}, "no list of JSON schemas: '[1]'"),
+        ({"prompt": "x", "completion": [SAID]}, "its prompt is a text, and its completion is not"),
+        ({"prompt": "x", "completion": 3}, "its completion is not: 3;"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

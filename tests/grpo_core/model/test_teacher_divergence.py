@@ -139,7 +139,7 @@ def test_a_divergence_and_its_gradient_are_those_of_trl(beta: float, k: int) -> 
 def test_chunks_of_states_give_the_values_and_gradients_of_plain_float64_logits(
     chunk: int, k: int, beta: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a teacher of another width, whose further rows are left out."""
+    """The teacher has another width, and more rows, which are left out."""
     monkeypatch.setattr(logprobs, "chunk_tokens", lambda *_: chunk)
     seen: list[int] = []
     monkeypatch.setattr(logprobs, "float32_product", lambda h, w: seen.append(len(h)) or float32_product(h, w))

@@ -66,6 +66,19 @@ def absolute(tokenizer: Any) -> Any:
     return GPT2LMHeadModel(GPT2Config(initializer_range=0.3, **sizes, **ids)).eval()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [6, 64, 100, 200])
+def test_a_cache_has_no_more_places_than_its_completions_may_have_tokens(model: Any, tokens: int) -> None:
+    """Until others join, whose places begin later."""
+    cache = group_cache.GroupCache(model, [[3, 4]], [2], max_tokens=tokens)
+    cache.prefill()
+    for _ in range(tokens):
+        cache.decode(torch.tensor([3, 4]))
+        assert cache.capacity <= tokens and cache.layers[0].keys.shape[2] == cache.capacity
+    cache.decode(torch.tensor([3, 4]))
+    assert cache.capacity > tokens
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
