@@ -172,7 +172,7 @@ def summary(
     tried: list[dict[str, Any]],
     calibration: tuple[float, float],
 ) -> dict[str, Any]:
-    """Compute medians over all counted steps; the spread is that of the single runs' medians."""
+    """Medians over all counted steps, as JSON has them; the spread is that of the single runs' medians."""
     figures: dict[str, dict[str, Any]] = {
         name: {
             "settings": settings,
@@ -185,7 +185,7 @@ def summary(
     }
     ours = figures["ours"]["value"]
     ratios = {name: figures[name]["value"] / ours for name in ("TRL default", "TRL tuned")}
-    return {
+    result = {
         "case": case.name,
         "date": time.strftime("%Y-%m-%d"),
         "packages": {package: version(package) for package in PACKAGES},
@@ -203,6 +203,8 @@ def summary(
         "calibration_gflops": calibration,
         "steady": abs(calibration[0] / calibration[1] - 1) <= DRIFT,
     }
+    # As the record will be read again, tuples as lists: else no workload equals that of the record.
+    return json.loads(json.dumps(result))
 
 
 def utilisation(case: Case, seconds_a_step: float, gflops: tuple[float, float]) -> float | None:

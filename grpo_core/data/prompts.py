@@ -74,6 +74,12 @@ class FileRows(Sequence[Row]):
             return file.read_row_group(group)
 
 
+def rows_at(rows: Sequence[Row], places: Sequence[int]) -> list[Row]:
+    """The rows at these places. A row that is asked for several times is read once, and is the same object."""
+    found = {place: rows[place] for place in dict.fromkeys(places)}
+    return [found[place] for place in places]
+
+
 class Encoded(Sequence[list[int]]):
     """The token ids of rows, made when they are asked for."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
 from jaxtyping import Int16, Int64
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def number_prompts(prompts: Iterable[Sequence[int]]) -> Tensor:
@@ -19,10 +20,13 @@ def number_prompts(prompts: Iterable[Sequence[int]]) -> Tensor:
     return torch.tensor([numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts])
 
 
-def pad(rows: Sequence[Sequence[float] | np.ndarray], dtype: torch.dtype) -> Tensor:
-    """Rows of different lengths as one tensor, zeros on the right. (B, T, …)"""
-    kind = torch.empty(0, dtype=dtype).numpy().dtype  # a fifth of the time that torch takes for a list
-    return nn.utils.rnn.pad_sequence([torch.from_numpy(np.array(row, kind)) for row in rows], batch_first=True)
+def pad(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    """Rows of different lengths as one tensor, zeros on the right. (B, T)"""
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    padded = np.zeros((len(rows), lengths.max(initial=0)), torch.empty(0, dtype=dtype).numpy().dtype)
+    filled = np.arange(padded.shape[1]) < lengths[:, None]
+    padded[filled] = np.fromiter(chain.from_iterable(rows), padded.dtype, lengths.sum())
+    return torch.from_numpy(padded)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,11 @@ class Batch:
             **copy.deepcopy(dict(reward.args)),
         }
         accepts = {*copied, *given} if reward.accepts is None else reward.accepts
-        own = {key: [copy.deepcopy(value) for value in values] for key, values in copied.items() if key in accepts}
+        own = {
+            key: [value if isinstance(value, str) else copy.deepcopy(value) for value in values]
+            for key, values in copied.items()
+            if key in accepts
+        }
         return own | {key: value for key, value in given.items() if key in accepts}
 
     def shown(self, i: int) -> str:

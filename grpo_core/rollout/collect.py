@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo_core.algorithm.advantages import Advantages, group_advantages, sample_std
 from grpo_core.config.algorithm import AlgorithmConfig
@@ -20,7 +22,7 @@ from grpo_core.config.metrics import of_source
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import decode_completions, text_of
 from grpo_core.data.order import Group, Schedule, source_rows
-from grpo_core.data.prompts import Prompts
+from grpo_core.data.prompts import Prompts, rows_at
 from grpo_core.distributed import gathered, own_range, processes_per_machine
 from grpo_core.environments.conversation import Said, conversation_metrics
 from grpo_core.environments.processes import Environment
@@ -206,7 +208,6 @@ def generation_batch(
     if not sampling_logprobs.isfinite().all():
         raise NotFiniteError(f"rollout {index}: the policy's log-probabilities of its own samples are not finite")
     trained = [_trained_mask(completion, config.algorithm) for completion in completions]
-    routes: Any = [completion.routes for completion in completions if completion.routes is not None]
     return GenerationBatch(
         index=index,
         scheduled_rows=schedule.prompts(index),
@@ -222,7 +223,7 @@ def generation_batch(
         sampled_rows=torch.tensor([sample.row for sample in sampled]),
         passed=torch.from_numpy(passed(_matrix(sampled), config, _sources(sampled, schedule.plan))),
         metrics=metrics,
-        routes=pad(routes, torch.int16) if len(routes) == len(completions) else None,
+        routes=_padded_routes(completions),
     )
 
 
@@ -301,7 +302,8 @@ def sample_and_score(
         ended = time.perf_counter()
 
     def batch_of(answers: list[Answer]) -> Batch:
-        data, ids = [prompts.rows[answer.row] for answer in answers], [answer.completion.ids for answer in answers]
+        data = rows_at(prompts.rows, [answer.row for answer in answers])
+        ids = [answer.completion.ids for answer in answers]
         if setting is None:
             asked = [answer.prompt_ids for answer in answers]
             texts = decode_completions(data, asked, ids, scoring.tokenizer, sampling.stop)
@@ -348,8 +350,15 @@ def share_samples(
     return [sample for sample in found if isinstance(sample, Sample)], seconds, [work for _, work in shares]
 
 
-def _trained_mask(completion: Completion, config: AlgorithmConfig) -> np.ndarray:
+def _trained_mask(completion: Completion, config: AlgorithmConfig) -> list[int]:
     """Mask with 1 per token that is trained, and 0 per token of an environment or, with mask_truncated_completions, of
     a completion that was cut off."""
-    kept = not (config.mask_truncated_completions and completion.truncated)
-    return kept * (np.ones(len(completion.ids)) if completion.mask is None else np.array(completion.mask))
+    if config.mask_truncated_completions and completion.truncated:
+        return [0] * len(completion.ids)
+    return [1] * len(completion.ids) if completion.mask is None else completion.mask
+
+
+def _padded_routes(completions: Sequence[Completion]) -> Tensor | None:
+    """The engine's experts of each token, zeros on the right (B, L, F); None unless it says them of each completion."""
+    routes = [torch.from_numpy(each.routes) for each in completions if each.routes is not None]
+    return pad_sequence(routes, batch_first=True) if len(routes) == len(completions) else None

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from grpo_core import run_files
 from grpo_core.data.curriculum import write_rates
+from grpo_core.data.prompts import rows_at
 from grpo_core.data.recording import FILE, facts, write_batch
 from grpo_core.rollout.batch_metrics import PHASES
 from grpo_core.rollout.collect import Sample
@@ -91,9 +92,10 @@ class TrainingLog:
         setting = self.session.scoring.setting
         if setting and rollout.index == 0 and (warning := setting.unread_calls(held)):
             print(f"training: {warning}", flush=True)
+        rows = rows_at(self.session.prompts.rows, [sample.row for sample in samples])
         columns: dict[str, Any] = {
             "step": [step] * len(samples),
-            "prompt": [self.session.prompts.rows[sample.row]["prompt"] for sample in samples],
+            "prompt": [row["prompt"] for row in rows],
             "completion": [sample.text for sample in samples],
             "advantage": rollout.advantages.tolist(),
             "prompt_tokens": [len(ids) for ids in rollout.prompt_ids],
@@ -101,7 +103,7 @@ class TrainingLog:
             "truncated": rollout.truncated.tolist(),
         }
         if self.plan.sources:
-            columns["source"] = [self.session.prompts.rows[sample.row]["source"] for sample in samples]
+            columns["source"] = [row["source"] for row in rows]
         if self.session.sampler and self.session.sampler.lookahead:
             columns["scheduled_batch"] = [sample.turn for sample in samples]
             columns["ages"] = pa.array([sample.completion.ages for sample in samples], pa.list_(pa.int64()))

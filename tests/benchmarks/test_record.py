@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from benchmarks import vs_trl
-from benchmarks.cases import GATED
+from benchmarks.cases import GATED, Case
 from benchmarks.command import ROOT
-from benchmarks.record import Verdict, judge, record_path
+from benchmarks.record import Verdict, judge, read_record, record_path, save
 
 HARDWARE = "2 cores of Example Processor"
 
@@ -130,6 +130,29 @@ def test_cases_that_are_not_measured_again_stay_in_the_record(folder: Path, monk
     found = bench(folder, monkeypatch, measured("training", 0.8, packages={"torch": "2.14.0", "trl": "1.17.0"}))
     assert [*found] == [case.name for case in GATED]
     assert [name for name, case in found.items() if case["packages"]["torch"] == "2.14.0"] == ["training"]
+
+
+@pytest.mark.parametrize("case", GATED, ids=lambda case: case.name)
+def test_a_case_is_compared_with_what_was_read_from_its_record(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the measurement on all is real; a case whose workload differed from its own record would replace it."""
+    step = {"reward": 1.0, "time/generate": 0.1, "completions/max_length": 8}
+    took = iter(range(1, 100))
+
+    def run(*_: Any) -> dict[str, Any]:
+        slower = next(took) * 1.0
+        return {"seconds": [slower] * 60, "metrics": [step] * 60, "peak_mib": slower * 100, "before_mib": 10.0}
+
+    monkeypatch.setattr(vs_trl, "run", run)
+    monkeypatch.setattr(vs_trl, "calibrate", lambda *_: 1000.0)
+    monkeypatch.setattr(vs_trl, "version", lambda package: "1.0")  # TRL comes with `make peer`
+    monkeypatch.setattr(vs_trl, "write", lambda *_: None)
+    path = record_path(tmp_path, HARDWARE)
+    first, again = (vs_trl.compare(case, {"precision": "no", "rows": 8}, [], 64) for _ in range(2))
+    save([(first, judge(first, None))], {}, path, HARDWARE)
+    verdict = judge(again, read_record(path)[case.name])
+    assert verdict.is_slower and not verdict.replaces, verdict.said
 
 
 def test_a_missed_gate_fails_and_is_recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
