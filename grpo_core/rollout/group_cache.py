@@ -1,8 +1,9 @@
 """Decoding with one copy of each prompt's keys and values for all completions of its group, none of them padded.
 
 transformers calls a function of ours for a model's attention. It keeps keys and values itself: those of a prompt
-once, which all its completions multiply in one product, and those of the completions in place, in buffers that grow by
-doubling. One softmax goes over both, so that the result is that of plain attention.
+once, which all its completions multiply in one product, and those of the completions in place, in buffers that grow. On
+a CPU these are read whole, since products in bfloat16 would first copy a part of them. One softmax goes over both, so
+that the result is that of plain attention.
 
 Each step writes the keys and values of all completions at one place, also when completions join later: their places
 begin at the step at which they join, and a mask hides the places before. Places that only finished completions have
@@ -39,7 +40,8 @@ from grpo_core.model.capabilities import (
 from grpo_core.model.routing import Routers, choices, reading
 
 NAME = "grpo_group_cache"
-FIRST_CAPACITY = 64  # initial capacity, in tokens of a completion
+FIRST_CAPACITY = 64  # initial capacity of captured steps, in tokens of a completion; then it doubles
+GROWTH = 32  # tokens by which the buffers grow where steps are not captured: all of them are read
 GRAPH_TOKENS = 64  # on a GPU a captured step reads a multiple of these, and is used as often; divides every capacity
 # Options that attention may ignore; a window is longer than any sequence where the cache is shared.
 HARMLESS = {"dropout", "position_ids", "position_embeddings", "use_cache", "sliding_window"}
@@ -106,8 +108,9 @@ class GroupCache:
         """Return the logits of the tokens after these. (B,) → (B, V)"""
         if self.step == self.capacity:
             self._drop_unused()
-            capacity = min(max(2 * self.step, FIRST_CAPACITY), self.max_tokens)
-            self._resize(capacity if capacity > self.step else self.step + FIRST_CAPACITY)  # completions joined later
+            growth = max(self.step, FIRST_CAPACITY) if self.captures else GROWTH
+            capacity = min(self.step + growth, self.max_tokens)
+            self._resize(capacity if capacity > self.step else self.step + growth)  # completions joined later
         logits = self._replay(token) if self.captures else self._forward(token[:, None], self.positions[:, None])
         self.step += 1
         self.next += 1
@@ -208,7 +211,7 @@ class GroupCache:
 
     def _forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Return the logits after the last of these tokens. (…, T) → (…, V)"""
-        self.visible = (self.step // self.block + 1) * self.block
+        self.visible = (self.step // self.block + 1) * self.block if self.captures else self.capacity
         places = torch.arange(self.visible, device=positions.device)
         hidden = ((places < self.first[:, None]) | (places > self.next))[:, None, None]
         self.own_bias = torch.zeros(hidden.shape, device=positions.device).masked_fill(hidden, -torch.inf)
