@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from heapq import nlargest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +25,7 @@ from tasks.stages.table import ALL_STAGES, EVALUATE, STAGES, Receipt, Stage, sta
 
 WHEN = "%Y-%m-%d %H:%M"
 SHOWN = 4  # processes named per phase
+LISTED = 100  # runs
 COLOURS = {"up to date": "green", "stale": "yellow", "missing": "dim"}
 
 
@@ -36,23 +38,33 @@ def status(run: Annotated[str | None, typer.Argument(help="name of a run; defaul
 
 
 def list_runs() -> None:
-    """Print a table of the runs, the most recent first. A stage shown as done may be stale, which only the run's own
-    status tells."""
-    runs = [(folder, _done(folder)) for folder in find_runs().values()]
-    if not runs:
+    """Print a table of the most recent runs, the last first. A stage shown as done may be stale, which only the run's
+    own status tells."""
+    folders = [*find_runs().values()]
+    if not folders:
         say(f"no runs in {storage_root()} yet; `grpo run CONFIG` makes one")
         return
+    # The receipts of many thousand runs would take a minute to read, and their files' times do not.
+    runs = [(folder, _done(folder)) for folder in nlargest(LISTED, folders, key=_written)]
     table = Table("run", "stages done", "last", "figure", title=f"runs in {storage_root()}")
     for folder, done in sorted(runs, key=lambda it: _last(*it), reverse=True):
         stages = "all" if all(stage.name in done for stage in STAGES) else ", ".join(done) or "none"
         last = datetime.fromtimestamp(_last(folder, done))
         table.add_row(folder.name, stages, f"{last:{WHEN}}", _figure(folder, done))
     Terminal().print(table)
+    if others := len(folders) - len(runs):
+        say(f"and {others:,} whose files are older; `grpo status NAME` shows one")
 
 
 def _done(folder: Path) -> dict[str, dict[str, Any]]:
     """Receipts of the stages that are done, by stage."""
     return {stage.name: receipt for stage in ALL_STAGES if (receipt := stage.read_receipt(folder))}
+
+
+def _written(folder: Path) -> float:
+    """Time at which the configuration or a stage's receipt was last written."""
+    paths = [folder / run_files.CONFIG, *(stage.receipt_path(folder) for stage in ALL_STAGES)]
+    return max(path.stat().st_mtime for path in paths if path.exists())
 
 
 def _last(folder: Path, done: Mapping[str, Any]) -> float:

@@ -17,6 +17,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
+from flows.cli import status
 from flows.cli.main import app
 from grpo_core.config.files import parse_config
 from tasks.stages.condition import Condition, conditions, refuse_outdated_inputs
@@ -24,7 +25,7 @@ from tasks.stages.errors import Interrupted, StageError
 from tasks.stages.prefect_address import describe_server_failure
 from tasks.stages.run import ERRORS, Context
 from tasks.stages.run_directory import UnknownRunError, find_run, read_config
-from tasks.stages.table import EVALUATE, STAGES, TRAIN, VALIDATE
+from tasks.stages.table import EVALUATE, STAGES, TRAIN, VALIDATE, Stage
 from tests.conftest import config_values
 from tests.serving import free_ports
 from tests.tasks.stages.small_stages import Values, configure, do, outdated, pipeline
@@ -130,8 +131,30 @@ def test_status_imports_neither_torch_nor_prefect_nor_mlflow(run: Path) -> None:
 def test_an_unknown_run_is_refused_with_the_nearest_names_and_the_place(run: Path) -> None:
     with pytest.raises(UnknownRunError, match=f"no run 'tset' in {re.escape(str(run.parent))}.*nearest there: test"):
         find_run("tset")
-    with pytest.raises(UnknownRunError):
-        find_run("../runs/test")
+    (run.parents[1] / "config.toml").write_text("")
+    for name in ("../runs/test", "..", ".", "", str(run)):
+        with pytest.raises(UnknownRunError):
+            find_run(name)
+
+
+def test_of_many_runs_the_newest_are_listed_and_only_their_files_are_read(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(status.LISTED + 20):
+        other = run.with_name(f"other-{number:03}")
+        other.mkdir()
+        (other / "config.toml").write_text("name = 1")
+        (other / "plan.json").write_text("{}")
+        for file in other.iterdir():
+            os.utime(file, (number, number))
+    read = set[Path]()
+    plain = Stage.read_receipt
+    monkeypatch.setattr(Stage, "read_receipt", lambda stage, run: read.add(run) or plain(stage, run))
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["status"])
+    shown = re.findall(r"(test|other-\d+) ", done.output)
+    assert shown == ["test", *(f"other-{number:03}" for number in reversed(range(21, status.LISTED + 20)))]
+    assert "and 21 whose files are older" in done.output
+    assert {folder.name for folder in read} == {*shown}
 
 
 @pytest.mark.slow
