@@ -10,7 +10,10 @@ from typing import Any
 import polars as pl
 
 from grpo_core.config.inputs import ModelConfig, quantisation_problem
+from grpo_core.config.run import RunConfig
+from grpo_core.config.teacher import BETTER, ERROR
 from grpo_core.data.chat import NO_OPTIONS, encode_prompts, is_conversation, turns, without_gaps
+from grpo_core.data.privileged import shown_prompt
 from grpo_core.data.prompts import load_tokenizer
 from grpo_core.errors import GrpoError
 from grpo_core.system.processes import importing
@@ -235,6 +238,18 @@ def sample_lengths(rows: Rows, tokenizer: Any, options: OptionsByEnvironment) ->
     names = ["prompt", *(["environment"] if "environment" in rows.columns else [])]
     frame = rows.map(lambda frame: frame.select(names)).gather(chosen)
     return by_environment(frame, options, lambda prompts, given: token_lengths(prompts, tokenizer, given))
+
+
+def longest_shown(rows: Rows, config: RunConfig, tokenizer: Any, options: OptionsByEnvironment) -> int:
+    """Tokens of the longest prompt that teacher.template makes of these rows, of which completions may be a part."""
+    template, alone = config.teacher.template or "", dict.fromkeys((BETTER, ERROR), "x")
+
+    def shown(frame: pl.DataFrame) -> pl.DataFrame:
+        prompts = [shown_prompt(template, row, alone) or row["prompt"] for row in frame.iter_rows(named=True)]
+        return frame.with_columns(prompt=pl.Series(prompts, dtype=frame.schema["prompt"]))
+
+    longest = sample_lengths(rows.map(shown), tokenizer, options).max()
+    return int(longest or 0) + config.teacher.shown_completions * config.rollout.max_completion_length  # type: ignore
 
 
 def _most_tokens(prompts: pl.Series, tokenizer: Any, options: Options) -> pl.Series:
