@@ -253,10 +253,8 @@ def screen(config: RunConfig) -> Screened:
         if count
     ] or shape
     lengths = {name: sample_lengths(own, tokenizer, options) for name, own in countable.items()}
-    shown = 0
-    if config.teacher.template is not None and "train" in countable:
-        shown = longest_shown(countable["train"], config, tokenizer, options)
-        shape = shape or [*_shown_too_long(config, shown, positions)]
+    shows = config.teacher.template is not None and "train" in countable
+    shown = {"longest_shown": longest_shown(countable["train"], config, tokenizer, options, positions)} if shows else {}
     frames = (
         (frame["prompt"].head(1).to_list() for frame in countable["train"].slices()) if "train" in countable else ()
     )
@@ -267,7 +265,7 @@ def screen(config: RunConfig) -> Screened:
         "num_groups": groups,
         "lengths": length_figures(lengths, kept),
         "room": room,
-        **({"longest_shown": shown} if shown else {}),
+        **shown,
     }
     return Screened(kept, dropped, shape, findings, lengths, room, notes, report)
 
@@ -317,18 +315,6 @@ def _parts(config: RunConfig, read: Mapping[str, Rows], rewards: Sequence[Reward
         shown = config.teacher.columns if data_set(name) == "train" else ()
         parts[name] = Part(rows, own, None, origin.columns, sources[name].origin, read[name].columns, shown)
     return parts
-
-
-def _shown_too_long(config: RunConfig, longest: int, positions: int | None) -> Iterator[str]:
-    """Yield a problem if the policy, as its own teacher, cannot read the longest prompt that the template makes."""
-    completion, texts = config.rollout.max_completion_length, config.teacher.shown_completions
-    if config.teacher.is_policy and positions and longest + completion > positions:
-        within = f", {texts} · {completion} of them for {{better}} and {{error}}" if texts else ""
-        yield (
-            f"teacher.template: the longest prompt that it makes may have {longest:,} tokens{within}, and a completion "
-            f"{completion:,}: the model {config.model.name_or_path!r} takes {positions:,}. Show less, or lower "
-            "rollout.max_completion_length"
-        )
 
 
 def _template_options(config: RunConfig, tokenizer: Any) -> OptionsByEnvironment:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_core.config.memory_bounds import (
@@ -203,9 +203,8 @@ def training_parts(run: PlannedRun, size: Pass) -> dict[str, float]:
     if run.teaching:  # scores before there are gradients, except for a divergence
         there = {"gradients": gradients} if config.teacher.diverges and not size.alone else {}
         shown = run.lengths.shown and run.lengths.shown + config.rollout.max_completion_length
-        names = ("tokens", "keys", "longest")  # at least those of one sequence
-        size = replace(size, **{name: max(getattr(size, name), shown) for name in names})
-        worst.append(there | {"teacher_pass": scoring_pass(config, run.teaching, size)})
+        least = Pass(max(size.tokens, shown), max(size.keys, shown), size.completions, longest=max(size.longest, shown))
+        worst.append(there | {"teacher_pass": scoring_pass(config, run.teaching, least)})
     return max(worst, key=lambda parts: sum(parts.values()))
 
 

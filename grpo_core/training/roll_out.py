@@ -49,8 +49,9 @@ def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollou
     old_logprobs, keep, difference = _old_logprobs(session, batch)
     logprobs: dict[str, Any] = {"old_logprobs": old_logprobs, "ref_logprobs": _ref_logprobs(session, batch)}
     if session.config.teacher.is_used and not session.config.teacher.diverges:  # else in each update
-        taught, shown = _teacher_logprobs(session, batch, samples)
-        logprobs, batch = logprobs | taught, replace(batch, metrics=batch.metrics | shown)
+        logprobs["teacher_logprobs"], logprobs["taught"] = _teacher_logprobs(session, batch, samples)
+        if logprobs["taught"] is not None:
+            batch = replace(batch, metrics={**batch.metrics, "teacher_shown": logprobs["taught"].mean().item()})
     if not session.plan.on_policy:
         read = session.config.algorithm.routing_replay  # else they have been compared
         batch = replace(batch, metrics=batch.metrics | difference, routes=batch.routes if read else None)
@@ -136,21 +137,19 @@ def _ref_logprobs(session: Session, batch: GenerationBatch) -> Tensor | None:
 @phase("teacher log-probabilities")
 def _teacher_logprobs(
     session: Session, batch: GenerationBatch, samples: Sequence[Sample]
-) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return the teacher's log-probabilities, (B, T), over the whole vocabulary. With a template, they are behind the
-    prompts that it makes, 0 where it makes none; then also which completions it has made one for, (B,), and their
-    share as a metric. Without a model, the teacher is the policy as it is, before the batch's first update."""
+) -> tuple[Tensor, Tensor | None]:
+    """Return the teacher's log-probabilities, (B, T), over the whole vocabulary; and with a template which completions
+    it has made a prompt for, (B,): behind that, they are computed, and are 0 for the others. Without a model, the
+    teacher is the policy as it is, before the batch's first update."""
     teacher = session.teacher or session.policy.whole(session.policy.temperature)
     needed = batch.completion_mask.sum(1) > 0
     if session.privileged is None:
-        return {"teacher_logprobs": compute_logprobs(session, teacher, batch, needed)[0]}, {}
+        return compute_logprobs(session, teacher, batch, needed)[0], None
     shown = shown_prompts(session.privileged, samples, session.prompts.rows)
     taught = torch.tensor([ids is not None for ids in shown])
     prompt_ids = [ids or own for ids, own in zip(shown, batch.prompt_ids, strict=True)]
     told = replace(batch, prompt_ids=prompt_ids, routes=None)
-    found = compute_logprobs(session, teacher, told, needed & taught)[0]
-    share = taught.float().mean().item()
-    return {"teacher_logprobs": found, "taught": taught.float()}, {"teacher_shown": share}
+    return compute_logprobs(session, teacher, told, needed & taught)[0], taught.float()
 
 
 @phase("what sampling leaves out")

@@ -240,16 +240,28 @@ def sample_lengths(rows: Rows, tokenizer: Any, options: OptionsByEnvironment) ->
     return by_environment(frame, options, lambda prompts, given: token_lengths(prompts, tokenizer, given))
 
 
-def longest_shown(rows: Rows, config: RunConfig, tokenizer: Any, options: OptionsByEnvironment) -> int:
-    """Tokens of the longest prompt that teacher.template makes of these rows, of which completions may be a part."""
-    template, alone = config.teacher.template or "", dict.fromkeys((BETTER, ERROR), "x")
+def longest_shown(
+    rows: Rows, config: RunConfig, tokenizer: Any, options: OptionsByEnvironment, positions: int | None
+) -> int:
+    """Tokens of the longest prompt that teacher.template makes of these rows, of which completions may be a part.
+    Raises ModelError if the policy is its own teacher, and takes too few `positions` to read it."""
+    teacher, completion = config.teacher, config.rollout.max_completion_length
+    template, stand_ins = teacher.template or "", dict.fromkeys((BETTER, ERROR), "x")
 
     def shown(frame: pl.DataFrame) -> pl.DataFrame:
-        prompts = [shown_prompt(template, row, alone) or row["prompt"] for row in frame.iter_rows(named=True)]
+        prompts = [shown_prompt(template, row, stand_ins) or row["prompt"] for row in frame.iter_rows(named=True)]
         return frame.with_columns(prompt=pl.Series(prompts, dtype=frame.schema["prompt"]))
 
-    longest = sample_lengths(rows.map(shown), tokenizer, options).max()
-    return int(longest or 0) + config.teacher.shown_completions * config.rollout.max_completion_length  # type: ignore
+    texts = teacher.shown_completions
+    longest = max(sample_lengths(rows.map(shown), tokenizer, options)) + texts * completion
+    if teacher.is_policy and positions and longest + completion > positions:
+        within = f", {texts} · {completion} of them for {{better}} and {{error}}" if texts else ""
+        raise ModelError(
+            f"teacher.template={template!r}: the longest prompt that it makes may have {longest:,} tokens{within}, and "
+            f"a completion {completion:,}; {config.model.name_or_path!r} takes {positions:,} tokens. Show less, or "
+            "lower rollout.max_completion_length"
+        )
+    return longest
 
 
 def _most_tokens(prompts: pl.Series, tokenizer: Any, options: Options) -> pl.Series:

@@ -242,11 +242,11 @@ def shown_prompts(run: Path, config: RunConfig, rows: list[dict[str, Any]]) -> l
         texts["error"] = "\n".join(answer for answer in answers if answer.startswith("Error: "))
         prompt = data[row["row"]]["prompt"]
         texts["prompt"] = asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-        named = re.findall(r"{(\w+)}", config.teacher.template or "")
-        if any(not texts.get(name) for name in named):
+        parts = re.findall(r"([^{}]*)(?:{(\w+)})?", config.teacher.template or "")
+        if any(name and not texts.get(name) for _, name in parts):
             found.append(None)
             continue
-        text = re.sub(r"{(\w+)}", lambda name: texts[name[1]], config.teacher.template or "")
+        text = "".join(before + texts.get(name, "") for before, name in parts)
         if not isinstance(prompt, str):
             text = tokenizer.decode(row["prompt_ids"], skip_special_tokens=False).replace(asked, text, 1)
         found.append(tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"])
