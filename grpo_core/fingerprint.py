@@ -161,10 +161,8 @@ def environment_parts(config: RunConfig) -> dict[str, Any]:
 def teacher_parts(config: RunConfig) -> dict[str, Any]:
     """The parts that a training follows from with a teacher: its keys, and the hash of its content instead of its name;
     empty without one."""
-    if config.teacher.model is None:
-        return {}
     keys = {key: value for key, value in determining(config)["teacher"].items() if key != "model"}
-    return {**keys, "content": content_hash(config.teacher.model)}
+    return keys if config.teacher.model is None else {**keys, "content": content_hash(config.teacher.model)}
 
 
 def warm_start_parts(config: RunConfig) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def plan(run: Path, config: RunConfig, force: bool = False) -> State[None]:
 def _work(context: Context) -> dict[str, Any]:
     config, data = context.config, validated(VALIDATE.path(context.run), VALIDATE.read_receipt(context.run))
     check_adapter(config.model)
-    check_teacher(config, data.longest + config.rollout.max_completion_length)
+    check_teacher(config, max(data.longest, data.longest_shown) + config.rollout.max_completion_length)
     check_teacher_tokenizer(config)
     plan = make_plan(plan_inputs(config, *data.num_prompts))
     if config.rollout.engine == "recorded":
@@ -66,7 +66,7 @@ def _work(context: Context) -> dict[str, Any]:
             plan.completions,
             plan.max_completions,
         )
-    lengths = PromptLengths(data.mean_tokens, data.longest, "from the validated data")
+    lengths = PromptLengths(data.mean_tokens, data.longest, "from the validated data", data.longest_shown)
     handed_to = os.environ.get(GPU_DEPLOYMENT)
     gpu = Gpu(f"GPU of train/{handed_to}") if handed_to else find_gpu()
     config = config.with_precision(capability(gpu))

@@ -34,6 +34,7 @@ from tasks.data.lengths import (
     beyond,
     embedding_rows,
     load_tokenizer_and_context,
+    longest_shown,
     sample_lengths,
 )
 from tasks.data.own_schema import hold_against, load_schema
@@ -203,7 +204,7 @@ def screen(config: RunConfig) -> Screened:
     parts = _parts(config, read, rewards)
     if shape := wrong_columns(parts):  # said without the model, which takes seconds to load
         shape = [*broken, *shape]
-        report = _report(rewards, _by_part(config, read, read), read, read, shape, NONE, checks)
+        report = _report(rewards, _by_part(config, read, read), read, read, shape, NONE, checks, config.teacher.columns)
         return Screened({}, {}, shape, NONE, {}, {}, [], report)
     tokenizer, positions = load_tokenizer_and_context(config.model)
     evaluated = dict.fromkeys(config.evaluation_files.values(), config.evaluation_length)
@@ -252,16 +253,19 @@ def screen(config: RunConfig) -> Screened:
         if count
     ] or shape
     lengths = {name: sample_lengths(own, tokenizer, options) for name, own in countable.items()}
+    shows = config.teacher.template is not None and "train" in countable
+    shown = {"longest_shown": longest_shown(countable["train"], config, tokenizer, options, positions)} if shows else {}
     frames = (
         (frame["prompt"].head(1).to_list() for frame in countable["train"].slices()) if "train" in countable else ()
     )
     first = next((prompt for prompts in frames for prompt in prompts), None)
     notes = [] if first is None else template_notes(config, tokenizer, first, next(iter(options.values())))
     notes += [f"{rows_of}: a text with one of the others ends the training"] if tokens > known else []
-    report = _report(rewards, by_part, rows, kept, shape, findings, checks) | {
+    report = _report(rewards, by_part, rows, kept, shape, findings, checks, config.teacher.columns) | {
         "num_groups": groups,
         "lengths": length_figures(lengths, kept),
         "room": room,
+        **shown,
     }
     return Screened(kept, dropped, shape, findings, lengths, room, notes, report)
 
@@ -281,6 +285,7 @@ def _report(
     shape: list[str],
     findings: pl.DataFrame,
     checks: Mapping[str, str],
+    shown: Sequence[str],
 ) -> dict[str, Any]:
     """What is known of data without the model."""
     return {
@@ -290,7 +295,7 @@ def _report(
         "parts": by_part,
         "columns": {
             "prompt": ["rollout"],
-            **{name: list(readers) for name, readers in needed_columns(rewards).items()},
+            **{name: list(readers) for name, readers in needed_columns(rewards, shown).items()},
         },
         "shape": shape,
         "findings": count_findings(findings, checks),
@@ -307,7 +312,8 @@ def _parts(config: RunConfig, read: Mapping[str, Rows], rewards: Sequence[Reward
         origin = config.data.origins[sources[name].origin]
         names = config.rewards_of(origin.name if isinstance(origin, DataSource) else None)
         own = [reward for reward in rewards if reward.name in names]
-        parts[name] = Part(rows, own, None, origin.columns, sources[name].origin, read[name].columns)
+        shown = config.teacher.columns if data_set(name) == "train" else ()
+        parts[name] = Part(rows, own, None, origin.columns, sources[name].origin, read[name].columns, shown)
     return parts
 
 

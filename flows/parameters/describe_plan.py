@@ -121,7 +121,8 @@ def _prompt_lengths(config: RunConfig, data: Validated | None, given: int | None
     if given:
         return PromptLengths(given, given, "given")
     if data:
-        return PromptLengths(data.mean_tokens, data.longest, f"from the validated data of run {config.name}")
+        how = f"from the validated data of run {config.name}"
+        return PromptLengths(data.mean_tokens, data.longest, how, data.longest_shown)
     if reads_data and (found := first_lengths(config)):
         return found
     return ASSUMED

@@ -89,6 +89,8 @@ TRAINED = _by_name(
         Metric("kl", "KL to the reference", "nats per token"),
         Metric("teacher_kl", "reverse KL to the teacher", "nats per token"),
         Metric("teacher_divergence", "divergence from the teacher", "nats per token"),
+        Metric("privileged_gap", "what the shown text tells", "nats per token"),
+        Metric("teacher_shown", "completions with something shown", "share"),
         Metric("grad_norm", "gradient norm"),
         Metric("learning_rate", "learning rate"),
         Metric("step_time", "time per update", "seconds"),

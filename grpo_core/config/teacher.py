@@ -1,4 +1,5 @@
-"""`[teacher]`: a frozen model that teaches on the policy's own completions."""
+"""`[teacher]`: a frozen model, or the policy itself with a text in its prompt, that teaches on the policy's own
+completions."""
 
 from __future__ import annotations
 
@@ -7,10 +8,13 @@ from typing import TYPE_CHECKING
 from pydantic import Field, model_validator
 
 from grpo_core.config.base import Section
+from grpo_core.config.columns import template_parts
 from grpo_core.config.inputs import ModelConfig
 
 if TYPE_CHECKING:
     from grpo_core.config.run import RunConfig
+
+PROMPT, BETTER, ERROR = "prompt", "better", "error"  # places of a template that are no columns
 
 
 class TeacherConfig(Section):
@@ -19,6 +23,11 @@ class TeacherConfig(Section):
     each token that the policy samples a log-probability, and is not trained. Default: no teacher."""
     revision: str | None = None
     """Hub revision (branch, tag or commit) of the teacher; only for hub names."""
+    template: str | None = None
+    """Text that the teacher reads in the place of the prompt's last user message, and the policy never does. Places in
+    braces: `{prompt}`, that message; columns such as `{answer}`; `{better}`, the best other completion of the group, if
+    its reward is higher; `{error}`, errors of the conversation's tools. Without `model`, the policy teaches itself
+    (self-distillation). Default: the teacher reads what the policy reads."""
     weight: float = Field(1.0, gt=0)
     """λ of the advantage of each token, A − λ·(log π_old − log π_teacher): what the reverse KL to the teacher counts
     beside the rewards. Rewards of weight 0 are measured, and the teacher teaches alone: rollout.num_generations may
@@ -34,13 +43,66 @@ class TeacherConfig(Section):
     @model_validator(mode="after")
     def _keys_need_a_teacher(self) -> TeacherConfig:
         given = [key for key in type(self).model_fields if getattr(self, key) != type(self).model_fields[key].default]
-        if given and self.model is None:
-            raise ValueError(f"{given[0]}={getattr(self, given[0])!r} is for a teacher; set model, or remove it")
+        if given and not self.is_used:
+            raise ValueError(
+                f"{given[0]}={getattr(self, given[0])!r} is for a teacher; set model or template, or remove it"
+            )
+        if self.revision is not None and self.model is None:
+            raise ValueError(f"revision={self.revision!r} is of a model; set model, or remove it")
+        if self.model == "self":
+            raise ValueError("model='self': the policy teaches itself where template is set; remove model")
         if self.divergence_top_k and self.divergence_beta is None:
             raise ValueError(
                 f"divergence_top_k={self.divergence_top_k} is for a divergence; set divergence_beta, or remove it"
             )
+        if self.template is not None:
+            self._check_template(self.template)
         return self
+
+    def _check_template(self, template: str) -> None:
+        """Raises ValueError for a template that shows nothing, or that a divergence cannot be computed with."""
+        try:
+            places = self.places
+        except ValueError as error:
+            raise ValueError(f"template={template!r}: {error}") from None
+        if PROMPT not in places:
+            raise ValueError(
+                f"template={template!r} is read in the place of the prompt's last user message, and leaves that out; "
+                "put {prompt} where it belongs"
+            )
+        if template.strip() == "{prompt}":
+            raise ValueError(f"template={template!r} shows the prompt alone; add what the teacher shall know")
+        if self.divergence_beta is not None:
+            raise ValueError(
+                f"divergence_beta={self.divergence_beta:g} with a template: a divergence reads the teacher in each "
+                "update, behind the policy's own prompt, and a policy that teaches itself has moved by then; remove "
+                "one of the two"
+            )
+
+    @property
+    def places(self) -> list[str]:
+        """Names in the template's braces, as often as they are there."""
+        return [place for _, place in template_parts(self.template or "") if place]
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of the training prompts that the template shows."""
+        return [*dict.fromkeys(place for place in self.places if place not in (PROMPT, BETTER, ERROR))]
+
+    @property
+    def shown_completions(self) -> int:
+        """Texts in a filled template that may each be as long as a completion."""
+        return sum(place in (BETTER, ERROR) for place in self.places)
+
+    @property
+    def is_policy(self) -> bool:
+        """True if the policy teaches itself."""
+        return self.model is None and self.template is not None
+
+    @property
+    def named(self) -> str:
+        """The key that makes a teacher, with its value."""
+        return f"teacher.template={self.template!r}" if self.is_policy else f"teacher.model={self.model!r}"
 
     @property
     def diverges(self) -> bool:
@@ -49,7 +111,7 @@ class TeacherConfig(Section):
 
     @property
     def is_used(self) -> bool:
-        return self.model is not None
+        return self.model is not None or self.template is not None
 
     @property
     def as_model(self) -> ModelConfig:
@@ -67,7 +129,7 @@ def teacher_problem(config: RunConfig) -> str:
     """Problem of a teacher with other keys; "" if there is none."""
     if config.teacher.is_used and config.rollout.dynamic_sample:
         return (
-            f"rollout.dynamic_sample=true with teacher.model={config.teacher.model!r}: groups whose rewards are equal "
+            f"rollout.dynamic_sample=true with {config.teacher.named}: groups whose rewards are equal "
             "are replaced, and the teacher teaches there; remove one of the two"
         )
     if config.teacher.diverges and config.train.sharding != "none":
@@ -75,5 +137,26 @@ def teacher_problem(config: RunConfig) -> str:
             f"teacher.divergence_beta={config.teacher.divergence_beta:g} with train.sharding="
             f"{config.train.sharding!r}: a divergence reads the output layers of both models, whole, also in the "
             "backward pass; remove one of the two"
+        )
+    return _template_problem(config)
+
+
+def _template_problem(config: RunConfig) -> str:
+    """Problem of what a template shows with other keys; "" if there is none."""
+    places, rollout, shown = config.teacher.places, config.rollout, f"teacher.template={config.teacher.template!r}"
+    if BETTER in places and rollout.num_generations == 1:
+        return (
+            f"{shown} with rollout.num_generations=1: {{better}} is another completion of the same group, and there "
+            "is none; raise num_generations, or leave the place out"
+        )
+    if ERROR in places and not config.environment.is_used:
+        return (
+            f"{shown}: {{error}} is what tools answer when they fail, and there are none; name some in "
+            "environment.tools or environment.environment_factory, or leave the place out"
+        )
+    if places and config.environment.is_used and rollout.engine == "recorded":
+        return (
+            f"{shown} with rollout.engine='recorded' and an environment or tools: a recording does not keep the "
+            "prompts of conversations as messages; remove one of them"
         )
     return ""

@@ -119,7 +119,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
 def check_teacher_tokenizer(config: RunConfig, tokenizer: Any = None) -> None:
     """Raises ConfigError if a teacher has another tokenizer than the policy, as transformers loads both. `tokenizer`:
     the policy's, if it is loaded."""
-    if config.teacher.is_used:
+    if config.teacher.model is not None:
         own = tokenizer or load_tokenizer(config.model)
         check_tokenizers(config, own.get_vocab(), load_tokenizer(config.teacher.as_model).get_vocab())
 

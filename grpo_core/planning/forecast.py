@@ -224,7 +224,7 @@ def communication(run: PlannedRun, passes: int) -> dict[str, Any]:
         numbers: float = passes * (2 * shape.parameters - shape.outside)
         numbers += passes * shape.parameters * (config.model.lora_dropout > 0)
         numbers += rollouts * (scored + (not lora)) * shape.parameters
-        numbers += rollouts * plan.steps_per_generation * (run.teacher.parameters if run.teacher else 0)
+        numbers += rollouts * plan.steps_per_generation * (run.teaching.parameters if run.teaching else 0)
         weights = width(config) * numbers
     trained = adapter_parameters(shape, config) if lora else shape.parameters
     gradients = FLOAT * trained * (1 if lora or sharding == "none" else passes)

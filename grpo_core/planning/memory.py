@@ -54,7 +54,12 @@ class PlannedRun:
     shape: ModelShape
     lengths: PromptLengths
     gpu: Gpu
-    teacher: ModelShape | None = None
+    teacher: ModelShape | None = None  # with weights of its own
+
+    @property
+    def teaching(self) -> ModelShape | None:
+        """The teacher, which may be the policy; None without one."""
+        return self.shape if self.config.teacher.is_policy else self.teacher
 
 
 def peak_memory(run: PlannedRun, size: Pass | None = None) -> dict[str, Any]:
@@ -195,9 +200,11 @@ def training_parts(run: PlannedRun, size: Pass) -> dict[str, float]:
     if config.train.offload == "optimizer":  # a step has those of one parameter; of an adapter, less than a layer's
         most = 1 / shape.layers if lora else shape.largest_parameter / shape.parameters
         worst.append({"gradients": gradients, "optimizer": most * moments(run)})
-    if run.teacher:  # scores before there are gradients, except for a divergence
+    if run.teaching:  # scores before there are gradients, except for a divergence
         there = {"gradients": gradients} if config.teacher.diverges and not size.alone else {}
-        worst.append(there | {"teacher_pass": scoring_pass(config, run.teacher, size)})
+        shown = run.lengths.shown and run.lengths.shown + config.rollout.max_completion_length
+        least = Pass(max(size.tokens, shown), max(size.keys, shown), size.completions, longest=max(size.longest, shown))
+        worst.append(there | {"teacher_pass": scoring_pass(config, run.teaching, least)})
     return max(worst, key=lambda parts: sum(parts.values()))
 
 

@@ -90,6 +90,7 @@ class PromptLengths:
     mean: float
     longest: int
     how: str
+    shown: int = 0  # of the longest that teacher.template makes of one; 0: there is no template, or it is not known
 
 
 def load_shape(name_or_path: str, revision: str | None = None) -> ModelShape:

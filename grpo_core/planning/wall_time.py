@@ -58,7 +58,8 @@ def wall_time(
     elif isinstance(source, Pace):
         rounds, said = _rounds(config, plan, silent_share)
         talk = _conversation(config, lengths, source, costs.environment)
-        parts = _measured(config, plan, source, shape, gpu, rounds, costs, talk, teacher_passes(config, shape, teacher))
+        taught = teacher_passes(config, lengths, source.completion_tokens, shape, teacher)
+        parts = _measured(config, plan, source, shape, gpu, rounds, costs, talk, taught)
         how = "; ".join([source.how, *talk.said, *said, *_left_out(config, costs)])
     else:
         parts, how = _assumed(config, plan, lengths, shape, gpu, teacher)
@@ -78,11 +79,15 @@ def scorings(config: RunConfig, plan: Plan) -> int:
     return (algorithm.beta > 0) + (not plan.on_policy or algorithm.top_entropy_quantile < 1)
 
 
-def teacher_passes(config: RunConfig, shape: ModelShape | None, teacher: ModelShape | None) -> float:
-    """Forward passes of the policy that those of the teacher over a completion take as long as, by the parameters that
-    a token passes: one, or for a divergence one in each update; 0 without a teacher."""
+def teacher_passes(
+    config: RunConfig, lengths: PromptLengths, completion: float, shape: ModelShape | None, teacher: ModelShape | None
+) -> float:
+    """Forward passes of the policy that those of the teacher over a completion take as long as, by the tokens that it
+    reads and the parameters that each passes: one, or for a divergence one in each update; 0 without a teacher."""
     passes = config.train.num_iterations if config.teacher.diverges else 1
-    return passes * teacher.active / shape.active if shape and teacher else 0.0
+    longer = max(lengths.shown - lengths.longest, 0) / (lengths.mean + completion)
+    teacher = shape if config.teacher.is_policy else teacher
+    return (1 + longer) * passes * teacher.active / shape.active if shape and teacher else 0.0
 
 
 @dataclass(frozen=True)
@@ -229,8 +234,8 @@ def _assumed(
     repeated = config.train.gradient_checkpointing + (config.model.lora_dropout > 0)
     sampled = FLOPS_SAMPLED * (config.rollout.engine != "recorded")
     flops = shape.active * (FLOPS_TRAINED + sampled + FLOPS_REPEATED * repeated)
-    flops += FLOPS_SAMPLED * shape.active * teacher_passes(config, shape, teacher)
     longest = config.rollout.max_completion_length
+    flops += FLOPS_SAMPLED * shape.active * teacher_passes(config, lengths, longest, shape, teacher)
     tokens, speed = plan.completions * (lengths.mean + longest) / plan.num_processes, peak * ASSUMED_UTILISATION
     parts = {}
     if own := _probed(config, plan):

@@ -43,6 +43,7 @@ class MicroBatch:
     keep: Float[Tensor, "B T"] | None  # see losses.top_entropy_mask
     entropy_weights: Float[Tensor, "B T"]  # of the entropy bonus: its mean over the tokens that are kept
     teacher_logprobs: Float[Tensor, "B T"] | None = None
+    taught: Float[Tensor, " B"] | None = None  # see Rollout
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move to a device, except the sequences, whose lengths are read on the CPU. Nothing waits for it."""
@@ -95,6 +96,7 @@ def _slices(rollout: Rollout, slices: Sequence[int], plan: Plan, config: RunConf
         ref_logprobs=None if rollout.ref_logprobs is None else rollout.ref_logprobs[own],
         keep=None if rollout.keep is None else rollout.keep[own],
         teacher_logprobs=None if rollout.teacher_logprobs is None else rollout.teacher_logprobs[own],
+        taught=None if rollout.taught is None else rollout.taught[rows],
     )
 
 

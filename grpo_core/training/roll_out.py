@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from grpo_core.planning.sampling_notes import truncating_keys
 from grpo_core.rewards.trl_arguments import TrainerState
 from grpo_core.rollout.ahead import Ahead
 from grpo_core.rollout.collect import BatchRequest, Sample, collect
+from grpo_core.rollout.privileged import shown_prompts
 from grpo_core.rollout.records import demonstrated, replay
 from grpo_core.rollout.types import GenerationBatch, Rollout
 from grpo_core.system.progress import moved, phase
@@ -45,9 +47,11 @@ def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollou
     else:
         batch, samples, left = _sample(session, session.sampler, index, state)
     old_logprobs, keep, difference = _old_logprobs(session, batch)
-    logprobs = {"old_logprobs": old_logprobs, "ref_logprobs": _ref_logprobs(session, batch)}
-    if session.teacher is not None and not session.config.teacher.diverges:  # else in each update
-        logprobs["teacher_logprobs"] = _teacher_logprobs(session, session.teacher, batch)
+    logprobs: dict[str, Any] = {"old_logprobs": old_logprobs, "ref_logprobs": _ref_logprobs(session, batch)}
+    if session.config.teacher.is_used and not session.config.teacher.diverges:  # else in each update
+        logprobs["teacher_logprobs"], logprobs["taught"] = _teacher_logprobs(session, batch, samples)
+        if logprobs["taught"] is not None:
+            batch = replace(batch, metrics={**batch.metrics, "teacher_shown": logprobs["taught"].mean().item()})
     if not session.plan.on_policy:
         read = session.config.algorithm.routing_replay  # else they have been compared
         batch = replace(batch, metrics=batch.metrics | difference, routes=batch.routes if read else None)
@@ -131,9 +135,21 @@ def _ref_logprobs(session: Session, batch: GenerationBatch) -> Tensor | None:
 
 
 @phase("teacher log-probabilities")
-def _teacher_logprobs(session: Session, teacher: Policy, batch: GenerationBatch) -> Tensor:
-    """Return the teacher's log-probabilities, (B, T), over the whole vocabulary."""
-    return compute_logprobs(session, teacher, batch, batch.completion_mask.sum(1) > 0)[0]
+def _teacher_logprobs(
+    session: Session, batch: GenerationBatch, samples: Sequence[Sample]
+) -> tuple[Tensor, Tensor | None]:
+    """Return the teacher's log-probabilities, (B, T), over the whole vocabulary; and with a template which completions
+    it has made a prompt for, (B,): behind that, they are computed, and are 0 for the others. Without a model, the
+    teacher is the policy as it is, before the batch's first update."""
+    teacher = session.teacher or session.policy.whole(session.policy.temperature)
+    needed = batch.completion_mask.sum(1) > 0
+    if session.privileged is None:
+        return compute_logprobs(session, teacher, batch, needed)[0], None
+    shown = shown_prompts(session.privileged, samples, session.prompts.rows)
+    taught = torch.tensor([ids is not None for ids in shown])
+    prompt_ids = [ids or own for ids, own in zip(shown, batch.prompt_ids, strict=True)]
+    told = replace(batch, prompt_ids=prompt_ids, routes=None)
+    return compute_logprobs(session, teacher, told, needed & taught)[0], taught.float()
 
 
 @phase("what sampling leaves out")

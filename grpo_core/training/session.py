@@ -40,6 +40,7 @@ from grpo_core.rewards.contract import rewards_of
 from grpo_core.rollout.collect import Scoring
 from grpo_core.rollout.conversations import ConversationsAhead
 from grpo_core.rollout.loading import check_lengths, fallbacks, make_engine, read_prompts, start_configured
+from grpo_core.rollout.privileged import Privileged, load_privileged
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.sampling import lowest_kept
 from grpo_core.rollout.transformers_engine import TransformersEngine
@@ -77,7 +78,8 @@ class Session:
     learning_rate: Callable[[int], float]  # by the number of updates done
     sampler: Sampler | None  # None: the training is on a recording, or on demonstrations
     memory: OutOfMemoryRetry
-    teacher: Policy | None = None
+    teacher: Policy | None = None  # its own model; None where the policy teaches itself
+    privileged: Privileged | None = None  # what a teacher is shown that the policy is not
     start: dict[str, Tensor] | None = None  # the adapter that the training started from, if the reference has it
     rates: PassRates | None = None  # at the start of the training; None if no reward tells what passes
     demonstrations: Demonstrations | None = None  # of a warm start
@@ -156,12 +158,15 @@ def _load(
     longest = prompts.max_length + config.rollout.max_completion_length  # of the sequences that are trained
     evaluated = 0 if held_out is None else held_out.max_length + config.evaluation_length
     max_length = max(SHORTEST + 1, longest, evaluated)
+    privileged = load_privileged(config, prompts.rows, tokenizer, setting)
+    taught = max(max_length, privileged.max_length if privileged else 0)  # what the teacher reads
+    read = taught if config.teacher.is_policy else max_length
     adapts, bf16 = config.model.use_peft, config.train.mixed_precision == "bf16"
     keys = starting_model(config, run)
     base = _load_model(keys, config, accelerator, frozen=adapts, in_bf16=bf16 and adapts)
-    check_lengths(base, max_length)
+    check_lengths(base, read)
     model = with_adapter(base, keys)
-    policy = _policy(model, config, accelerator, max_length)
+    policy = _policy(model, config, accelerator, read)
     start = copy_of_trainable_state(policy.model) if keys.adapter and config.algorithm.beta else None
     engine = None if without_engine else make_engine(config, keys.name_or_path, policy.model, tokenizer, max_length)
     if engine is not None and config.warm_start.is_used and adapts:  # an adapter that the engine has not loaded
@@ -169,7 +174,7 @@ def _load(
     _read_routers(policy, engine, config)
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     reference = _reference(keys, config, accelerator, max_length)
-    teacher = _teacher(config, accelerator, max_length)
+    teacher = _teacher(config, accelerator, taught)
     _check_divergence(config, policy, teacher)
     optimizer = make_optimizer(model, config.train)
     if accelerator.is_main_process:
@@ -186,6 +191,7 @@ def _load(
         policy=policy,
         reference=reference,
         teacher=teacher,
+        privileged=privileged,
         optimizer=optimizer,
         learning_rate=partial(learning_rate, config.train, plan),
         memory=OutOfMemoryRetry(
@@ -290,8 +296,8 @@ def _check_divergence(config: RunConfig, policy: Policy, teacher: Policy | None)
 
 
 def _teacher(config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy | None:
-    """Load the teacher, frozen, on the path of the reference; None without one."""
-    if not config.teacher.is_used:
+    """Load the teacher, frozen, on the path of the reference; None without a model of its own."""
+    if config.teacher.model is None:
         return None
     bf16 = config.train.mixed_precision == "bf16"
     model = _load_model(config.teacher.as_model, config, accelerator, frozen=True, in_bf16=bf16)

@@ -161,7 +161,10 @@ class _Tally:
         extreme = zip(self.maxima, found[len(self.sums) :], strict=True)
         highest = {name: value for name, value in extreme if math.isfinite(value)}
         lowest = {name: -highest.pop(name) for name in [*highest] if name.endswith("min")}
+        told, gap = (totals.pop(name, 0.0) for name in ("told_tokens", "privileged_gap"))
         means = {name: value / tokens for name, value in totals.items()} if tokens else {}
+        if told:
+            means["privileged_gap"] = gap / told
         if (square := means.pop("correction_squared", None)) is not None:  # 0 if the correction leaves out every token
             mean = means["sampling/importance_sampling_ratio/mean"]
             means["sampling/effective_sample_share"] = mean**2 / square if square else 0.0
@@ -208,9 +211,14 @@ def _forward_backward(
         logprobs, entropy, *of_teacher = found
         old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         advantages = batch.advantages
-        if batch.teacher_logprobs is not None:
-            advantages = teacher_advantages(advantages, old_logprobs, batch.teacher_logprobs, keys.weight)
-            tally.add("teacher_kl", old_logprobs - batch.teacher_logprobs, mask)
+        if (teacher_logprobs := batch.teacher_logprobs) is not None:
+            if batch.taught is not None:
+                told = mask * batch.taught[:, None]
+                teacher_logprobs = torch.where(told > 0, teacher_logprobs, old_logprobs)  # else nothing to teach
+                tally.add("privileged_gap", teacher_logprobs - old_logprobs, told)
+                tally.sums["told_tokens"] += told.sum()
+            advantages = teacher_advantages(advantages, old_logprobs, teacher_logprobs, keys.weight)
+            tally.add("teacher_kl", old_logprobs - teacher_logprobs, mask)
         losses = token_losses(
             logprobs,
             old_logprobs,

@@ -68,6 +68,12 @@ class Part:
     columns: Mapping[str, str] = field(default_factory=dict)  # how each made column was made
     section: str = "data"  # section of the configuration that defines these columns
     own: Sequence[str] = ()  # columns of the data set itself
+    shown: Sequence[str] = ()  # columns that teacher.template shows
+
+    @property
+    def needed(self) -> dict[str, dict[str, Any]]:
+        """Readers of each column, as `needed_columns` has them, with the template."""
+        return needed_columns(self.rewards, self.shown)
 
 
 def check(
@@ -97,7 +103,7 @@ def check(
         """Yield the rows that break a rule, and the keys of those that stay, per slice of a part."""
         part, ours = parts[name], own.filter(dataset=name)
         for first, frame in part.rows.numbered():
-            schema = build_schema(frame, part.rewards, tokenizer, part.room, options, known)
+            schema = build_schema(frame, part, tokenizer, options, known)
             found = _validate(name, frame, schema, first)
             bad = pl.concat([ours, found]).filter(pl.col("check").is_in(out))["row"]
             yield found, keys_of(frame, first, whole).filter(~pl.col("row").is_in(bad.implode()))
@@ -139,15 +145,11 @@ def wrong_columns(parts: Mapping[str, Part]) -> list[str]:
 
 
 def build_schema(
-    frame: pl.DataFrame,
-    rewards: list[Reward],
-    tokenizer: Any,
-    room: int | None,
-    options: OptionsByEnvironment,
-    known: dict[str, bool],
+    frame: pl.DataFrame, part: Part, tokenizer: Any, options: OptionsByEnvironment, known: dict[str, bool]
 ) -> pa.DataFrameSchema:
-    """Build the rules about single rows: those about the prompt, and that no value read by a reward is missing.
-    `known`: see `has_tokens`."""
+    """Build the rules about single rows: those about the prompt, and that no value that is read is missing. `known`:
+    see `has_tokens`."""
+    room = part.room
     # Further problems of a blank or malformed prompt would say nothing new.
     answerable = frame.select(~_is_blank(frame) & _is_well_formed(frame)).to_series()
 
@@ -171,7 +173,7 @@ def build_schema(
         "long_prompt": short & holds(answerable & accepted & short, lambda p, given: fit(p, tokenizer, room, given)),
         "encoding": ~prompt_text(frame).str.contains(WRONGLY_DECODED).fill_null(False),
     }
-    read = needed_columns(rewards)
+    read = part.needed
     missing = [column for column, kinds in read.items() if not all(map(may_be_null, kinds.values()))]
     columns = {
         column: pa.Column(
@@ -187,9 +189,10 @@ def build_schema(
     return pa.DataFrameSchema({"prompt": prompt, **columns})
 
 
-def needed_columns(rewards: list[Reward]) -> dict[str, dict[str, Any]]:
-    """Rewards that read each column, with the type of value that each takes: column → reward → type."""
-    needed: dict[str, dict[str, Any]] = {}
+def needed_columns(rewards: list[Reward], shown: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """Rewards that read each column, with the type of value that each takes: column → reward → type. `shown`: columns
+    that teacher.template shows."""
+    needed: dict[str, dict[str, Any]] = {column: {"teacher.template": Any} for column in shown}
     for reward in rewards:
         for column, kind in reward.columns.items():
             needed.setdefault(column, {})[reward.name] = kind
@@ -198,7 +201,7 @@ def needed_columns(rewards: list[Reward]) -> dict[str, dict[str, Any]]:
 
 def _shape(name: str, part: Part) -> Iterator[str]:
     """Yield the problems of a part's columns, with the key that would solve each."""
-    frame, read, made = part.rows.empty, needed_columns(part.rewards), (part.columns, part.section)
+    frame, read, made = part.rows.empty, part.needed, (part.columns, part.section)
     if not part.rows.height:
         yield f"{name} has no rows; it needs at least one"
         return
@@ -234,7 +237,7 @@ def _unmade(parts: Mapping[str, Part]) -> Iterator[str]:
     for section in dict.fromkeys(part.section for part in parts.values()):
         own = {name: part for name, part in parts.items() if part.section == section}
         name, first = next(iter(own.items()))
-        for column in first.columns.keys() - {"prompt", *needed_columns(first.rewards)}:
+        for column in first.columns.keys() - {"prompt", *first.needed}:
             if not any(column in part.rows.columns for part in own.values()):
                 said = column_fixes.missing_column(column, "", first.rows.empty, first.columns, {}, section, first.own)
                 yield f"no data set has the parts of {section}.columns.{column}: {name} {said}"

@@ -43,6 +43,7 @@ class Validated:
     longest: int
     costs: ValidatedCosts
     prompts: Path  # training prompts
+    longest_shown: int  # what teacher.template makes of one; 0 without a template
 
 
 def validated(folder: Path, receipt: Mapping[str, Any]) -> Validated:
@@ -54,7 +55,7 @@ def validated(folder: Path, receipt: Mapping[str, Any]) -> Validated:
     environment = _environment_pace(receipt.get("rehearsal", {}).get("environments", {}))
     path = (folder / "train.parquet").resolve()
     costs = ValidatedCosts(receipt["num_prompts"]["eval"], seconds, environment)
-    return Validated(counts, lengths["mean"], lengths["max"], costs, path)
+    return Validated(counts, lengths["mean"], lengths["max"], costs, path, receipt.get("longest_shown", 0))
 
 
 def _environment_pace(rehearsed: Mapping[str, Any]) -> EnvironmentPace | None:

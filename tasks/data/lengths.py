@@ -10,7 +10,10 @@ from typing import Any
 import polars as pl
 
 from grpo_core.config.inputs import ModelConfig, quantisation_problem
+from grpo_core.config.run import RunConfig
+from grpo_core.config.teacher import BETTER, ERROR
 from grpo_core.data.chat import NO_OPTIONS, encode_prompts, is_conversation, turns, without_gaps
+from grpo_core.data.privileged import shown_prompt
 from grpo_core.data.prompts import load_tokenizer
 from grpo_core.errors import GrpoError
 from grpo_core.system.processes import importing
@@ -235,6 +238,30 @@ def sample_lengths(rows: Rows, tokenizer: Any, options: OptionsByEnvironment) ->
     names = ["prompt", *(["environment"] if "environment" in rows.columns else [])]
     frame = rows.map(lambda frame: frame.select(names)).gather(chosen)
     return by_environment(frame, options, lambda prompts, given: token_lengths(prompts, tokenizer, given))
+
+
+def longest_shown(
+    rows: Rows, config: RunConfig, tokenizer: Any, options: OptionsByEnvironment, positions: int | None
+) -> int:
+    """Tokens of the longest prompt that teacher.template makes of these rows, of which completions may be a part.
+    Raises ModelError if the policy is its own teacher, and takes too few `positions` to read it."""
+    teacher, completion = config.teacher, config.rollout.max_completion_length
+    template, stand_ins = teacher.template or "", dict.fromkeys((BETTER, ERROR), "x")
+
+    def shown(frame: pl.DataFrame) -> pl.DataFrame:
+        prompts = [shown_prompt(template, row, stand_ins) or row["prompt"] for row in frame.iter_rows(named=True)]
+        return frame.with_columns(prompt=pl.Series(prompts, dtype=frame.schema["prompt"]))
+
+    texts = teacher.shown_completions
+    longest = max(sample_lengths(rows.map(shown), tokenizer, options)) + texts * completion
+    if teacher.is_policy and positions and longest + completion > positions:
+        within = f", {texts} · {completion} of them for {{better}} and {{error}}" if texts else ""
+        raise ModelError(
+            f"teacher.template={template!r}: the longest prompt that it makes may have {longest:,} tokens{within}, and "
+            f"a completion {completion:,}; {config.model.name_or_path!r} takes {positions:,} tokens. Show less, or "
+            "lower rollout.max_completion_length"
+        )
+    return longest
 
 
 def _most_tokens(prompts: pl.Series, tokenizer: Any, options: Options) -> pl.Series:

@@ -141,6 +141,12 @@ class Parts:
         return flatten({"teacher": teacher_parts(self.config)})
 
     @cached_property
+    def shown(self) -> Named:
+        """The template, whose columns are checked and whose prompts are measured; empty without one."""
+        template = self.config.teacher.template
+        return {} if template is None else {"teacher.template": template}
+
+    @cached_property
     def demonstrations(self) -> Named:
         """What the encoded demonstrations depend on besides model and tools; empty without a warm start."""
         keys = self.config.warm_start

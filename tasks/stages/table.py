@@ -118,6 +118,7 @@ VALIDATE = Stage(
         | parts.evaluated_length
         | parts.evaluation_sets
         | parts.demonstrations
+        | parts.shown
     ),
     key_figure=lambda config, receipt: (
         f"{receipt['num_prompts']['train']:,} + {receipt['num_prompts']['eval']:,} prompts"

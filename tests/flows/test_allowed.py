@@ -238,6 +238,7 @@ def test_every_key_that_may_name_a_file_an_address_or_code_is_known() -> None:
     splits = ("train_split", "eval_split", "subset", "revision")
     names = {"name", "model.revision", "model.lora_target_modules", "model.lora_modules_to_save", "rollout.stop"}
     names |= {"warm_start.split", "warm_start.revision"}
+    names |= {"teacher.template"}  # a text, of which no place is evaluated
     names |= {"teacher.revision", "rollout.vllm_args"}  # of which a list says what may be passed
     names |= {f"data.{key}" for key in (*splits, "system_prompt", "chat_template_kwargs", "curriculum.band")}
     names |= {f"data.sources.{key}" for key in (*splits, "name", "system_prompt", "rewards", "environment")}

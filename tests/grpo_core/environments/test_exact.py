@@ -6,6 +6,7 @@ weights, are not the same twice; tokens, calls and answers are.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -119,9 +120,19 @@ def test_a_training_on_conversations_is_that_of_plain_loops(
     if keys.get("beta"):  # a teacher, which is no copy of the policy
         teacher = make_model(tmp_path / "teacher", hidden_size=32, initializer_range=0.1)
         values["teacher"] = {"model": str(teacher), "weight": 0.3}
+    if "loss_type" in keys:  # the policy, where a tool has failed
+        values["teacher"] = {"template": "{prompt}, of which {error} was the end, and {answer} right", "weight": 0.3}
     run = make_talking_run(tmp_path / "run", values)
     train(run, run / "training")
     assert_plain(run)
+    if "loss_type" in keys:
+        failed = sum(any(said["content"].startswith("Error") for said in row) for row in conversations(run))
+        shown = [step["teacher_shown"] for step in figures_of(run)]
+        assert 0 < failed == sum(shown) * len(said_in(run)) / len(shown) < len(said_in(run))
+
+
+def conversations(run: Path) -> list[list[dict[str, Any]]]:
+    return [json.loads(row["conversation"]) for row in said_in(run)]
 
 
 @pytest.mark.parametrize("sharding", ["none", pytest.param("full", marks=pytest.mark.e2e)])

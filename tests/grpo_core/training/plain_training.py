@@ -7,7 +7,9 @@ run: prompts, tokens, the engine's log-probabilities, rewards.
 from __future__ import annotations
 
 import copy
+import json
 import math
+import re
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from grpo_core.config.files import load_config
@@ -151,11 +153,15 @@ class _Batch:
         self.keep = [((entropy >= least - 1e-5) | (not kept)).double() for entropy in entropies]
         self.advantages = _advantages(config, self.rows)
         self.teacher: list[list[float] | None] = [None] * len(self.rows)
-        if config.teacher.model:
-            self.teacher_model = teacher = load(config.teacher.model).double().eval()
-        if config.teacher.model and config.teacher.divergence_beta is None:
+        self.teacher_model = load(config.teacher.model).double().eval() if config.teacher.model else model
+        if (config.teacher.model and config.teacher.divergence_beta is None) or config.teacher.template:
+            shown = shown_prompts(run, config, self.rows) if config.teacher.template else None
             with torch.no_grad():
-                self.teacher = [self.tokens(teacher, row, whole=True)[0].tolist() for row in range(len(self.rows))]
+                for row in range(len(self.rows)):
+                    read = (shown or [record["prompt_ids"] for record in self.rows])[row]
+                    # Where nothing is shown, the teacher says what the policy said.
+                    found = read and self.tokens(self.teacher_model, row, whole=True, prompt=read)[0].tolist()
+                    self.teacher[row] = found or self.old[row]
 
     def divergence(self, model: Any, row: int) -> Tensor:
         """From the teacher's distribution, where the trained tokens are predicted."""
@@ -172,9 +178,12 @@ class _Batch:
         to_q, to_p = (q * (q / m).log()).sum(1), (p * (p / m).log()).sum(1)
         return {0: to_q, 1: to_p}.get(beta, beta * to_q + (1 - beta) * to_p)
 
-    def tokens(self, model: Any, row: int, *, whole: bool = False) -> tuple[Tensor, Tensor]:
+    def tokens(
+        self, model: Any, row: int, *, whole: bool = False, prompt: list[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the trained tokens, among those that can be drawn."""
-        keys, (prompt, ids) = self.config.rollout, (self.rows[row][name] for name in ("prompt_ids", "completion_ids"))
+        keys, record = self.config.rollout, self.rows[row]
+        prompt, ids = prompt or record["prompt_ids"], record["completion_ids"]
         logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / keys.temperature
         drawing = Sampling(1, top_p=keys.top_p, top_k=keys.top_k, min_p=keys.min_p)
         for place in range(len(ids)) if drawing.is_truncated and not whole else ():
@@ -213,6 +222,35 @@ class _Batch:
                 kept = max(float(torch.cat(self.keep).sum()), 1.0) * micro_steps / s
                 found = found - algorithm.entropy_coef * (keep * entropy).sum() / kept
         return found
+
+
+def shown_prompts(run: Path, config: RunConfig, rows: list[dict[str, Any]]) -> list[list[int] | None]:
+    """Token ids of the prompts that the template makes: the recorded ones, with their user's text replaced."""
+    data = pq.read_table(run / "dataset" / "train.parquet").to_pylist()
+    tokenizer, g = AutoTokenizer.from_pretrained(config.model.name_or_path), config.rollout.num_generations
+    weights = [it.weight for it in config.rewards]
+    weights = weights if any(weights) else [1.0] * len(weights)
+    found: list[list[int] | None] = []
+    for place, row in enumerate(rows):
+        group = rows[place // g * g : place // g * g + g]
+        given = [[each[f"rewards/{it.name}"] for it in config.rewards] for each in group]
+        sums = [sum(w * v for w, v in zip(weights, values, strict=True) if v is not None) for values in given]
+        best = sums.index(max(sums))
+        texts: dict[str, Any] = {name: value for name, value in data[row["row"]].items() if name != "prompt"}
+        texts["better"] = group[best]["completion"] if sums[best] > sums[place % g] else ""
+        answers = [each["content"] for each in json.loads(row.get("conversation") or "[]") if each["role"] == "tool"]
+        texts["error"] = "\n".join(answer for answer in answers if answer.startswith("Error: "))
+        prompt = data[row["row"]]["prompt"]
+        texts["prompt"] = asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        parts = re.findall(r"([^{}]*)(?:{(\w+)})?", config.teacher.template or "")
+        if any(name and not texts.get(name) for _, name in parts):
+            found.append(None)
+            continue
+        text = "".join(before + texts.get(name, "") for before, name in parts)
+        if not isinstance(prompt, str):
+            text = tokenizer.decode(row["prompt_ids"], skip_special_tokens=False).replace(asked, text, 1)
+        found.append(tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"])
+    return found
 
 
 def _advantages(config: RunConfig, rows: list[dict[str, Any]]) -> list[float]:

@@ -71,6 +71,14 @@ def test_a_broken_limit_is_found_once_it_lasts_and_said_in_words(
     assert rule == "zero_advantages" or f"{value:.4g}" in findings[0].message
 
 
+def test_silent_groups_are_no_problem_while_a_teacher_has_something_to_show() -> None:
+    config = HealthConfig(zero_advantages_steps=1)
+    silent = {**HEALTHY, "frac_reward_zero_std": 1.0}
+    told = [silent | {"teacher_kl": 0.3}, silent | {"teacher_kl": 0.3, "teacher_shown": 0.1}]
+    nothing = silent | {"teacher_kl": 0.0, "teacher_shown": 0.0}
+    assert _after(config, [*told, nothing, silent]) == [[], [], ["zero_advantages"], ["zero_advantages"]]
+
+
 def test_healthy_figures_and_missing_ones_break_nothing() -> None:
     config = HealthConfig(patience=1, zero_advantages_steps=1)
     assert _after(config, [HEALTHY, {}]) == [[], []]

@@ -179,6 +179,12 @@ def drawn_run(folder: Path, models: dict[str, Path], number: int, draw: random.R
         values["teacher"] = {"model": str(models["teacher"]), "weight": draw.choice([0.2, 1.0])}
         if options.get("sharding", "none") == "none" and kind != "scaled":  # else refused
             values["teacher"] |= draw.choice(DIVERGENCES)
+        if number % 8 in (3, 4, 6):
+            texts = ["{better}+{prompt}", "{prompt}{better}="] if options["num_generations"] > 1 else ["0{prompt}"]
+            texts += [] if from_sources else ["{answer}={prompt}"]  # lines have no answer
+            taught = values["teacher"] if number % 2 else {"weight": 0.5}  # by the policy itself
+            values["teacher"] = {key: taught[key] for key in taught.keys() & {"model", "weight"}}
+            values["teacher"]["template"] = texts[number % len(texts)]
     if alone:
         values["rewards"] = [{**reward, "weight": 0.0} for reward in values["rewards"]]
     values = with_keys(values, **cut, **options, **CALM)

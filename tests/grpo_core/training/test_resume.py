@@ -70,6 +70,7 @@ ALL_AT_ONCE = {
 # Groups whose rewards are equal are not replaced, since the teacher teaches there.
 TAUGHT = ALL_AT_ONCE | {"dynamic_sample": False}
 WARM = {"per_device_train_batch_size": 4, "save_steps": 1}
+ITSELF = {"template": "{answer}={prompt}{better}+"}
 DIVERGENCE = {"divergence_beta": 0.5, "divergence_top_k": 5}
 ADAPTER = {
     "use_peft": True,
@@ -118,21 +119,23 @@ def test_an_engine_that_fails_ends_the_training_with_a_checkpoint_from_which_it_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("keys", "kills", "diverges"),
+    ("keys", "kills", "teacher"),
     [
         pytest.param(TAUGHT, 3, {}, id="taught, all at once"),
         pytest.param(TAUGHT, 3, DIVERGENCE, id="taught by a divergence, all at once"),
+        pytest.param(TAUGHT, 3, ITSELF, id="taught by itself, all at once"),
         pytest.param(WARM, 3, {}, id="warm start"),
         pytest.param(ALL_AT_ONCE, 12, {}, id="all at once, often", marks=pytest.mark.e2e),
         pytest.param(ADAPTER, 4, {}, id="adapter", marks=pytest.mark.e2e),
     ],
 )
 def test_a_training_killed_at_any_micro_step_ends_with_the_same_weights(
-    values: dict[str, Any], tmp_path: Path, keys: dict[str, Any], kills: int, diverges: dict[str, Any]
+    values: dict[str, Any], tmp_path: Path, keys: dict[str, Any], kills: int, teacher: dict[str, Any]
 ) -> None:
     values = with_keys(values, **keys)
     if keys is TAUGHT:
-        values["teacher"] = {"model": str(make_model(tmp_path / "teacher", hidden_size=32)), "weight": 0.5, **diverges}
+        model = {} if teacher is ITSELF else {"model": str(make_model(tmp_path / "teacher", hidden_size=32))}
+        values["teacher"] = {"weight": 0.5, **model, **teacher}
     if keys is WARM:
         values["warm_start"] = {"demonstrations": "shown.parquet", "batch_size": 6, "max_steps": 6}
 

@@ -1,0 +1,92 @@
+"""Token ids of what a teacher reads in the place of each completion's prompt, by `teacher.template`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from grpo_core.config.run import RunConfig
+from grpo_core.config.teacher import BETTER, ERROR
+from grpo_core.data.chat import encode_prompts
+from grpo_core.data.privileged import shown_prompt
+from grpo_core.data.prompts import AT_ONCE
+from grpo_core.environments.calls import ERROR as SAID
+from grpo_core.environments.setting import Setting
+from grpo_core.rewards.composition import weighted_sum
+from grpo_core.rollout.collect import Sample
+
+Row = Mapping[str, Any]
+Shown = tuple[Any, Row, str]  # a prompt, the row that it is about, and what its environment's `reset` added
+
+
+@dataclass(frozen=True)
+class Privileged:
+    """The template's configuration, and what makes token ids of prompts."""
+
+    config: RunConfig
+    encode: Callable[[Sequence[Shown]], list[list[int]]]
+    max_length: int  # tokens of such a prompt and a completion: what the teacher reads at most
+
+
+def load_privileged(
+    config: RunConfig, rows: Sequence[Row], tokenizer: Any, setting: Setting | None
+) -> Privileged | None:
+    """What a teacher is shown in a training on these rows; None without a template. All are tokenized once, for the
+    length of the longest."""
+    template = config.teacher.template
+    if template is None:
+        return None
+
+    def encode(shown: Sequence[Shown]) -> list[list[int]]:
+        if setting is not None:
+            return [setting.encode({**row, "prompt": prompt}, added or None) for prompt, row, added in shown]
+        prompts = [prompt for prompt, *_ in shown]
+        return encode_prompts(prompts, tokenizer, config.data.chat_template_kwargs) if prompts else []
+
+    longest, left = 0, iter(rows)
+    stand_ins = dict.fromkeys((BETTER, ERROR), "x")
+    while batch := [*islice(left, AT_ONCE)]:
+        shown = [(shown_prompt(template, row, stand_ins), row, "") for row in batch]
+        longest = max([longest, *map(len, encode([each for each in shown if each[0]]))])
+    completions = 1 + config.teacher.shown_completions
+    return Privileged(config, encode, longest + completions * config.rollout.max_completion_length)
+
+
+def shown_prompts(privileged: Privileged, samples: Sequence[Sample], rows: Sequence[Row]) -> list[list[int] | None]:
+    """Token ids that the teacher reads in the place of each sample's prompt; None where the template has nothing to
+    show, or so much that prompt and completion are more than `max_length` tokens. `samples`: groups in a row."""
+    template, shown = privileged.config.teacher.template or "", dict[int, Shown]()
+    for place, (sample, better) in enumerate(zip(samples, _better(samples, privileged.config), strict=True)):
+        row, found = rows[sample.row], {BETTER: better, ERROR: _errors(sample)}
+        if prompt := shown_prompt(template, row, found):
+            shown[place] = prompt, row, sample.said.opening if sample.said else ""
+    ids = dict(zip(shown, privileged.encode([*shown.values()]), strict=True))
+    return [
+        own if (own := ids.get(place)) and len(own) + len(sample.completion.ids) <= privileged.max_length else None
+        for place, sample in enumerate(samples)
+    ]
+
+
+def _better(samples: Sequence[Sample], config: RunConfig) -> Iterator[str]:
+    """Yield the text of the best other completion of each sample's group, the first of several; "" if its reward is not
+    higher. Where no reward has a weight, each counts alike."""
+    alike = not any(reward.weight for reward in config.rewards)
+    rewards = [reward.model_copy(update={"weight": 1.0}) if alike else reward for reward in config.rewards]
+    sums = weighted_sum(np.array([sample.rewards for sample in samples], dtype=np.float64), rewards)
+    g = config.rollout.num_generations
+    for place, own in enumerate(sums):
+        start = place - place % g
+        group = sums[start : start + g]
+        best = start + int(np.nan_to_num(group, nan=-np.inf).argmax())
+        yield samples[best].text if sums[best] > own else ""
+
+
+def _errors(sample: Sample) -> str:
+    """The errors that tools have answered in a conversation, below each other."""
+    messages = sample.said.messages if sample.said else []
+    said = [message["content"] for message in messages if message["role"] == "tool"]
+    return "\n".join(text for text in said if text.startswith(SAID))
