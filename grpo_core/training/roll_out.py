@@ -13,7 +13,8 @@ from torch import Tensor
 from grpo_core.algorithm.losses import top_entropy_mask
 from grpo_core.data.curriculum import arrange, describe, distance, known_batches
 from grpo_core.data.order import Group, Schedule, epoch_rows
-from grpo_core.distributed import max_over_processes, sum_over_processes
+from grpo_core.distributed import failing_together, max_over_processes, sum_over_processes
+from grpo_core.errors import EngineError
 from grpo_core.model.loading import as_reference
 from grpo_core.model.logprobs import Floor
 from grpo_core.model.policy import PassInputs, Policy
@@ -24,7 +25,9 @@ from grpo_core.rewards.trl_arguments import TrainerState
 from grpo_core.rollout.ahead import Ahead
 from grpo_core.rollout.collect import BatchRequest, Sample, collect
 from grpo_core.rollout.records import demonstrated, replay
+from grpo_core.rollout.served_teacher import served_logprobs
 from grpo_core.rollout.types import GenerationBatch, Rollout
+from grpo_core.rollout.waiting import TEACHER
 from grpo_core.system.progress import moved, phase
 from grpo_core.training.batch import balance_rows, has_gradient, join
 from grpo_core.training.session import Sampler, Session
@@ -46,8 +49,8 @@ def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollou
         batch, samples, left = _sample(session, session.sampler, index, state)
     old_logprobs, keep, difference = _old_logprobs(session, batch)
     logprobs = {"old_logprobs": old_logprobs, "ref_logprobs": _ref_logprobs(session, batch)}
-    if session.teacher is not None and not session.config.teacher.diverges:  # else in each update
-        logprobs["teacher_logprobs"] = _teacher_logprobs(session, session.teacher, batch)
+    if session.config.teacher.is_used and not session.config.teacher.diverges:  # else in each update
+        logprobs["teacher_logprobs"] = _teacher_logprobs(session, batch)
     if not session.plan.on_policy:
         read = session.config.algorithm.routing_replay  # else they have been compared
         batch = replace(batch, metrics=batch.metrics | difference, routes=batch.routes if read else None)
@@ -130,10 +133,28 @@ def _ref_logprobs(session: Session, batch: GenerationBatch) -> Tensor | None:
     return None
 
 
-@phase("teacher log-probabilities")
-def _teacher_logprobs(session: Session, teacher: Policy, batch: GenerationBatch) -> Tensor:
+@phase(TEACHER)
+def _teacher_logprobs(session: Session, batch: GenerationBatch) -> Tensor:
     """Return the teacher's log-probabilities, (B, T), over the whole vocabulary."""
-    return compute_logprobs(session, teacher, batch, batch.completion_mask.sum(1) > 0)[0]
+    in_loss = batch.completion_mask.sum(1) > 0
+    if session.teacher is None:
+        return _served_logprobs(session, batch, in_loss)
+    return compute_logprobs(session, session.teacher, batch, in_loss)[0]
+
+
+def _served_logprobs(session: Session, batch: GenerationBatch, needed: Tensor) -> Tensor:
+    """Return the log-probabilities of a teacher behind a server, (B, T), 0 for completions that are not `needed`. Each
+    process asks for its part, and all get the whole. Raises EngineError on every process if one gets no answer."""
+    accelerator = session.accelerator
+    mine = needed.nonzero().flatten().tolist()[accelerator.process_index :: accelerator.num_processes]
+    completions = [batch.completion_ids[row, : batch.completion_lengths[row]].tolist() for row in mine]
+    asked = [(batch.prompt_ids[row], completion) for row, completion in zip(mine, completions, strict=True)]
+    found = torch.zeros(batch.completion_ids.shape)
+    with failing_together(kind=EngineError):
+        for row, logprobs in zip(mine, served_logprobs(session.config, asked), strict=True):
+            found[row, : len(logprobs)] = torch.tensor(logprobs)
+            moved()
+    return sum_over_processes(found.to(accelerator.device)).cpu()  # each row is 0 on all processes except one
 
 
 @phase("what sampling leaves out")
