@@ -20,7 +20,6 @@ import pyarrow.parquet as pq
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import NO_OPTIONS, begin_token_problem, encode_prompts, end_token_problem
-from grpo_core.data.served_teacher import check_served_tokenizer
 from grpo_core.data.teacher import check_tokenizers
 from grpo_core.errors import ConfigError
 from grpo_core.system.processes import importing
@@ -118,6 +117,8 @@ def check_teacher_tokenizer(config: RunConfig, tokenizer: Any = None) -> None:
         return
     own = tokenizer or load_tokenizer(config.model)
     if config.teacher.url is not None:
+        from grpo_core.data.served_teacher import check_served_tokenizer  # imports httpx2
+
         check_served_tokenizer(config, own.get_vocab().values(), own.decode)
     else:
         check_tokenizers(config, own.get_vocab(), load_tokenizer(config.teacher.as_model).get_vocab())

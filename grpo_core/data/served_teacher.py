@@ -11,19 +11,15 @@ from typing import Any
 import httpx2
 
 from grpo_core.config.run import RunConfig
+from grpo_core.data.teacher import OTHER_TOKENIZER, SHOWN
 from grpo_core.errors import ConfigError, EngineError
 
 KEY = "GRPO_TEACHER_API_KEY"  # environment variable with the server's key (`vllm serve --api-key`)
 CHECK_SECONDS = 60.0  # for an answer before the training
 CONNECT_SECONDS = 30.0
 IDS_PER_REQUEST = 4096
-SHOWN = 3  # ids that differ
 NOT_A_NUMBER = -9999.0  # in vLLM's answers, for a log-probability of -inf
 ROUNDING = 1e-3  # by which a log-probability may be above 0
-OTHER_TOKENIZER = (
-    "A teacher judges the policy's token ids: take one with the policy's tokenizer, such as a larger model of its "
-    "family"
-)
 
 
 def connect(

@@ -12,10 +12,15 @@ from tokenizers import Tokenizer
 from grpo_core.config.inputs import ModelConfig, quantisation_problem
 from grpo_core.config.run import RunConfig
 from grpo_core.config.teacher import teaches_alone
-from grpo_core.data.served_teacher import OTHER_TOKENIZER, SHOWN, check_served, check_served_tokenizer
 from grpo_core.errors import ConfigError
 from grpo_core.planning.forecast import useful_groups
 from grpo_core.planning.shapes import ForecastError, config_file
+
+SHOWN = 3  # ids that differ
+OTHER_TOKENIZER = (
+    "A teacher judges the policy's token ids: take one with the policy's tokenizer, such as a larger model of its "
+    "family"
+)
 
 
 def check_teacher(config: RunConfig, longest: int = 0) -> None:
@@ -57,6 +62,8 @@ def check_teacher(config: RunConfig, longest: int = 0) -> None:
 
 def _check_server(config: RunConfig, longest: int) -> None:
     """Do as `check_teacher` for a teacher behind a server."""
+    from grpo_core.data.served_teacher import check_served, check_served_tokenizer  # imports httpx2
+
     values = _values(config.model)
     check_served(config, longest, (values.get("text_config") or values).get("vocab_size"))
     try:

@@ -25,7 +25,6 @@ from grpo_core.rewards.trl_arguments import TrainerState
 from grpo_core.rollout.ahead import Ahead
 from grpo_core.rollout.collect import BatchRequest, Sample, collect
 from grpo_core.rollout.records import demonstrated, replay
-from grpo_core.rollout.served_teacher import served_logprobs
 from grpo_core.rollout.types import GenerationBatch, Rollout
 from grpo_core.rollout.waiting import TEACHER
 from grpo_core.system.progress import moved, phase
@@ -145,6 +144,8 @@ def _teacher_logprobs(session: Session, batch: GenerationBatch) -> Tensor:
 def _served_logprobs(session: Session, batch: GenerationBatch, needed: Tensor) -> Tensor:
     """Return the log-probabilities of a teacher behind a server, (B, T), 0 for completions that are not `needed`. Each
     process asks for its part, and all get the whole. Raises EngineError on every process if one gets no answer."""
+    from grpo_core.rollout.served_teacher import served_logprobs  # imports httpx2
+
     accelerator = session.accelerator
     mine = needed.nonzero().flatten().tolist()[accelerator.process_index :: accelerator.num_processes]
     completions = [batch.completion_ids[row, : batch.completion_lengths[row]].tolist() for row in mine]

@@ -23,7 +23,6 @@ from grpo_core.data.curriculum import PassRates, no_rates, read_rates
 from grpo_core.data.demonstrations import Demonstrations, read_demonstrations, starting_model
 from grpo_core.data.prompts import Prompts, check_teacher_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
-from grpo_core.data.served_teacher import check_served
 from grpo_core.data.teacher import check_teacher, check_top_k
 from grpo_core.distributed import any_process, from_main
 from grpo_core.environments.setting import Setting
@@ -156,6 +155,8 @@ def _load(
     # vLLM cannot score a sequence of its greatest length: it needs room for one more token.
     longest = prompts.max_length + config.rollout.max_completion_length  # of the sequences that are trained
     if config.teacher.url is not None and accelerator.is_main_process:
+        from grpo_core.data.served_teacher import check_served  # imports httpx2
+
         print(f"training: {check_served(config, longest)}", flush=True)
     evaluated = 0 if held_out is None else held_out.max_length + config.evaluation_length
     max_length = max(SHORTEST + 1, longest, evaluated)

@@ -77,7 +77,7 @@ def data(tmp_path: Path) -> None:
 @pytest.fixture
 def teacher(tmp_path: Path) -> Path:
     """Of another size than the policy, and with its tokenizer."""
-    return make_model(tmp_path / "teacher", hidden_size=32)
+    return make_model(tmp_path / "teacher", hidden_size=128, initializer_range=0.1)
 
 
 def test_each_completion_is_asked_for_once_at_a_server_that_is_lost_and_comes_back(
@@ -241,7 +241,6 @@ def test_a_run_is_known_by_the_served_name_of_its_teacher_or_by_the_address(
 def test_vllm_teaches_as_transformers_does_and_a_killed_training_ends_with_the_same_weights(
     values: dict[str, Any], teacher: Path, tmp_path: Path
 ) -> None:
-    """Served on a CPU, without prefix caching or with it: a prompt is then computed whole all the same."""
     asked, [port] = drawn(15, 63), free_ports(1)
     values = with_keys(values, max_steps=5, save_steps=2, num_iterations=2, steps_per_generation=4)
     with vllm_serve(teacher, port, tmp_path / "vllm.log", max_model_len=64) as url:
@@ -251,7 +250,7 @@ def test_vllm_teaches_as_transformers_does_and_a_killed_training_ends_with_the_s
         with pytest.raises(ConfigError, match="takes sequences of 64 tokens"):
             check_teacher(config, 64)
         found = [*served_logprobs(config, asked)]
-        assert largest_difference(found, expected(teacher, asked)) < 5e-5
+        assert largest_difference(found, expected(teacher, asked)) < 1e-4
         assert [*served_logprobs(config, asked[::-1])] == found[::-1], "whatever it is asked beside"
         whole, run = (make_run(tmp_path / name, {**values, "teacher": {"url": url}}) for name in ("whole", "run"))
         assert killing.train(whole) == 0
@@ -264,4 +263,4 @@ def test_vllm_teaches_as_transformers_does_and_a_killed_training_ends_with_the_s
     local = make_run(tmp_path / "local", {**values, "teacher": {"model": str(teacher)}})
     assert killing.train(local) == 0
     for mine, other in zip(figures_of(local), figures_of(run), strict=True):
-        assert mine["teacher_kl"] == pytest.approx(other["teacher_kl"], abs=1e-5)
+        assert mine["teacher_kl"] == pytest.approx(other["teacher_kl"], abs=1e-4)
