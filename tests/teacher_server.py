@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import transformers
 
-LENGTH = 64
-
 
 @dataclass
 class TeacherServer:
@@ -24,10 +22,10 @@ class TeacherServer:
 
     url: str
     name: str
+    length: int
     said: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     wrong: Callable[[str, int, dict[str, Any]], dict[str, Any]] = lambda path, number, answer: answer
     key: str = ""
-    length: int = LENGTH
 
 
 class Refusal(Exception):
@@ -38,7 +36,7 @@ class Refusal(Exception):
 
 
 @contextmanager
-def teacher_server(folder: Path, name: str = "", port: int = 0) -> Iterator[TeacherServer]:
+def teacher_server(folder: Path, name: str = "") -> Iterator[TeacherServer]:
     """The model of a folder, under its path unless it has a `name`, until the body ends."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -92,8 +90,9 @@ def teacher_server(folder: Path, name: str = "", port: int = 0) -> Iterator[Teac
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as http:
-        server = TeacherServer(f"http://127.0.0.1:{http.server_port}", name or str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        length = model.config.max_position_embeddings
+        server = TeacherServer(f"http://127.0.0.1:{http.server_port}", name or str(folder), length)
         threading.Thread(target=partial(http.serve_forever, 0.01), daemon=True).start()
         try:
             yield server

@@ -173,22 +173,39 @@ def test_a_server_without_the_teacher_is_refused_before_a_training(
         refuse_early(taught(values, server.url))
 
 
-def test_a_server_with_fewer_rows_or_another_tokenizer_is_refused_with_the_first_ids_that_differ(
-    values: dict[str, Any], teacher: Path, tmp_path: Path
-) -> None:
+def test_a_server_with_fewer_rows_than_the_policy_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
     few = make_model(tmp_path / "few", vocab_size=14)
     with teacher_server(few) as server, pytest.raises(ConfigError, match="Token id 14 is out of vocabulary"):
         check_teacher(taught(values, server.url), 8)
-    tokenizer = json.loads((teacher / "tokenizer.json").read_text())
-    vocab = tokenizer["model"]["vocab"]
-    first, second = sorted(vocab, key=vocab.get)[5:7]
-    vocab[first], vocab[second] = vocab[second], vocab[first]
-    (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "said"),
+    [
+        ({}, {"2": 6, "3": 5}, "5 is '2' and '3'; 6 is '3' and '2'"),
+        ({"2x": 5}, {"x3": 6}, "5 is '2x' and '2'; 6 is '3' and 'x3'"),  # the same text, one after the other
+        ({}, {"<end>": 0}, "0 is '<pad>' and '<end>'"),
+        ({"*": 15}, {}, "15 is '*' and ''"),
+    ],
+)
+def test_a_server_with_another_tokenizer_is_refused_with_the_first_ids_that_differ(
+    values: dict[str, Any], teacher: Path, tmp_path: Path, own: dict[str, int], other: dict[str, int], said: str
+) -> None:
+    policy = make_model(tmp_path / "policy", vocab_size=15)
+    values["model"] = {"name_or_path": str(policy)}
+    for folder, changes in ((policy, own), (teacher, other)):
+        known = json.loads((folder / "tokenizer.json").read_text())
+        kept = {token: number for token, number in known["model"]["vocab"].items() if number not in changes.values()}
+        known["model"]["vocab"] = kept | changes
+        names = {number: token for token, number in changes.items()}
+        for added in known["added_tokens"]:
+            added["content"] = names.get(added["id"], added["content"])
+        (folder / "tokenizer.json").write_text(json.dumps(known))
     with teacher_server(teacher) as server:
         for check in (check_teacher, check_teacher_tokenizer):  # by the policy's file, and as it is loaded
             with pytest.raises(ConfigError, match=r"tokenizer is not that of '.*': ids differ") as caught:
                 check(taught(values, server.url))
-            assert f"(the first: 5 is {first!r} and {second!r}; 6 is {second!r} and {first!r})" in str(caught.value)
+            assert f"(the first: {said})" in str(caught.value)
 
 
 @pytest.mark.parametrize(
