@@ -160,9 +160,14 @@ def environment_parts(config: RunConfig) -> dict[str, Any]:
 
 def teacher_parts(config: RunConfig) -> dict[str, Any]:
     """The parts that a training follows from with a teacher: its keys, and the hash of its content instead of its name;
-    empty without one."""
-    keys = {key: value for key, value in determining(config)["teacher"].items() if key != "model"}
-    return keys if config.teacher.model is None else {**keys, "content": content_hash(config.teacher.model)}
+    empty without one. A served teacher counts by its name at the server or, without one, by the address."""
+    if not config.teacher.is_used:
+        return {}
+    model, url = config.teacher.model, config.teacher.url
+    keys = {key: value for key, value in determining(config)["teacher"].items() if key not in ("model", "url")}
+    if config.teacher.is_policy:
+        return keys
+    return {**keys, "content": content_hash(model)} if model and not url else {**keys, "served": model or url}
 
 
 def warm_start_parts(config: RunConfig) -> dict[str, Any]:

@@ -32,6 +32,7 @@ MODULES = "GRPO_REWARD_MODULES"
 ADDRESSES = (
     ("launch", "slurm"),  # options of sbatch decide to which and how many nodes the environment is sent
     ("rollout", "vllm_server_base_urls"),  # the weights are sent there
+    ("teacher", "url"),  # prompts and completions are sent there, with the key of the teacher's server
     ("launch", "hosts"),  # the environment is sent there, secrets included
     ("launch", "kubernetes"),  # to the image that the file names
     ("launch", "server_hosts"),
@@ -140,4 +141,7 @@ def _addresses(changes: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[s
     for section, key in ADDRESSES:
         given = (changes.get(section) or {}).get(key)
         if given and given != own.get(section, {}).get(key):
-            yield f"{section}.{key} = {given!r}: here only a preset may set where the environment or weights are sent"
+            yield (
+                f"{section}.{key} = {given!r}: here only a preset may set where the environment, weights or "
+                "completions are sent"
+            )

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from grpo_core.config.base import Section
 from grpo_core.config.columns import template_parts
 from grpo_core.config.inputs import ModelConfig
+from grpo_core.system.addresses import holds_secret
 
 if TYPE_CHECKING:
     from grpo_core.config.run import RunConfig
@@ -20,14 +21,19 @@ PROMPT, BETTER, ERROR = "prompt", "better", "error"  # places of a template that
 class TeacherConfig(Section):
     model: str | None = None
     """Hugging Face model folder or hub name of a model with the policy's tokenizer: on-policy distillation. It gives
-    each token that the policy samples a log-probability, and is not trained. Default: no teacher."""
+    each token that the policy samples a log-probability, and is not trained. With `url`, the name under which the
+    server has the teacher. Default: no teacher."""
+    url: str | None = None
+    """Address of a running vLLM server, such as http://10.0.0.5:8000, that gives the log-probabilities: the training
+    loads no teacher. Without `model`, the server's own model is the teacher, and the training knows it by this address;
+    with `model`, by that name, at whichever address."""
     revision: str | None = None
     """Hub revision (branch, tag or commit) of the teacher; only for hub names."""
     template: str | None = None
     """Text that the teacher reads in the place of the prompt's last user message, and the policy never does. Places in
     braces: `{prompt}`, that message; columns such as `{answer}`; `{better}`, the best other completion of the group, if
-    its reward is higher; `{error}`, errors of the conversation's tools. Without `model`, the policy teaches itself
-    (self-distillation). Default: the teacher reads what the policy reads."""
+    its reward is higher; `{error}`, errors of the conversation's tools. Without `model` and `url`, the policy teaches
+    itself (self-distillation). Default: the teacher reads what the policy reads."""
     weight: float = Field(1.0, gt=0)
     """λ of the advantage of each token, A − λ·(log π_old − log π_teacher): what the reverse KL to the teacher counts
     beside the rewards. Rewards of weight 0 are measured, and the teacher teaches alone: rollout.num_generations may
@@ -45,12 +51,24 @@ class TeacherConfig(Section):
         given = [key for key in type(self).model_fields if getattr(self, key) != type(self).model_fields[key].default]
         if given and not self.is_used:
             raise ValueError(
-                f"{given[0]}={getattr(self, given[0])!r} is for a teacher; set model or template, or remove it"
+                f"{given[0]}={getattr(self, given[0])!r} is for a teacher; set model, url or template, or remove it"
             )
-        if self.revision is not None and self.model is None:
+        if self.revision is not None and self.is_policy:
             raise ValueError(f"revision={self.revision!r} is of a model; set model, or remove it")
         if self.model == "self":
             raise ValueError("model='self': the policy teaches itself where template is set; remove model")
+        if self.url is not None and (wrong := {"revision", "divergence_beta", "divergence_top_k"} & {*given}):
+            raise ValueError(
+                f"{min(wrong)} with url={self.url!r}: a server has loaded its model, and gives the log-probability of "
+                f"the sampled token alone; remove {min(wrong)}, or name the model to load instead of url"
+            )
+        if self.url is not None and holds_secret(self.url):
+            raise ValueError(
+                "url contains a user, password or token, which would be recorded: leave it out, and set the server's "
+                "key in the environment variable GRPO_TEACHER_API_KEY"
+            )
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url: {self.url!r} is not an address such as http://10.0.0.5:8000")
         if self.divergence_top_k and self.divergence_beta is None:
             raise ValueError(
                 f"divergence_top_k={self.divergence_top_k} is for a divergence; set divergence_beta, or remove it"
@@ -97,12 +115,13 @@ class TeacherConfig(Section):
     @property
     def is_policy(self) -> bool:
         """True if the policy teaches itself."""
-        return self.model is None and self.template is not None
+        return self.template is not None and self.model is None and self.url is None
 
     @property
     def named(self) -> str:
         """The key that makes a teacher, with its value."""
-        return f"teacher.template={self.template!r}" if self.is_policy else f"teacher.model={self.model!r}"
+        keys = ("model", "url", "template")
+        return next(f"teacher.{key}={value!r}" for key in keys if (value := getattr(self, key)) is not None)
 
     @property
     def diverges(self) -> bool:
@@ -111,7 +130,12 @@ class TeacherConfig(Section):
 
     @property
     def is_used(self) -> bool:
-        return self.model is not None or self.template is not None
+        return self.model is not None or self.url is not None or self.template is not None
+
+    @property
+    def is_loaded(self) -> bool:
+        """True if the training loads the teacher: no server has it."""
+        return self.model is not None and self.url is None
 
     @property
     def as_model(self) -> ModelConfig:
@@ -131,6 +155,12 @@ def teacher_problem(config: RunConfig) -> str:
         return (
             f"rollout.dynamic_sample=true with {config.teacher.named}: groups whose rewards are equal "
             "are replaced, and the teacher teaches there; remove one of the two"
+        )
+    if config.teacher.url is not None and config.rollout.temperature != 1:
+        return (
+            f"rollout.temperature={config.rollout.temperature:g} with teacher.url={config.teacher.url!r}: a server "
+            "gives the teacher's log-probabilities at temperature 1, and the policy's would be at another one; set it "
+            "to 1, or let the training load the teacher (teacher.model without url)"
         )
     if config.teacher.diverges and config.train.sharding != "none":
         return (

@@ -117,10 +117,16 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def check_teacher_tokenizer(config: RunConfig, tokenizer: Any = None) -> None:
-    """Raises ConfigError if a teacher has another tokenizer than the policy, as transformers loads both. `tokenizer`:
-    the policy's, if it is loaded."""
-    if config.teacher.model is not None:
-        own = tokenizer or load_tokenizer(config.model)
+    """Raises ConfigError if a teacher has another tokenizer than the policy, as transformers, or the teacher's server,
+    loads both. `tokenizer`: the policy's, if it is loaded."""
+    if not config.teacher.is_used or config.teacher.is_policy:
+        return
+    own = tokenizer or load_tokenizer(config.model)
+    if config.teacher.url is not None:
+        from grpo_core.data.served_teacher import check_served_tokenizer  # imports httpx2
+
+        check_served_tokenizer(config, own.get_vocab().values(), own.decode)
+    else:
         check_tokenizers(config, own.get_vocab(), load_tokenizer(config.teacher.as_model).get_vocab())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -16,6 +17,10 @@ from grpo_core.planning.forecast import useful_groups
 from grpo_core.planning.shapes import ForecastError, config_file
 
 SHOWN = 3  # ids that differ
+OTHER_TOKENIZER = (
+    "A teacher judges the policy's token ids: take one with the policy's tokenizer, such as a larger model of its "
+    "family"
+)
 
 
 def check_teacher(config: RunConfig, longest: int = 0) -> None:
@@ -23,9 +28,11 @@ def check_teacher(config: RunConfig, longest: int = 0) -> None:
     sample ids that it has no embedding for, or it takes no sequence of `longest` tokens.
 
     Passes without a teacher, and for what the files on this machine do not say; `check_tokenizers` and the training
-    look again.
+    look again. A teacher's server is asked.
     """
-    if config.teacher.model is None:
+    if config.teacher.url is not None:
+        _check_server(config, longest)
+    if not config.teacher.is_loaded:
         return
     teacher, named = config.teacher.as_model, f"teacher.model = {config.teacher.model!r}"
     values, own = _values(teacher), _values(config.model)
@@ -53,6 +60,20 @@ def check_teacher(config: RunConfig, longest: int = 0) -> None:
     check_tokenizers(config, *vocabularies)
 
 
+def _check_server(config: RunConfig, longest: int) -> None:
+    """Do as `check_teacher` for a teacher behind a server."""
+    from grpo_core.data.served_teacher import check_served, check_served_tokenizer  # imports httpx2
+
+    values = _values(config.model)
+    check_served(config, longest, (values.get("text_config") or values).get("vocab_size"))
+    try:
+        own = _tokenizer(config.model)
+    except ForecastError:
+        return
+    ids = own.get_vocab(with_added_tokens=True).values()
+    check_served_tokenizer(config, ids, partial(own.decode, skip_special_tokens=False))
+
+
 def check_top_k(config: RunConfig, vocabulary: int) -> None:
     """Raises ConfigError if no other token is left beside those that the teacher's divergence is computed on.
     `vocabulary`: rows of the policy's output layer."""
@@ -76,8 +97,8 @@ def check_tokenizers(config: RunConfig, own: Mapping[str, int], teacher: Mapping
     ]
     raise ConfigError(
         f"teacher.model = {config.teacher.model!r}: its tokenizer is not that of {config.model.name_or_path!r}: "
-        f"{len(unlike):,} of {len(own):,} ids differ ({'; '.join(shown)}{'; …' * (len(unlike) > SHOWN)}). A teacher "
-        "judges the policy's token ids: take one with the policy's tokenizer, such as a larger model of its family"
+        f"{len(unlike):,} of {len(own):,} ids differ ({'; '.join(shown)}{'; …' * (len(unlike) > SHOWN)}). "
+        f"{OTHER_TOKENIZER}"
     )
 
 
@@ -111,8 +132,12 @@ def _values(model: ModelConfig) -> dict[str, Any]:
 
 def _vocabulary(model: ModelConfig) -> dict[str, int]:
     """Vocabulary of the model's tokenizer.json. Raises ForecastError if there is none on this machine."""
+    return _tokenizer(model).get_vocab(with_added_tokens=True)
+
+
+def _tokenizer(model: ModelConfig) -> Tokenizer:
     file = config_file(model.name_or_path, model.revision, "tokenizer.json")
     try:
-        return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+        return Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises no other class
         raise ForecastError(f"{file}: {error}") from None

@@ -105,10 +105,10 @@ def load_shape(name_or_path: str, revision: str | None = None) -> ModelShape:
 
 
 def load_teacher(config: RunConfig) -> ModelShape | None:
-    """Sizes of the teacher, as `load_shape` reads them; None without one."""
-    if config.teacher.model is None:
+    """Sizes of the teacher that the training loads, as `load_shape` reads them; None without one."""
+    if not config.teacher.is_loaded:
         return None
-    return load_shape(config.teacher.model, config.teacher.revision)
+    return load_shape(config.teacher.as_model.name_or_path, config.teacher.revision)
 
 
 def load_positions(name_or_path: str, revision: str | None = None) -> int | None:

@@ -63,6 +63,8 @@ def wall_time(
         how = "; ".join([source.how, *talk.said, *said, *_left_out(config, costs)])
     else:
         parts, how = _assumed(config, plan, lengths, shape, gpu, teacher)
+    if config.teacher.url and not isinstance(source, Throughput):
+        how += "; without the time in which the teacher's server answers, which is not known"
     hours = sum(parts.values()) / 3600
     found = {
         "wall_time_hours": hours,

@@ -9,6 +9,7 @@ from grpo_core.rewards.isolated import START_SECONDS
 from grpo_core.system.progress import CHECKPOINT, REWARDS, SET_UP
 
 UNLIMITED_WORK = timedelta(hours=1)  # for what no key limits: loading, compiling, sampling, writing a checkpoint
+TEACHER = "teacher log-probabilities"  # phase
 ATTEMPTS = 5  # at one answer of a vLLM server, at one server after the other
 
 
@@ -19,7 +20,8 @@ def longest_wait(config: RunConfig) -> timedelta:
     A failing call of a reward is repeated to find the completion that makes it fail. If a process dies, the launcher
     ends the others before this time.
     """
-    limited = _scoring_seconds(config) + _answer_seconds(config) + _environment_seconds(config)
+    waits = _answer_seconds(config), _teacher_seconds(config), _environment_seconds(config)
+    limited = _scoring_seconds(config) + sum(waits)
     return UNLIMITED_WORK + timedelta(seconds=limited)
 
 
@@ -29,7 +31,8 @@ def phase_limits(config: RunConfig) -> dict[str, float]:
     answer = _answer_seconds(config)
     unlimited = UNLIMITED_WORK.total_seconds()
     scoring = _scoring_seconds(config)
-    return {SET_UP: unlimited, REWARDS: scoring, "sampling": answer, "weight sync": answer, CHECKPOINT: unlimited}
+    limits = {SET_UP: unlimited, REWARDS: scoring, "sampling": answer, "weight sync": answer, CHECKPOINT: unlimited}
+    return {**limits, TEACHER: _teacher_seconds(config)}
 
 
 def _scoring_seconds(config: RunConfig) -> float:
@@ -43,6 +46,13 @@ def _environment_seconds(config: RunConfig) -> float:
 
 def _answer_seconds(config: RunConfig) -> float:
     """Seconds within which a server answers or is given up; 0 without servers."""
-    rollout = config.rollout
-    answer = ATTEMPTS * (rollout.vllm_server_timeout + 2 * rollout.vllm_request_timeout)
-    return answer if rollout.engine == "vllm-server" else 0.0
+    return _server_seconds(config) if config.rollout.engine == "vllm-server" else 0.0
+
+
+def _teacher_seconds(config: RunConfig) -> float:
+    """Do as `_answer_seconds` for the server of a teacher; 0 without one."""
+    return _server_seconds(config) if config.teacher.url is not None else 0.0
+
+
+def _server_seconds(config: RunConfig) -> float:
+    return ATTEMPTS * (config.rollout.vllm_server_timeout + 2 * config.rollout.vllm_request_timeout)

@@ -14,7 +14,8 @@ from torch import Tensor
 from grpo_core.algorithm.losses import top_entropy_mask
 from grpo_core.data.curriculum import arrange, describe, distance, known_batches
 from grpo_core.data.order import Group, Schedule, epoch_rows
-from grpo_core.distributed import max_over_processes, sum_over_processes
+from grpo_core.distributed import failing_together, max_over_processes, sum_over_processes
+from grpo_core.errors import EngineError
 from grpo_core.model.loading import as_reference
 from grpo_core.model.logprobs import Floor
 from grpo_core.model.policy import PassInputs, Policy
@@ -27,6 +28,7 @@ from grpo_core.rollout.collect import BatchRequest, Sample, collect
 from grpo_core.rollout.privileged import shown_prompts
 from grpo_core.rollout.records import demonstrated, replay
 from grpo_core.rollout.types import GenerationBatch, Rollout
+from grpo_core.rollout.waiting import TEACHER
 from grpo_core.system.progress import moved, phase
 from grpo_core.training.batch import balance_rows, has_gradient, join
 from grpo_core.training.session import Sampler, Session
@@ -134,22 +136,46 @@ def _ref_logprobs(session: Session, batch: GenerationBatch) -> Tensor | None:
     return None
 
 
-@phase("teacher log-probabilities")
+@phase(TEACHER)
 def _teacher_logprobs(
     session: Session, batch: GenerationBatch, samples: Sequence[Sample]
 ) -> tuple[Tensor, Tensor | None]:
     """Return the teacher's log-probabilities, (B, T), over the whole vocabulary; and with a template which completions
-    it has made a prompt for, (B,): behind that, they are computed, and are 0 for the others. Without a model, the
-    teacher is the policy as it is, before the batch's first update."""
-    teacher = session.teacher or session.policy.whole(session.policy.temperature)
+    it has made a prompt for, (B,): behind that, they are computed, and are 0 for the others. Without a model of its
+    own or a server, the teacher is the policy as it is, before the batch's first update."""
     needed = batch.completion_mask.sum(1) > 0
     if session.privileged is None:
-        return compute_logprobs(session, teacher, batch, needed)[0], None
+        return _read_by_teacher(session, batch, needed), None
     shown = shown_prompts(session.privileged, samples, session.prompts.rows)
     taught = torch.tensor([ids is not None for ids in shown])
     prompt_ids = [ids or own for ids, own in zip(shown, batch.prompt_ids, strict=True)]
     told = replace(batch, prompt_ids=prompt_ids, routes=None)
-    return compute_logprobs(session, teacher, told, needed & taught)[0], taught.float()
+    return _read_by_teacher(session, told, needed & taught), taught.float()
+
+
+def _read_by_teacher(session: Session, batch: GenerationBatch, needed: Tensor) -> Tensor:
+    """Return the teacher's log-probabilities, (B, T), 0 for completions that are not `needed`."""
+    if session.config.teacher.url is not None:
+        return _served_logprobs(session, batch, needed)
+    teacher = session.teacher or session.policy.whole(session.policy.temperature)
+    return compute_logprobs(session, teacher, batch, needed)[0]
+
+
+def _served_logprobs(session: Session, batch: GenerationBatch, needed: Tensor) -> Tensor:
+    """Return the log-probabilities of a teacher behind a server, (B, T), 0 for completions that are not `needed`. Each
+    process asks for its part, and all get the whole. Raises EngineError on every process if one gets no answer."""
+    from grpo_core.rollout.served_teacher import served_logprobs  # imports httpx2
+
+    accelerator = session.accelerator
+    mine = needed.nonzero().flatten().tolist()[accelerator.process_index :: accelerator.num_processes]
+    completions = [batch.completion_ids[row, : batch.completion_lengths[row]].tolist() for row in mine]
+    asked = [(batch.prompt_ids[row], completion) for row, completion in zip(mine, completions, strict=True)]
+    found = torch.zeros(batch.completion_ids.shape)
+    with failing_together(kind=EngineError):
+        for row, logprobs in zip(mine, served_logprobs(session.config, asked), strict=True):
+            found[row, : len(logprobs)] = torch.tensor(logprobs)
+            moved()
+    return sum_over_processes(found.to(accelerator.device)).cpu()  # each row is 0 on all processes except one
 
 
 @phase("what sampling leaves out")

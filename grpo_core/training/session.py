@@ -159,7 +159,12 @@ def _load(
     evaluated = 0 if held_out is None else held_out.max_length + config.evaluation_length
     max_length = max(SHORTEST + 1, longest, evaluated)
     privileged = load_privileged(config, prompts.rows, tokenizer, setting)
-    taught = max(max_length, privileged.max_length if privileged else 0)  # what the teacher reads
+    shown = privileged.max_length if privileged else 0
+    if config.teacher.url is not None and accelerator.is_main_process:
+        from grpo_core.data.served_teacher import check_served  # imports httpx2
+
+        print(f"training: {check_served(config, max(longest, shown))}", flush=True)
+    taught = max(max_length, shown)  # what the teacher reads
     read = taught if config.teacher.is_policy else max_length
     adapts, bf16 = config.model.use_peft, config.train.mixed_precision == "bf16"
     keys = starting_model(config, run)
@@ -296,8 +301,8 @@ def _check_divergence(config: RunConfig, policy: Policy, teacher: Policy | None)
 
 
 def _teacher(config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy | None:
-    """Load the teacher, frozen, on the path of the reference; None without a model of its own."""
-    if config.teacher.model is None:
+    """Load the teacher, frozen, on the path of the reference; None without a model of its own, and if a server has it."""
+    if not config.teacher.is_loaded:
         return None
     bf16 = config.train.mixed_precision == "bf16"
     model = _load_model(config.teacher.as_model, config, accelerator, frozen=True, in_bf16=bf16)

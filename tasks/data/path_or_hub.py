@@ -35,7 +35,7 @@ def check_places(config: RunConfig) -> None:
     the adapter to continue from or the teacher does not match the configuration."""
     places = {
         "model.name_or_path": config.model.name_or_path,
-        **({} if config.teacher.model is None else {"teacher.model": config.teacher.model}),
+        **({"teacher.model": config.teacher.as_model.name_or_path} if config.teacher.is_loaded else {}),
         **({} if (given := config.warm_start.demonstrations) is None else {"warm_start.demonstrations": given}),
         **{
             f"{key}.{name}": getattr(each, name)

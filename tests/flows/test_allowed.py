@@ -75,6 +75,7 @@ def test_no_function_of_a_module_that_the_worker_does_not_list_not_even_imported
         ("launch", "hosts", ["evil.example"]),
         ("launch", "server_hosts", ["evil.example"]),
         ("publish", "hub_repository", "evil/weights"),
+        ("teacher", "url", "http://evil.example"),
         ("launch", "slurm", ["--partition=evil"]),
         ("launch", "kubernetes", "evil.yaml"),
         ("launch", "launcher", "slurm"),
@@ -85,7 +86,7 @@ def test_no_machine_to_which_weights_or_the_environment_would_be_sent(
 ) -> None:
     base: dict[str, Any] = {"rollout": {"engine": "vllm-server"}, "publish": {"formats": ["huggingface"]}}
     changes = {**base, section: {**base.get(section, {}), key: given}}
-    said = rf"{section}\.{key} = {re.escape(repr(given))}: here only a preset may set where the environment or weights"
+    said = rf"{section}\.{key} = {re.escape(repr(given))}: here only a preset may set where the environment, weights or"
     for each in (changes, {**base, f"{section}.{key}": given}):
         with pytest.raises(ConfigError, match=said):
             resolve_allowed("team", each)

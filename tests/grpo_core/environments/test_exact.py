@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from tests.grpo_core.training.several import in_two_processes
 from tests.grpo_core.training.test_loop import CALM_ADAM
 from tests.grpo_core.training.test_replay import assert_replayed
 from tests.grpo_core.training.training import are_close, figures_of, result_of
+from tests.teacher_server import teacher_server
 
 pytestmark = pytest.mark.served
 
@@ -122,8 +124,11 @@ def test_a_training_on_conversations_is_that_of_plain_loops(
         values["teacher"] = {"model": str(teacher), "weight": 0.3}
     if "loss_type" in keys:  # the policy, where a tool has failed
         values["teacher"] = {"template": "{prompt}, of which {error} was the end, and {answer} right", "weight": 0.3}
-    run = make_talking_run(tmp_path / "run", values)
-    train(run, run / "training")
+    with teacher_server(teacher) if packs and keys.get("beta") else nullcontext() as server:
+        if server:
+            values["teacher"]["url"] = server.url
+        run = make_talking_run(tmp_path / "run", values)
+        train(run, run / "training")
     assert_plain(run)
     if "loss_type" in keys:
         failed = sum(any(said["content"].startswith("Error") for said in row) for row in conversations(run))

@@ -28,6 +28,7 @@ from tests.grpo_core.training.several import in_processes
 from tests.grpo_core.training.training import metrics_of
 from tests.plain_kernels import plain_varlen
 from tests.sources import sources_run, two_sources
+from tests.teacher_server import teacher_server
 
 LORA = {"use_peft": True, "lora_r": 3, "lora_alpha": 12, "lora_target_modules": ["q_proj", "down_proj"]}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -139,14 +140,16 @@ def passes(number: int, draw: random.Random) -> Iterator[None]:
         yield
 
 
-def drawn_run(folder: Path, models: dict[str, Path], number: int, draw: random.Random, **keys: Any) -> Path:
-    """A run with options as drawn; `keys` are not."""
+def drawn_run(
+    folder: Path, models: dict[str, Path], number: int, draw: random.Random, teacher_url: str = "", **keys: Any
+) -> Path:
+    """A run with options as drawn; `keys` are not. With `teacher_url`, it has a teacher, which this server has."""
     loss_type = [*PLAIN_LOSSES][number % len(PLAIN_LOSSES)]
     kind = KINDS[number % len(KINDS)] if number < FEW else draw.choice(KINDS)
     needs = {key: [value] for key, value in plain(loss_type).needs.items()}
     choices = OPTIONS | needs | {key: [*values] for key, values in plain(loss_type).drawn.items()}
     options = {key: draw.choice(values) for key, values in choices.items()} | keys
-    teaches = draw.random() < 0.5
+    teaches = draw.random() < 0.5 or bool(teacher_url)
     if teaches:
         options["dynamic_sample"] = False  # else refused
         if number % 2:  # nothing but the teacher teaches where rewards are equal
@@ -177,7 +180,9 @@ def drawn_run(folder: Path, models: dict[str, Path], number: int, draw: random.R
         values["rewards"] = [*others, {"function": f"{__name__}:silent"}]
     if teaches:
         values["teacher"] = {"model": str(models["teacher"]), "weight": draw.choice([0.2, 1.0])}
-        if options.get("sharding", "none") == "none" and kind != "scaled":  # else refused
+        if teacher_url:
+            values["teacher"] |= {"url": teacher_url}
+        elif options.get("sharding", "none") == "none" and kind != "scaled":  # else refused
             values["teacher"] |= draw.choice(DIVERGENCES)
         if number % 8 in (3, 4, 6):
             texts = ["{better}+{prompt}", "{prompt}{better}="] if options["num_generations"] > 1 else ["0{prompt}"]
@@ -203,6 +208,30 @@ def test_a_training_is_that_of_plain_loops(number: int, models: dict[str, Path],
     with passes(number, draw):
         loop.train(run, run / "training")
     AcceleratorState._reset_state(reset_partial_state=True)
+    assert_plain(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(4))
+def test_a_training_with_a_teacher_behind_a_server_is_that_of_plain_loops(
+    number: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    draw = random.Random(3000 + number)
+    with teacher_server(models["teacher"]) as server:
+        run = drawn_run(tmp_path, models, number, draw, server.url, temperature=1.0)
+        with passes(number, draw):
+            loop.train(run, run / "training")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert sum(path == "/v1/completions" for path, _ in server.said) > 2, "more than what is asked before the training"
+    assert_plain(run)
+
+
+@pytest.mark.served
+def test_processes_share_what_a_teacher_behind_a_server_is_asked(models: dict[str, Path], tmp_path: Path) -> None:
+    draw = random.Random(2)
+    with teacher_server(models["teacher"]) as server:
+        run = drawn_run(tmp_path, models, 2, draw, server.url, temperature=1.0, num_processes=2, dynamic_sample=False)
+        in_processes(2, tmp_path / "group", lambda _: loop.train(run, run / "training"))
     assert_plain(run)
 
 
