@@ -59,9 +59,8 @@ def served_model(config: RunConfig, http: httpx2.Client) -> dict[str, Any]:
         if each["id"] == config.teacher.model or (config.teacher.model is None and not each.get("parent")):
             return {**each, "max_model_len": longest}
     raise EngineError(
-        f"teacher.model = {config.teacher.model!r}: the server at {config.teacher.url} has "
-        f"{', '.join(repr(each['id']) for each in models) or 'no model'}; name one of them, or the address of another "
-        "server (teacher.url)"
+        f"the server has {', '.join(repr(each['id']) for each in models) or 'no model'}, and teacher.model is "
+        f"{config.teacher.model!r}: name one of them, or another server"
     )
 
 
@@ -148,5 +147,6 @@ def _refusing(config: RunConfig) -> Iterator[None]:
     try:
         yield
     except (httpx2.HTTPError, EngineError, ValueError, LookupError, TypeError) as error:
-        text = str(error) if isinstance(error, EngineError) else f"no answer of a vLLM server: {error!r}"
+        known = isinstance(error, EngineError | httpx2.HTTPStatusError)
+        text = str(error) if known else f"no answer of a vLLM server: {error!r}"
         raise ConfigError(f"teacher.url = {config.teacher.url!r}: {text}") from None

@@ -143,7 +143,7 @@ def test_a_server_that_stays_away_or_hangs_is_given_up_within_the_time_limits(va
 
 
 REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"name": "other"}, {"model": "mine"}, r"has 'adapter', 'other'; name one of them"),
+    ({"name": "other"}, {"model": "mine"}, r"has 'adapter', 'other', and teacher\.model is 'mine': name one"),
     ({"length": 12}, {}, r"takes sequences of 12 tokens, one of them its own, .* has 12: lower rollout\.max_comp"),
     ({"key": "secret"}, {}, rf"/v1/models answers 401 \(its key: the environment variable {KEY}\)"),
 ]
