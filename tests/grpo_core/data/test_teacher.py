@@ -91,9 +91,9 @@ def test_a_teacher_that_is_nowhere_and_keys_that_do_not_go_with_one_are_refused(
         refuse_early(taught(values, "/gone"))
     with pytest.raises(ConfigError, match="the teacher teaches there; remove one of the two"):
         taught({**values, "rollout": {**values["rollout"], "dynamic_sample": True}}, model_folder)
-    with pytest.raises(ConfigError, match=r"weight=0\.5 is for a teacher; set model or template, or remove it"):
+    with pytest.raises(ConfigError, match=r"weight=0\.5 is for a teacher; set model, url or template, or remove it"):
         parse_config({**values, "teacher": {"weight": 0.5}})
-    with pytest.raises(ConfigError, match=r"divergence_beta=1\.0 is for a teacher; set model or template, or rem"):
+    with pytest.raises(ConfigError, match=r"divergence_beta=1\.0 is for a teacher; set model, url or temp"):
         parse_config({**values, "teacher": {"divergence_beta": 1.0}})
     with pytest.raises(ConfigError, match="divergence_top_k=5 is for a divergence; set divergence_beta, or remove it"):
         taught(values, model_folder, divergence_top_k=5)

@@ -216,7 +216,7 @@ def test_a_server_with_another_tokenizer_is_refused_with_the_first_ids_that_diff
         ({"teacher": {"url": "http://me:hidden@a"}}, f"password or token, .* {KEY}"),
         ({"teacher": {"url": "10.0.0.5:8000"}}, "is not an address such as http://10"),
         ({"teacher": {"url": "http://a:1"}, "temperature": 0.7}, r"rollout\.temperature=0\.7 with teacher\.url='http:"),
-        ({"teacher": {"url": "http://a:1"}, "dynamic_sample": True}, "with the teacher 'http://a:1': groups"),
+        ({"teacher": {"url": "http://a:1"}, "dynamic_sample": True}, "with teacher.url='http://a:1': groups"),
     ],
 )
 def test_keys_that_do_not_go_with_a_served_teacher_are_refused(
