@@ -188,7 +188,7 @@ def drawn_run(
             texts = ["{better}+{prompt}", "{prompt}{better}="] if options["num_generations"] > 1 else ["0{prompt}"]
             texts += [] if from_sources else ["{answer}={prompt}"]  # lines have no answer
             taught = values["teacher"] if number % 2 else {"weight": 0.5}  # by the policy itself
-            values["teacher"] = {key: taught[key] for key in taught.keys() & {"model", "weight"}}
+            values["teacher"] = {key: taught[key] for key in taught.keys() & {"model", "url", "weight"}}
             values["teacher"]["template"] = texts[number % len(texts)]
     if alone:
         values["rewards"] = [{**reward, "weight": 0.0} for reward in values["rewards"]]
