@@ -40,6 +40,7 @@ RUNS: list[tuple[str, str]] = [
     ("lost_weights copy --tiny", ""),
     ("recipes ms-swift=clone/.git --output out/recipes.md", "out/recipes.md"),
     ("records " + OUT, "out/records.json"),
+    ("self_distillation --tiny", ""),
     ("seeds --trials 1 --output out/seeds.md", "out/seeds.md"),
     ("serving " + OUT, "out/serving.json"),
     ("sharded_memory --models 7B --gpus 8 --tiny", ""),
