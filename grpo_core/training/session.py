@@ -154,10 +154,12 @@ def _load(
     set_seed(config.seed)
     # vLLM cannot score a sequence of its greatest length: it needs room for one more token.
     longest = prompts.max_length + config.rollout.max_completion_length  # of the sequences that are trained
-    if config.teacher.url is not None and accelerator.is_main_process:
+    if config.teacher.url is not None:
         from grpo_core.data.served_teacher import check_served  # imports httpx2
 
-        print(f"training: {check_served(config, longest)}", flush=True)
+        found = check_served(config, longest)
+        if accelerator.is_main_process:
+            print(f"training: {found}", flush=True)
     evaluated = 0 if held_out is None else held_out.max_length + config.evaluation_length
     max_length = max(SHORTEST + 1, longest, evaluated)
     adapts, bf16 = config.model.use_peft, config.train.mixed_precision == "bf16"
