@@ -12,7 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LACKING = ("bitsandbytes", "fastapi", "httpx2", "mlflow", "polars", "prefect", "starlette", "vllm")
-MAY_NEED = ("tests", "tasks", "grpo_core/evaluation", "grpo_core/model/four_bit.py", "grpo_core/rollout/vllm")
+MAY_NEED = (
+    *("tests", "tasks", "grpo_core/evaluation", "grpo_core/model/four_bit.py", "grpo_core/rollout/vllm"),
+    *("grpo_core/data/served_teacher.py", "grpo_core/rollout/served_teacher.py"),
+)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data.order import Group, derive_seed
-from grpo_core.data.prompts import Prompts, Row
+from grpo_core.data.prompts import Prompts
 from grpo_core.rollout.types import Request, Sampling, token_limit
 
 
@@ -48,15 +48,15 @@ def vllm_parameters(request: Request, sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def own_limit(config: RunConfig, rows: Sequence[Row], row: int) -> int | None:
+def own_limit(config: RunConfig, row: Mapping[str, Any]) -> int | None:
     """Tokens after which completions of this dataset row are cut off; None if its source has no limit of its own."""
     limits = {source.name: source.max_completion_length for source in config.data.sources}
-    return limits[rows[row]["source"]] if limits else None
+    return limits[row["source"]] if limits else None
 
 
 def evaluation_request(config: RunConfig, prompts: Prompts, row: int, num_samples: int = 1) -> Request:
     """Return the request for completions of a held-out prompt; its seeds depend only on run seed and row."""
-    limit = own_limit(config, prompts.rows, row)
+    limit = own_limit(config, prompts.rows[row])
     limit = limit and min(limit, config.evaluation_length)
     return Request(prompts.ids[row], num_samples, derive_seed(config.seed, row), limit, row=row)
 
@@ -72,6 +72,7 @@ def group_requests(
     g, requests = config.rollout.num_generations, list[Request]()
     for position, members in itertools.groupby(mine, lambda completion: completion // g):
         (turn, row), (first, *others) = groups[position], members
-        seed, limit = derive_seed(config.seed, turn, attempt, row) + first % g, own_limit(config, prompts.rows, row)
+        seed = derive_seed(config.seed, turn, attempt, row) + first % g
+        limit = own_limit(config, prompts.rows[row]) if config.data.sources else None  # a row takes long to read
         requests.append(Request(prompts.ids[row], 1 + len(others), seed, limit, row=row))
     return requests

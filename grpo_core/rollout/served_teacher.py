@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 import httpx2
+from accelerate import PartialState
 
 from grpo_core.config.run import RunConfig
 from grpo_core.data.served_teacher import ask, connect, logprobs_of, scoring, served_model
@@ -21,6 +23,9 @@ CONCURRENT = 64  # requests per process
 
 Answer = TypeVar("Answer")
 
+teachers: dict[httpx2.URL, tuple[str, str | None]] = {}  # names and sources of the models that servers had at first
+away, lock = set[str](), threading.Lock()  # servers that were said to be away
+
 
 def served_logprobs(config: RunConfig, asked: Sequence[tuple[list[int], list[int]]]) -> Iterator[list[float]]:
     """Yield the teacher's log-probabilities of the tokens of each completion: (prompt, completion), in ids. Raises
@@ -29,7 +34,13 @@ def served_logprobs(config: RunConfig, asked: Sequence[tuple[list[int], list[int
         connect(config, config.rollout.vllm_request_timeout, CONCURRENT, SOCKET_OPTIONS) as http,
         ThreadPoolExecutor(CONCURRENT) as pool,
     ):
-        model = _patiently(config, http, partial(served_model, config, http))["id"]  # it may be another process now
+        found = _patiently(config, http, partial(served_model, config, http))
+        model, content = found["id"], found.get("root")
+        if (before := teachers.setdefault(http.base_url, (model, content))) != (model, content):
+            raise EngineError(
+                f"the teacher's server at {config.teacher.url} has been started again with {model!r} ({content}) "
+                f"instead of {before[0]!r} ({before[1]}): start it with the teacher of this training"
+            )
 
         def score(prompt: list[int], completion: list[int]) -> list[float]:
             ids = prompt + completion
@@ -56,22 +67,34 @@ def _patiently(config: RunConfig, http: httpx2.Client, asked: Callable[[], Answe
             failure = str(error)
         except (httpx2.HTTPError, ValueError) as error:
             failure = repr(error)
-        _wait(http, keys.vllm_server_timeout, f"{server} is not available", failure)
+        _wait(http, keys.vllm_server_timeout, server, failure)
     raise EngineError(f"{server}: {ATTEMPTS} attempts at one answer have failed; the last: {failure}")
 
 
-def _wait(http: httpx2.Client, seconds: float, what: str, failure: str) -> None:
-    """Wait until the server is up."""
+def _wait(http: httpx2.Client, seconds: float, server: str, failure: str) -> None:
+    """Wait until the server is up. Raises EngineError if it is not within these seconds."""
     deadline = time.monotonic() + seconds
     while True:
         try:
             if http.get("/health", timeout=CONTROL_SECONDS).is_success:
+                _report(server)
                 return
         except httpx2.HTTPError as error:
             failure = repr(error)
+        _report(server, failure)
         if time.monotonic() > deadline:
             raise EngineError(
-                f"{what} for {seconds:g} s (rollout.vllm_server_timeout): {failure}. Start it again, then this run: it "
-                "goes on from its last checkpoint"
+                f"{server} is not available for {seconds:g} s (rollout.vllm_server_timeout): {failure}. Start it "
+                "again, then this run: it goes on from its last checkpoint"
             )
         time.sleep(POLL_SECONDS)
+
+
+def _report(server: str, failure: str = "") -> None:
+    """Print, once for all threads, that the server is away or, without a failure, that it is back."""
+    with lock:
+        if (server in away) == bool(failure):
+            return
+        (away.add if failure else away.remove)(server)
+    if PartialState().is_main_process:
+        print(f"{server} {f'is away: {failure}' if failure else 'is back'}", flush=True)

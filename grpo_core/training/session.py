@@ -160,10 +160,12 @@ def _load(
     max_length = max(SHORTEST + 1, longest, evaluated)
     privileged = load_privileged(config, prompts.rows, tokenizer, setting)
     shown = privileged.max_length if privileged else 0
-    if config.teacher.url is not None and accelerator.is_main_process:
+    if config.teacher.url is not None:
         from grpo_core.data.served_teacher import check_served  # imports httpx2
 
-        print(f"training: {check_served(config, max(longest, shown))}", flush=True)
+        found = check_served(config, max(longest, shown))
+        if accelerator.is_main_process:
+            print(f"training: {found}", flush=True)
     taught = max(max_length, shown)  # what the teacher reads
     read = taught if config.teacher.is_policy else max_length
     adapts, bf16 = config.model.use_peft, config.train.mixed_precision == "bf16"

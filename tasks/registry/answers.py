@@ -71,7 +71,7 @@ def _ask(trained: Trained, version: Path) -> Iterator[Asked]:
     for row in range(min(len(rows), config.registry.served_prompts)):
         if row and time.monotonic() > end:
             break
-        prompt, limit = rows[row]["prompt"], own_limit(config, rows, row) or config.evaluation_length
+        prompt, limit = rows[row]["prompt"], own_limit(config, rows[row]) or config.evaluation_length
         params = {"temperature": 0.0, "max_new_tokens": min(limit, config.evaluation_length)}
         given = {"messages": without_gaps(prompt)} if is_conversation(prompt) else prompt
         answered: Any = model.predict(given, params)

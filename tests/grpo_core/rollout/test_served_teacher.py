@@ -81,7 +81,7 @@ def teacher(tmp_path: Path) -> Path:
 
 
 def test_each_completion_is_asked_for_once_at_a_server_that_is_lost_and_comes_back(
-    values: dict[str, Any], teacher: Path
+    values: dict[str, Any], teacher: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = drawn(15, 63)
 
@@ -100,6 +100,8 @@ def test_each_completion_is_asked_for_once_at_a_server_that_is_lost_and_comes_ba
     assert {*said} == {(*prompt, *ids) for prompt, ids in asked}
     lost = sum(number % 9 == 4 for number in range(len(said)))
     assert lost > 10 and len(said) == len(asked) + lost
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(f"{server.url} is ")[2].partition(":")[0] for line in lines] == ["away", "back"]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +130,18 @@ def test_an_answer_without_log_probabilities_ends_the_training(
         server.wrong = wrong
         with pytest.raises(EngineError, match=sentence):
             [*served_logprobs(taught(values, server.url), [([1, 2], [3])])]
+
+
+def test_another_model_at_the_same_address_ends_the_training(values: dict[str, Any], teacher: Path) -> None:
+    def moved(path: str, number: int, answer: dict[str, Any]) -> dict[str, Any]:
+        return {"data": [{"id": "first", "root": "elsewhere"}]} if path == "/v1/models" and number else answer
+
+    with teacher_server(teacher, "first") as server:
+        server.wrong = moved
+        config = taught(values, server.url)
+        assert len([*served_logprobs(config, [([1, 2], [3])])]) == 1
+        with pytest.raises(EngineError, match=r"started again with 'first' \(elsewhere\) instead of 'first' \(/"):
+            [*served_logprobs(config, [([1, 2], [3])])]
 
 
 def test_a_server_that_stays_away_or_hangs_is_given_up_within_the_time_limits(values: dict[str, Any]) -> None:
