@@ -303,7 +303,8 @@ def _check_divergence(config: RunConfig, policy: Policy, teacher: Policy | None)
 
 
 def _teacher(config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy | None:
-    """Load the teacher, frozen, on the path of the reference; None without a model of its own, and if a server has it."""
+    """Load the teacher, frozen, on the path of the reference; None without one, if a server has it, and if the policy
+    teaches itself."""
     if not config.teacher.is_loaded:
         return None
     bf16 = config.train.mixed_precision == "bf16"
