@@ -36,7 +36,7 @@ def check_places(config: RunConfig) -> None:
     places = {
         "model.name_or_path": config.model.name_or_path,
         **({} if config.teacher.model is None else {"teacher.model": config.teacher.model}),
-        **({} if (given := config.warm_start.demonstrations) is None else {"warm_start.demonstrations": given}),
+        **({} if (given := config.warm_start.source) is None else {"warm_start.demonstrations": given}),
         **{
             f"{key}.{name}": getattr(each, name)
             for key, each in config.data.origins.items()
