@@ -27,6 +27,7 @@ ADAPTER = "adapter"
 RESULT = "result.json"
 PASS_RATES = "pass_rates.parquet"
 PROBED = Path(PROBE, PASS_RATES)  # those of the base model
+SHOWN = Path(PROBE, f"{DEMONSTRATIONS}.parquet")  # its right completions
 
 # In the folder of an evaluation.
 SAMPLES = "samples.parquet"

@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument(
         "--warm-start",
         action="store_true",
-        help="train on dataset/demonstrations.parquet as [warm_start] says; default output RUN/warm-start",
+        help="train on the run's demonstrations as [warm_start] says; default output RUN/warm-start",
     )
     arguments = parser.parse_args()
     output = arguments.output or arguments.run / (run_files.WARM_START if arguments.warm_start else run_files.TRAINING)

@@ -33,8 +33,9 @@ from tasks.data.forecast_inputs import demonstrated_sizes, validated
 from tasks.data.sources import validated_pass_rates
 from tasks.processes.measure import check_model, measured_pace
 from tasks.rendering.markdown import escape
+from tasks.stages.errors import StageError
 from tasks.stages.run import Context, run_stage
-from tasks.stages.table import GPU_DEPLOYMENT, PLAN, PROBE, VALIDATE
+from tasks.stages.table import GPU_DEPLOYMENT, PLAN, PROBE, VALIDATE, WARM_START
 from tasks.tracking.artifacts import show_table
 from tasks.tracking.runs import earlier_throughput
 
@@ -81,9 +82,14 @@ def _work(context: Context) -> dict[str, Any]:
     if source is None and not handed_to:
         source = measured_pace(config, plan, lengths, gpu, data.prompts, get_run_logger().info)
     if config.warm_start.is_used:
-        receipt = VALIDATE.read_receipt(context.run)
-        rows = receipt["demonstrations"]["rows"]
-        get_run_logger().info(describe_warm_start(config, rows, demonstrated_sizes(receipt), gpu))
+        (shown,) = WARM_START.inputs(config)
+        sizes = demonstrated_sizes(shown.read_receipt(context.run))
+        if sizes is None:
+            raise StageError(
+                f"run {context.run.name!r} has a probe of an earlier version, which kept no completions to train on; "
+                f"first run: grpo stage probe --run {context.run.name} --force"
+            )
+        get_run_logger().info(describe_warm_start(config, sizes.rows, sizes, gpu))
     rates, taken = _first_epoch(config, plan, context.run)
     pass_rates = rates or validated_pass_rates(data.prompts)
     for note in silent_notes(config, pass_rates):

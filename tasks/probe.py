@@ -11,6 +11,7 @@ from prefect import get_run_logger, task
 from prefect.client.schemas.objects import State
 
 from grpo_core.config.run import RunConfig
+from grpo_core.run_files import DEMONSTRATIONS
 from tasks.processes.launch import launch_with_restarts
 from tasks.processes.training_machine import check_training_machine
 from tasks.processes.vllm_servers import gpus_and_servers
@@ -35,6 +36,8 @@ def _work(context: Context) -> dict[str, Any]:
         launch_with_restarts(config, command, log, context.partial, addresses)
     report = json.loads((context.partial / PROBE.receipt).read_text())
     said = [*sentences(report, config.data.curriculum.probe)]
+    if config.warm_start.from_probe:
+        said.append("The warm start trains on {rows:,} right completions.".format(**report[DEMONSTRATIONS]))
     for sentence in said:
         log.info(sentence)
     parts = ["# Pass rates of the base model", *said, table(histogram(report))]

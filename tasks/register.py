@@ -34,7 +34,7 @@ from tasks.stages.dependencies import hash_values
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.mlflow_address import TrackingError, first_cause, tracking_uri
 from tasks.stages.run import Context, run_stage
-from tasks.stages.table import EVALUATE, PLAN, REGISTER, TRAIN
+from tasks.stages.table import EVALUATE, PLAN, REGISTER, TRAIN, WARM_START
 from tasks.tracking.artifacts import show_markdown
 from tasks.tracking.evaluated import log_checkpoints, log_figures, send_evaluated
 from tasks.tracking.live import CURVES
@@ -190,9 +190,18 @@ def _log_evaluation(
     updates = chosen or result["counted"]["updates"]
     log_checkpoints(client, tracked["experiment_id"], tracked["run_id"], rows, data[HELD_OUT])
     log_figures(client, tracked["run_id"], model_id, report, data, updates)
-    metrics, now = run_cost(context.run, config).metrics, round(1000 * time.time())
+    metrics, now = run_cost(context.run, config).metrics | _warm_start_losses(context), round(1000 * time.time())
     of_model = [Metric(name, value, now, updates, model_id) for name, value in metrics.items()]
     client.log_batch(tracked["run_id"], of_model)
+
+
+def _warm_start_losses(context: Context) -> dict[str, float]:
+    """Loss per token in the first and in the last update of the warm start; empty without one."""
+    if not context.config.warm_start.is_used:
+        return {}
+    lines = (WARM_START.path(context.run) / run_files.METRICS).read_text().splitlines()
+    ends = {"warm_start/first_loss": lines[0], "warm_start/last_loss": lines[-1]}
+    return {name: json.loads(line)["loss"] for name, line in ends.items()}
 
 
 def _trace_evaluation(

@@ -100,7 +100,7 @@ def _work(context: Context) -> dict[str, Any]:
         log.info("%s: %d rows, columns %s", name, rows.height, ", ".join(rows.columns))
         if screened.dropped[name].height:
             write_rows(screened.dropped[name], context.partial / f"{name}.dropped.parquet")
-    if context.config.warm_start.is_used:
+    if context.config.warm_start.source is not None:
         report["demonstrations"] = _demonstrations(context, screened.kept)
         log.info(demonstrations_text(report["demonstrations"]))
     for found in report["findings"]:

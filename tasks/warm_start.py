@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import State
 from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from grpo_core.config.warm_start import supervised
-from grpo_core.data.demonstrations import read_demonstrations
+from grpo_core.data.demonstrations import demonstrations_file, read_demonstrations
 from grpo_core.planning.hardware import capability, find_gpu
 from grpo_core.planning.shapes import PromptLengths
 from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
@@ -35,7 +35,8 @@ def warm_start(run: Path, config: RunConfig, force: bool = False) -> State[None]
 
 def _work(context: Context) -> dict[str, Any]:
     check_training_machine(context.config)
-    found, log, gpu = read_demonstrations(context.run), get_run_logger(), find_gpu()
+    log, gpu = get_run_logger(), find_gpu()
+    found = read_demonstrations(demonstrations_file(context.config, context.run))
     config = supervised(context.config, found.longest_completion)
     longest_prompt = found.longest - found.longest_completion
     lengths = PromptLengths(longest_prompt, longest_prompt, "of the demonstrations")

@@ -37,8 +37,9 @@ from tasks.data.forecast_inputs import (
 from tasks.data.sources import count_prompts, list_pass_rates, training_sources
 from tasks.processes.measure import check_model, measured_pace
 from tasks.stages.base_model import with_checkpoint
+from tasks.stages.lineage import lineage_keys
 from tasks.stages.run_directory import run_folder
-from tasks.stages.table import VALIDATE
+from tasks.stages.table import WARM_START
 
 ASSUMED = PromptLengths(256, 256, "assumed; --prompt-tokens says better")
 
@@ -100,8 +101,13 @@ def describe_plan(
     said = [*notes(inputs, figures), *curriculum_notes(config, figures), *sampling_notes(config)]
     said += silent_notes(config, pass_rates)
     if config.warm_start.is_used and known_prompts is None:
-        sizes = demonstrated_sizes(VALIDATE.read_receipt(run_folder(config.name)))
-        said.append(describe_warm_start(resolved, count_demonstrations(config), sizes, hardware))
+        (stage,) = WARM_START.inputs(config)
+        receipt = stage.read_receipt(run_folder(config.name))
+        if receipt.get("lineage_key") != lineage_keys(config)[stage.name]:
+            receipt = {}
+        sizes = demonstrated_sizes(receipt)
+        count = sizes.rows if sizes else count_demonstrations(config)
+        said.append(describe_warm_start(resolved, count, sizes, hardware))
     said += [*hardware_notes(config, hardware, named=bool(gpu)), *base_notes(config.model)]
     if gpu is None:
         said += [problem] if (problem := problem_of_driver()) else []

@@ -78,7 +78,10 @@ def refuse_early(config: RunConfig, known_prompts: int | None = None, here: bool
 
 
 def count_demonstrations(config: RunConfig) -> int:
-    """Number of demonstrations. Raises SourceError if they cannot be read, or lack a column."""
+    """Number of demonstrations; of a probe's, the most there can be. Raises SourceError if they cannot be read, or lack
+    a column."""
+    if config.warm_start.from_probe:
+        return sum(_num_prompts(config, None)) * config.data.curriculum.probe
     if needs_loading(demonstration_source(config).data):
         return ASSUMED_PROMPTS
     return load_demonstrations(config).height

@@ -17,11 +17,15 @@ if TYPE_CHECKING:
     from grpo_core.config.run import RunConfig
 
 
+FROM_PROBE = "probe"  # as demonstrations: the probe's own completions
+
+
 class WarmStartConfig(Section):
     demonstrations: str | None = None
     """Demonstrations: a .parquet, .jsonl, .json or .csv file, a dataset saved to disk, or a hub name, with the column
-    `messages`, or `prompt` and `completion`. The policy is first trained on what the assistant says there, and GRPO
-    begins from that model, which is also its reference policy. Default: no warm start."""
+    `messages`, or `prompt` and `completion`; or "probe": the right completions of data.curriculum.probe. The policy is
+    first trained on what the assistant says there, and GRPO begins from that model, which is also its reference policy.
+    Default: no warm start."""
     split: str = "train"
     """Split to take when `demonstrations` is a hub name or a saved DatasetDict."""
     revision: str | None = None
@@ -42,16 +46,32 @@ class WarmStartConfig(Section):
             raise ValueError(
                 f"{given[0]}={getattr(self, given[0])!r} is for a warm start; set demonstrations, or remove it"
             )
+        if self.from_probe and (where := [key for key in given if key in ("split", "revision")]):
+            raise ValueError(f"{where[0]}={getattr(self, where[0])!r} with demonstrations='probe'; remove it")
         return self
 
     @property
     def is_used(self) -> bool:
         return self.demonstrations is not None
 
+    @property
+    def from_probe(self) -> bool:
+        return self.demonstrations == FROM_PROBE
+
+    @property
+    def source(self) -> str | None:
+        """File or data set of the demonstrations; None without a warm start, and with one from the probe."""
+        return None if self.from_probe else self.demonstrations
+
 
 def warm_start_problem(config: RunConfig) -> str:
     """Problem of a warm start with other keys; "" if there is none."""
     keys, train = config.warm_start, config.train
+    if keys.from_probe and not config.data.curriculum.probe:
+        return (
+            "warm_start.demonstrations='probe' with data.curriculum.probe=0: there are no completions to train on; set "
+            "data.curriculum.probe to 8, for instance, or name a file (one called probe: './probe')"
+        )
     if keys.is_used and keys.batch_size % train.num_processes:
         return (
             f"warm_start.batch_size={keys.batch_size} is not a multiple of train.num_processes={train.num_processes}, "

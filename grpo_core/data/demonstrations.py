@@ -1,8 +1,7 @@
-"""The demonstrations of a warm start as the stage validate leaves them: token ids, one row each."""
+"""The demonstrations of a warm start as the stage validate or probe leaves them: token ids, one row each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,17 +31,27 @@ METRICS = ("loss", "aux_loss", "entropy", "grad_norm", "learning_rate")
 class Demonstrations:
     """The rows, and their sizes in tokens."""
 
-    rows: Sequence[dict[str, Any]]
+    rows: FileRows
     longest: int  # with its prompt
     longest_completion: int
     mean: float  # with their prompts
     trained: int  # tokens, of all
 
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The sizes as receipts have them."""
+        sizes = {"longest": self.longest, "longest_completion": self.longest_completion, "mean": self.mean}
+        return {"rows": len(self.rows), **sizes, "trained_tokens": self.trained}
 
-def read_demonstrations(run: Path) -> Demonstrations:
-    """Read the validated demonstrations of the run in this directory. Only the sizes are held in memory."""
-    path = run_files.prompts(run, run_files.DEMONSTRATIONS)
-    prompts, completions, trained = list[np.ndarray](), list[np.ndarray](), 0
+
+def demonstrations_file(config: RunConfig, run: Path) -> Path:
+    """File with the demonstrations of the run in this directory."""
+    return run / run_files.SHOWN if config.warm_start.from_probe else run_files.prompts(run, run_files.DEMONSTRATIONS)
+
+
+def read_demonstrations(path: Path) -> Demonstrations:
+    """Read a file of demonstrations. Only the sizes are held in memory."""
+    prompts, completions, trained = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches():
             prompts.append(pc.list_value_length(batch["prompt_ids"]).to_numpy())
@@ -50,7 +59,8 @@ def read_demonstrations(run: Path) -> Demonstrations:
             trained += pc.sum(batch["trained_tokens"].flatten()).as_py()
     completion = np.concatenate(completions)
     whole = np.concatenate(prompts) + completion
-    return Demonstrations(FileRows(path), int(whole.max()), int(completion.max()), float(whole.mean()), trained)
+    longest, longest_completion = int(whole.max(initial=0)), int(completion.max(initial=0))
+    return Demonstrations(FileRows(path), longest, longest_completion, float(whole.sum() / max(len(whole), 1)), trained)
 
 
 def starting_model(config: RunConfig, run: Path) -> ModelConfig:

@@ -20,9 +20,12 @@ def plan_warm_start(config: RunConfig, demonstrations: int, longest_completion: 
     demonstrations than an update takes."""
     keys = config.warm_start
     if demonstrations < keys.batch_size:
+        what, more = f"demonstrations in {keys.source!r}", "add demonstrations"
+        if keys.from_probe:
+            what, more = "right completions of the probe", f"raise data.curriculum.probe={config.data.curriculum.probe}"
         raise ConfigError(
-            f"warm_start.batch_size={keys.batch_size} with {demonstrations} demonstrations in {keys.demonstrations!r}: "
-            "they do not fill one update; lower it, or add demonstrations"
+            f"warm_start.batch_size={keys.batch_size} with {demonstrations} {what}: they do not fill one update; lower "
+            f"it, or {more}"
         )
     inputs = plan_inputs(supervised(config, longest_completion), demonstrations)
     return make_plan(replace(inputs, has_teacher=True))  # a demonstration needs no group to compare with
@@ -30,8 +33,9 @@ def plan_warm_start(config: RunConfig, demonstrations: int, longest_completion: 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of the demonstrations, with their prompts; `longest_completion` without."""
+    """Number of the demonstrations, and their tokens with their prompts; `longest_completion` without."""
 
+    rows: int
     longest: int
     longest_completion: int
     mean: float
@@ -44,9 +48,10 @@ def describe_warm_start(config: RunConfig, demonstrations: int, sizes: Sizes | N
     `config`: with the precision that its device has. On a GPU, the time is by the FLOPs that training assumes.
     """
     plan = plan_warm_start(config, demonstrations, sizes.longest_completion if sizes else 1)
-    said = f"warm start: {plan.max_steps:,} updates of {plan.effective_batch_size} demonstrations before the training"
+    said = f"{plan.max_steps:,} updates of {plan.effective_batch_size} demonstrations before the training"
     if sizes is None:
-        return said
+        return f"warm start: {'at most ' * config.warm_start.from_probe}{said}"
+    said = f"warm start: {said}"
     own, others = supervised(config, sizes.longest_completion), sizes.longest - sizes.longest_completion
     lengths = PromptLengths(max(sizes.mean - sizes.longest_completion, 0), others, "of the demonstrations")
     plan = with_tokens_per_pass(own, plan, lengths, gpu)

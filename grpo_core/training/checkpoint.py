@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from grpo_core import run_files
 from grpo_core.config.run import RunConfig
+from grpo_core.data.demonstrations import demonstrations_file
 from grpo_core.distributed import (
     copy_into_shard,
     failing_together,
@@ -68,9 +69,9 @@ class CheckpointError(GrpoError):
     exit_status = 1
 
 
-def fingerprint(run: Path, config: RunConfig, plan: Plan, *, warm_start: bool = False) -> str:
+def fingerprint(run: Path, config: RunConfig, plan: Plan, *, demonstrations: Path | None = None) -> str:
     """Hash of everything that a training depends on: plan, data, reward functions, configuration. A checkpoint is
-    continued only under the same one. `warm_start`: the training is on the demonstrations."""
+    continued only under the same one. `demonstrations`: of a warm start, the file that it trains on."""
     sections = ["seed", "model", "rewards", "rollout", "algorithm", "train", "held_out"]
     found = determining(config)
     values = [found.get(section) for section in sections]
@@ -79,9 +80,9 @@ def fingerprint(run: Path, config: RunConfig, plan: Plan, *, warm_start: bool = 
     digest = hashlib.blake2b(json.dumps([values, planned_values(dataclasses.asdict(plan))], sort_keys=True).encode())
     for reward in config.rewards:
         digest.update(hashlib.blake2b(source_of(reward)).digest())
-    names = [] if warm_start else ["train", "eval"][: 1 + bool(config.train.eval_steps)]
-    names += [run_files.DEMONSTRATIONS] * (warm_start or config.warm_start.is_used)
-    files = [run_files.prompts(run, name) for name in names]
+    names = ["train", "eval"] if config.train.eval_steps else ["train"]
+    files = [demonstrations] if demonstrations else [run_files.prompts(run, name) for name in names]
+    files += [demonstrations_file(config, run)] * config.warm_start.is_used
     if config.data.curriculum.kind != "none":
         digest.update(config.data.curriculum.model_dump_json().encode())
         files += [run / run_files.PROBED] * config.data.curriculum.begins_with_probe

@@ -51,7 +51,8 @@ def train(run: Path, output: Path, *, warm_start: bool = False) -> dict[str, Any
     """
     session = load_session(run, output if warm_start else None)
     reference = session.reference if session.config.algorithm.sync_ref_model else None
-    identity = fingerprint(run, session.config, session.plan, warm_start=warm_start)
+    shown = session.demonstrations.rows.path if session.demonstrations else None
+    identity = fingerprint(run, session.config, session.plan, demonstrations=shown)
     checkpoints = Checkpoints(
         output / run_files.CHECKPOINTS,
         identity,

@@ -20,7 +20,7 @@ from grpo_core.config.inputs import ModelConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.config.warm_start import supervised
 from grpo_core.data.curriculum import PassRates, no_rates, read_rates
-from grpo_core.data.demonstrations import Demonstrations, read_demonstrations, starting_model
+from grpo_core.data.demonstrations import Demonstrations, demonstrations_file, read_demonstrations, starting_model
 from grpo_core.data.prompts import Prompts, check_teacher_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.data.teacher import check_teacher, check_top_k
@@ -91,7 +91,7 @@ def load_session(run: Path, warm_start: Path | None = None) -> Session:
     and optimizer state."""
     config, demonstrations = load_config(run / run_files.CONFIG), None
     if warm_start is not None:
-        demonstrations = read_demonstrations(run)
+        demonstrations = read_demonstrations(demonstrations_file(config, run))
         config = supervised(config, demonstrations.longest_completion)
     plan = load_plan((warm_start or run) / run_files.PLAN)
     config, accelerator = start_configured(config, deterministic=config.train.deterministic)

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import turns
-from grpo_core.data.demonstrations import SCHEMA
+from grpo_core.data.demonstrations import SCHEMA, read_demonstrations
 from grpo_core.environments.demonstrations import FORMS, Demonstration, DemonstrationError, encode
 from grpo_core.environments.setting import end_texts
 from grpo_core.environments.turns import TemplateError, TurnFormat
@@ -27,10 +27,10 @@ Tools = Callable[[Mapping[str, Any]], list[Mapping[str, Any]]]  # JSON schemas t
 
 
 def demonstration_source(config: RunConfig) -> Source:
-    """Source of the demonstrations. Only for a configuration with a warm start."""
+    """Source of the demonstrations. Only for a warm start that is not from the probe."""
     keys = config.warm_start
-    assert keys.demonstrations is not None
-    return Source("warm_start.demonstrations", keys.demonstrations, keys.split, None, keys.revision)
+    assert keys.source is not None
+    return Source("warm_start.demonstrations", keys.source, keys.split, None, keys.revision)
 
 
 def load_demonstrations(config: RunConfig) -> Rows:
@@ -54,7 +54,7 @@ def write_demonstrations(config: RunConfig, tools: Tools, held_out: Mapping[str,
     known, overlap = embedding_rows(config.model), config.data.checks.near_overlap
     frames = (frame for rows in held_out.values() for frame in rows.slices() if overlap != "warn")
     shown = {_key(prompt) for frame in frames for prompt in frame["prompt"]}
-    problems, broken, sizes, dropped, trained = list[str](), 0, list[tuple[int, int]](), 0, 0
+    problems, broken, dropped = list[str](), 0, 0
     with pq.ParquetWriter(path, SCHEMA) as file:
         for first, frame in rows.numbered():
             found = list[Demonstration]()
@@ -74,23 +74,15 @@ def write_demonstrations(config: RunConfig, tools: Tools, held_out: Mapping[str,
                 broken += 1
                 if len(problems) < SHOWN:
                     problems.append(f"  row {number}: {problem}")
-            sizes += [(len(each.prompt_ids), len(each.completion_ids)) for each in found]
-            trained += sum(sum(each.trained_tokens) for each in found)
             file.write_table(pa.Table.from_pylist([vars(each) for each in found], SCHEMA))
     if broken:
         raise SourceError(
             f"{source}: {broken:,} of {rows.height:,} rows cannot be learnt from:\n" + "\n".join(problems)
         )
-    if not sizes:
+    written = read_demonstrations(path)
+    if not len(written.rows):
         raise SourceError(f"{source} has no rows" + f" left: {dropped:,} were dropped" * bool(dropped))
-    return {
-        "rows": len(sizes),
-        "dropped": dropped,
-        "longest": max(map(sum, sizes)),
-        "longest_completion": max(completion for _, completion in sizes),
-        "mean": sum(map(sum, sizes)) / len(sizes),
-        "trained_tokens": trained,
-    }
+    return {**written.figures, "dropped": dropped}
 
 
 def _problems(made: Demonstration, context: int | None, known: int, is_held_out: bool) -> Iterator[str]:

@@ -85,9 +85,9 @@ def read_validated(run: Path) -> Validated | None:
 
 
 def demonstrated_sizes(receipt: Mapping[str, Any]) -> Sizes | None:
-    """Sizes of the demonstrations, from the receipt of the stage validate; None if it is not done."""
+    """Sizes of the demonstrations, from the receipt of the stage that wrote them; None if it is not done."""
     found = receipt.get(run_files.DEMONSTRATIONS)
-    return found and Sizes(found["longest"], found["longest_completion"], found["mean"])
+    return found and Sizes(found["rows"], found["longest"], found["longest_completion"], found["mean"])
 
 
 def first_lengths(config: RunConfig) -> PromptLengths | None:

@@ -36,7 +36,7 @@ def check_places(config: RunConfig) -> None:
     places = {
         "model.name_or_path": config.model.name_or_path,
         **({"teacher.model": config.teacher.as_model.name_or_path} if config.teacher.is_loaded else {}),
-        **({} if (given := config.warm_start.demonstrations) is None else {"warm_start.demonstrations": given}),
+        **({} if (given := config.warm_start.source) is None else {"warm_start.demonstrations": given}),
         **{
             f"{key}.{name}": getattr(each, name)
             for key, each in config.data.origins.items()

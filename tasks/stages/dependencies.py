@@ -148,12 +148,12 @@ class Parts:
 
     @cached_property
     def demonstrations(self) -> Named:
-        """What the encoded demonstrations depend on besides model and tools; empty without a warm start."""
+        """What validate's demonstrations depend on besides model and tools; empty if it writes none."""
         keys = self.config.warm_start
-        if keys.demonstrations is None:
+        if keys.source is None:
             return {}
         return {
-            "content of the demonstrations": content_hash(keys.demonstrations),
+            "content of the demonstrations": content_hash(keys.source),
             "warm_start.split": keys.split,
             "warm_start.revision": keys.revision,
             "rollout.stop": self.config.rollout.stop,
@@ -163,7 +163,8 @@ class Parts:
     def warm_start(self) -> Named:
         """The demonstrations, and the keys of the training on them; empty without one."""
         keys = flatten({"warm_start": warm_start_parts(self.config)})
-        return self.demonstrations | {name: value for name, value in keys.items() if name not in self.demonstrations}
+        shown = self.prompts | self.probe if self.config.warm_start.from_probe else self.demonstrations
+        return shown | {name: value for name, value in keys.items() if name not in shown}
 
     @cached_property
     def supervised(self) -> Named:

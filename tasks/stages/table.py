@@ -105,6 +105,11 @@ def _data_sets(receipt: Receipt) -> list[str]:
     return [*receipt["num_prompts"], *(name for name in [run_files.DEMONSTRATIONS] if name in receipt)]
 
 
+def _probed(receipt: Receipt) -> list[str]:
+    """The files that the probe has written."""
+    return [run_files.PASS_RATES, *(run_files.SHOWN.name for name in [run_files.DEMONSTRATIONS] if name in receipt)]
+
+
 VALIDATE = Stage(
     name="validate",
     task="tasks.validate:validate",
@@ -143,8 +148,8 @@ PROBE = Stage(
     asked_by="data.curriculum.probe",
     example=4,
     prompts=lambda config: ("train",),
-    content=lambda output, receipt: content_hash(str(output / run_files.PASS_RATES)),
-    files=lambda receipt: (run_files.PASS_RATES,),
+    content=lambda output, receipt: hash_values(*(content_hash(str(output / name)) for name in _probed(receipt))),
+    files=_probed,
 )
 PLAN = Stage(
     name="plan",
@@ -171,7 +176,8 @@ WARM_START = Stage(
     ),
     gpu=True,
     resumable=True,
-    reads=(VALIDATE,),
+    reads=(VALIDATE, PROBE),
+    unused=lambda config: (VALIDATE,) if config.warm_start.from_probe else (PROBE,),
     asked_by="warm_start.demonstrations",
     example="demonstrations.jsonl",
     prompts=lambda config: (run_files.DEMONSTRATIONS,),

@@ -5,13 +5,14 @@ $GRPO_KILLS: number of kills of each (default 3).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +23,10 @@ import psutil
 import pytest
 
 from benchmarks.command import python_path
-from tests.conftest import write_config
+from tests.conftest import make_model, write_config
 from tests.e2e.place import metrics
 from tests.processes import with_variables, words
+from tests.rows import write_lines
 
 pytestmark = pytest.mark.e2e
 
@@ -32,6 +34,10 @@ KILLS = int(os.environ.get("GRPO_KILLS", "3"))
 MARK = "GRPO_TEST_OF_KILLS"  # environment variable by which all processes are found
 SECONDS = 600
 PROJECT = Path(__file__).parents[2]
+TAUGHT = {
+    "warm_start": {"demonstrations": "shown.jsonl", "batch_size": 8, "num_train_epochs": 2.0, "learning_rate": 1e-3},
+    "teacher": {"model": "teacher"},
+}
 
 
 @dataclass
@@ -97,14 +103,18 @@ class Commands:
             assert status == 0, (self.victims, output)
 
 
-def _inputs(folder: Path, model: Path, **train: Any) -> Path:
-    return write_config(folder, model, {"name": "sums"}, max_steps=6, save_steps=2, **train)
+def _inputs(folder: Path, model: Path, sections: Mapping[str, Any], **train: Any) -> Path:
+    write_lines(folder / "shown.jsonl", [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(10, 50)])
+    make_model(folder / "teacher", initializer_range=0.1)
+    return write_config(folder, model, {"name": "sums", **sections}, max_steps=6, save_steps=2, **train)
 
 
-def _figures(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Of each update, and of the evaluation; without times."""
+def _figures(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, str]]:
+    """Of each update, and of the evaluation, without times; and the hashes of all weights."""
     report = json.loads((run / "evaluation" / "report.json").read_text())
-    return metrics(run), {key: report[key] for key in ("key", "sets")}
+    weights = [file for stage in ("warm-start", "training") for file in (run / stage / "model").glob("*.safetensors")]
+    hashes = {str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in weights}
+    return metrics(run), {key: report[key] for key in ("key", "sets")}, hashes
 
 
 def _results(storage: Path) -> dict[str, Any]:
@@ -120,18 +130,19 @@ def _both(tmp_path: Path, seed: int) -> tuple[Commands, Commands]:
 
 
 @pytest.mark.parametrize(
-    ("command", "train"),
+    ("command", "train", "sections"),
     [
-        (["sweep", "--grid", "train.learning_rate=0.01,0.02", "--seeds", "2"], {}),
-        (["run"], {"num_processes": 2, "sharding": "full", "per_device_train_batch_size": 4}),
+        (["sweep", "--grid", "train.learning_rate=0.01,0.02", "--seeds", "2"], {}, {}),
+        (["run"], {"num_processes": 2, "sharding": "full", "per_device_train_batch_size": 4}, {}),
+        (["run"], {}, TAUGHT),
     ],
-    ids=["a sweep of 2 x 2", "a sharded training"],
+    ids=["a sweep of 2 x 2", "a sharded training", "a warm start and a teacher"],
 )
 def test_a_pipeline_killed_at_random_ends_as_undisturbed_with_one_version_of_each_run(
-    command: list[str], train: dict[str, Any], tmp_path: Path, model_folder: Path
+    command: list[str], train: dict[str, Any], sections: dict[str, Any], tmp_path: Path, model_folder: Path
 ) -> None:
     undisturbed, disturbed = _both(tmp_path, seed=len(command))
-    config = _inputs(tmp_path, model_folder, **train)
+    config = _inputs(tmp_path, model_folder, sections, **train)
     words = [command[0], config, *command[1:]]
     undisturbed.undisturbed(*words)
     expected = _results(undisturbed.storage)

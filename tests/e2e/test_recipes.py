@@ -23,6 +23,7 @@ PROMISES = {
     "calculator": ("reward", 0.4, 1.0),
     "distil": ("accuracy", 0.7, 1.1),
     "guess": ("conversations/mean_turns", -8.0, 0.0),
+    "warmstart": ("accuracy", 0.6, 1.1),
 }
 MEASURED = {"distil": ("rewards/numeric_match/mean", "accuracy")}  # what rises where no reward counts
 ENDS = 5  # updates at the start and at the end of a training that are compared
@@ -46,6 +47,8 @@ def test_the_small_form_of_a_recipe_learns(recipe: str, tmp_path: Path) -> None:
     assert differences[evaluated]["low"] > 0, f"on held-out prompts: {differences}"
     metric, least, most = PROMISES.get(recipe, (evaluated, 0.0, math.inf))
     assert least < differences[metric]["low"] and differences[metric]["high"] < most, f"{metric}: {differences}"
+    if by_grpo := report["sets"]["held-out"]["differences"].get("warm-start"):
+        assert by_grpo[metric]["low"] > 0.1, f"{metric}, beside the warm start: {by_grpo}"
 
 
 @contextmanager

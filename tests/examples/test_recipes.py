@@ -5,6 +5,7 @@ Their training is exercised by tests/e2e/test_recipes.py."""
 from __future__ import annotations
 
 import ast
+import json
 import operator
 import random
 import re
@@ -14,6 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from examples import tiny
@@ -31,6 +33,7 @@ from examples.python import gsm8k as gsm8k_by_programs
 from examples.python import make as programs
 from examples.smallest import make as smallest
 from examples.smollm import make as smollm
+from examples.warmstart import make as warmstart
 from grpo_core.environments.builtin.calculator import calculator as calculator_tool
 from grpo_core.environments.calls import ToolCall, read_turn
 from grpo_core.environments.turns import TurnFormat
@@ -57,6 +60,27 @@ def test_the_bases_digits_are_one_too_high_and_the_teachers_are_right() -> None:
     rng = random.Random(0)
     assert distil.demonstrate(row["answer"], 1.0, rng) == "0954321"
     assert distil.demonstrate(row["answer"], 0.0, rng) == "1065432"
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_the_base_never_says_the_sum_alone_and_the_demonstrations_do(
+    right: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warmstart, "RIGHT", right)
+    taught: list[tiny.Demonstration] = []
+    monkeypatch.setattr(tiny, "make_base", lambda folder, demonstrations, steps: taught.extend(demonstrations))
+    warmstart.make(tmp_path)
+    held = {row["prompt"] for row in pq.read_table(tmp_path / "eval.parquet").to_pylist()}
+    shown = [json.loads(line) for line in (tmp_path / "demonstrations.jsonl").read_text().splitlines()]
+    assert not held & {*(row["prompt"] for row in shown), *(str(prompt) for prompt, _ in taught)}
+    assert all(row["completion"] == str(_sum(row["prompt"])) for row in shown)
+    for prompt, said in taught:
+        number, comma, _ = str(said).partition(",")
+        assert comma and abs(int(number) - _sum(str(prompt))) == 1 - right
+
+
+def _sum(prompt: str) -> int:
+    return sum(map(int, prompt.rstrip("=").split("+")))
 
 
 @pytest.mark.parametrize("haste", [False, True])
@@ -114,7 +138,10 @@ def test_demonstrated_programs_are_right_but_for_their_slips(slips: bool, monkey
 
 @pytest.mark.parametrize(
     "example",
-    [maths.make_problems, code.make_tasks, smallest.make_posts, calculator.make_pairs, programs.make_problems],
+    [
+        *(maths.make_problems, code.make_tasks, smallest.make_posts, calculator.make_pairs, programs.make_problems),
+        warmstart.make_pairs,
+    ],
 )
 def test_no_held_out_task_is_a_training_task_and_the_seed_says_which(example: Any) -> None:
     train, held = example()

@@ -17,6 +17,7 @@ def test_a_run_with_demonstrations_begins_from_a_warm_start_and_says_what_it_gav
     storage: Path, inputs: Path, tmp_path: Path, task_states: TaskStates
 ) -> None:
     from flows.stages import FLOWS
+    from tasks.tracking.runs import connect
 
     rows = [{"prompt": f"{n}+{n}=", "completion": str(2 * n)} for n in range(10, 50)]
     shown = write_lines(tmp_path / "shown.jsonl", rows)
@@ -31,6 +32,10 @@ def test_a_run_with_demonstrations_begins_from_a_warm_start_and_says_what_it_gav
     assert len(lines) == 5 and lines[-1]["loss"] < lines[0]["loss"]
     report = json.loads((folder / "evaluation" / "report.json").read_text())
     assert {"base", "warm-start", "trained"} <= {*report["policies"]}
+    registration = json.loads((folder / "registration.json").read_text())
+    logged = connect().get_run(registration["mlflow_run_id"]).data.metrics
+    for name, line in ("first", lines[0]), ("last", lines[-1]):
+        assert logged[f"warm_start/{name}_loss"] == line["loss"]
     FLOWS["warm-start"]("warm", force=True)
     assert task_states("warm-warm-start", 1) == [("warm-start", "Completed")]
     _run(inputs, "name=warm", *given)

@@ -6,14 +6,18 @@ from __future__ import annotations
 import json
 import logging
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from flows.parameters.describe_plan import describe_plan
 from flows.parameters.early_refusals import refuse_early
 from grpo_core.config.files import parse_config
+from grpo_core.data.curriculum import PassRates, write_rates
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.planning.hardware import named_gpu
 from grpo_core.planning.warm_start import Sizes, describe_warm_start
@@ -24,7 +28,7 @@ from tasks.stages.condition import conditions, refuse_outdated_inputs
 from tasks.stages.errors import StageError
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.run import Context
-from tasks.stages.table import WARM_START, stages_of
+from tasks.stages.table import PROBE, WARM_START, stages_of
 from tests.conftest import config_values, make_tokenizer, with_keys, write_data
 from tests.qwen import QWEN
 from tests.rows import write_lines
@@ -116,7 +120,7 @@ def test_the_plan_refuses_what_the_stage_would_and_says_what_it_takes(values: di
     (tmp_path / "qwen").mkdir()
     (tmp_path / "qwen" / "config.json").write_text(json.dumps(QWEN["1.5B"]))
     shaped = with_keys(values, name_or_path=str(tmp_path / "qwen"), mixed_precision="bf16")
-    text = describe_warm_start(parse_config(shaped), 1000, Sizes(300, 200, 250.0), named_gpu("H100"))
+    text = describe_warm_start(parse_config(shaped), 1000, Sizes(1000, 300, 200, 250.0), named_gpu("H100"))
     assert re.fullmatch(r"warm start: 500 .*, about 250,000 tokens, [\d.]+ GiB per GPU, [\d.]+ min .*", text)
 
 
@@ -125,6 +129,13 @@ def _validate(context: Context) -> dict[str, Any]:
     shown = Path(context.config.warm_start.demonstrations or "")
     (context.partial / "demonstrations.parquet").write_bytes(shown.read_bytes())
     return receipt | {"demonstrations": {}}
+
+
+def _probe(context: Context, completions: int = 4) -> dict[str, Any]:
+    """A probe whose number of right completions is that of completions."""
+    write_rates(PassRates(np.ones(2), np.full(2, 2), np.zeros(2, int)), context.partial / "pass_rates.parquet")
+    (context.partial / "demonstrations.parquet").write_text(str(completions))
+    return {"scored": 2, "never": 0, "always": 0, "demonstrations": {}}
 
 
 def _warm_start(context: Context) -> dict[str, Any]:
@@ -160,6 +171,70 @@ def test_a_warm_start_is_done_again_only_for_what_its_model_follows_from(
     assert _pipeline(run, without) == ["validate", "plan", *later]
     with pytest.raises(StageError, match=r"no stage warm-start: warm_start.demonstrations is not set .* --set warm_st"):
         refuse_outdated_inputs(WARM_START, run, parse_config(without), conditions(run, parse_config(without)))
+
+
+def _from_probe(values: dict[str, Any], number: int = 4, **keys: Any) -> dict[str, Any]:
+    asked = {**values["data"], "curriculum": {"probe": number}}
+    return _with({**values, "data": asked}, demonstrations="probe", **keys)
+
+
+@pytest.mark.slow
+def test_a_warm_start_from_the_probe_is_done_again_when_the_probe_gives_other_completions(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    def pipeline(values: dict[str, Any], said: int = 4) -> list[str]:
+        configure(run, values)
+        work = {**small_stages.WORK, "probe": partial(_probe, completions=said), "warm-start": _warm_start}
+        return [stage.name for stage in stages_of(parse_config(values)) if do(stage, run, work=work[stage.name])]
+
+    (run := tmp_path / "run").mkdir()
+    shown, later = _from_probe(values), ["plan", "warm-start", "train", "evaluate", "register"]
+    only_probed = {name: section for name, section in shown.items() if name != "warm_start"}
+    assert pipeline(only_probed) == ["validate", "probe", "plan", "train", "evaluate", "register"]
+    assert pipeline(shown) == later, "the probe has kept the completions"
+    assert pipeline(shown) == []
+    assert WARM_START.inputs(parse_config(shown)) == (PROBE,)
+    assert pipeline(with_keys(shown, learning_rate=1e-3)) == ["plan", *later[2:]]
+    shown = with_keys(shown, learning_rate=1e-3)
+    assert pipeline(with_keys(shown, temperature=0.7)) == ["probe", *later]
+    shown = with_keys(shown, temperature=0.7)
+    do(PROBE, run, force=True, work=partial(_probe, completions=5))
+    assert pipeline(shown) == later[:2], "this stage gives the same model"
+    (run / "probe" / "demonstrations.parquet").unlink()
+    assert pipeline(shown, 5) == ["probe"], "the same completions, put back"
+
+
+def test_too_few_completions_for_a_warm_start_from_the_probe_are_refused_as_soon_as_they_are_known(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the configuration, by its most completions and, once the probe is there, by their number."""
+    (model := tmp_path / "model").mkdir()
+    values = with_keys(values, name_or_path=str(model))
+    (model / "config.json").write_text(json.dumps(QWEN["1.5B"]))
+    for broken, said in (
+        (_from_probe(values, 0), "demonstrations='probe' with data.curriculum.probe=0: .* to 8, for instance"),
+        (_from_probe(values, revision="main"), "revision='main' with demonstrations='probe'; remove it"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            parse_config(broken)
+    with pytest.raises(ConfigError, match=r"96 right completions of the probe: .* raise data.curriculum.probe=4"):
+        refuse_early(parse_config(_from_probe(values, batch_size=97)))
+    config = parse_config(_from_probe(values, batch_size=8))
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
+
+    def planned() -> str:
+        return next(note for note in describe_plan(config)["notes"] if note.startswith("warm start"))
+
+    assert planned() == "warm start: at most 12 updates of 8 demonstrations before the training"
+    probed = {"rows": 16, "longest": 8, "longest_completion": 3, "mean": 8.0}
+    receipt = tmp_path / "runs" / config.name / "probe" / "report.json"
+    receipt.parent.mkdir(parents=True)
+    for key, said in (("another", "at most 12 updates"), (lineage_keys(config)["probe"], "2 updates of 8 .* 128 tok")):
+        receipt.write_text(json.dumps({"lineage_key": key, "demonstrations": probed}))
+        assert re.match(f"warm start: {said}", planned())
+    receipt.write_text(json.dumps({"lineage_key": key, "demonstrations": {**probed, "rows": 7}}))
+    with pytest.raises(ConfigError, match="batch_size=8 with 7 right completions of the probe"):
+        describe_plan(config)
 
 
 def test_a_run_without_a_warm_start_has_the_lineage_that_it_had(values: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 from grpo_core.data.curriculum import no_rates, read_rates
 from grpo_core.errors import ConfigError
 from grpo_core.evaluation import probe as module
-from grpo_core.evaluation.probe import probe, summary
+from grpo_core.evaluation.probe import probe, right_ones, summary
+from grpo_core.rollout.collect import Sample
+from grpo_core.rollout.types import Completion
 from grpo_core.run_files import PROBED
 from grpo_core.training.loop import train
 from tests.conftest import make_run, with_keys
@@ -54,6 +58,21 @@ def test_a_training_begins_with_the_probes_rates_and_adds_to_them(values: dict[s
     assert metrics_of(run)[0]["curriculum/pass_rate"] == pytest.approx(first.rate.mean())
     assert (kept.completions >= 3).all() and kept.completions.sum() == 30 + 2 * 16
     assert (kept.passed >= first.passed - 1e-9).all()
+
+
+def test_demonstrations_are_the_different_completions_that_pass_in_full_and_ended_by_themselves() -> None:
+    draw = random.Random(0)
+    samples, shares, expected = list[Sample](), list[float](), list[tuple[int, list[int], list[int]]]()
+    for _ in range(200):
+        row, ids, cut = draw.randrange(3), [draw.randrange(2) for _ in range(draw.randint(1, 4))], draw.random() < 0.3
+        mask = draw.choice([None, [*([0] * (len(ids) - 1)), 1]])  # of a conversation, the policy's own tokens
+        samples.append(Sample(row, [row], Completion(ids, [0.0] * len(ids), cut, mask), "", []))
+        shares.append(draw.choice([1.0, 0.999, 0.0, math.nan]))
+        if shares[-1] == 1 and not cut and not any(each[:2] == (row, ids) for each in expected):
+            expected.append((row, ids, mask or [1] * len(ids)))
+    found = right_ones(samples, shares)
+    assert [(*it["prompt_ids"], it["completion_ids"], it["trained_tokens"]) for it in found] == expected
+    assert 10 < len(expected) < 90
 
 
 def test_a_summary_counts_never_and_always_solved_and_tenths() -> None:

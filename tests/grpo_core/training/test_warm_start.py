@@ -9,20 +9,27 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 
 from grpo_core.config.files import load_config
+from grpo_core.data.demonstrations import SCHEMA
 from grpo_core.data.order import epoch_rows
+from grpo_core.evaluation.probe import probe
 from grpo_core.model.loading import load_model
 from grpo_core.planning.plan import load_plan
+from grpo_core.rollout import collect
+from grpo_core.rollout.collect import Sample, sample_and_score
+from grpo_core.training.checkpoint import fingerprint
 from grpo_core.training.loop import train
-from tests.conftest import config_values, make_model, make_run, with_keys
+from tests.conftest import config_values, make_model, make_run, make_tokenizer, with_keys
 from tests.grpo_core.training.plain_training import _weights, load, load_policy
 from tests.grpo_core.training.several import in_processes
 from tests.grpo_core.training.test_plain import CALM, LORA, passes
-from tests.grpo_core.training.training import demonstrate, figures_of, weights_of
+from tests.grpo_core.training.training import demonstrate, figures_of, plan_demonstrations, weights_of
 
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "tied": {"tie_word_embeddings": True}, "adapter": {}}
 
@@ -119,6 +126,54 @@ def test_a_warm_start_is_a_plain_supervised_loop_and_the_training_begins_from_it
     assert all(torch.equal(mine[name], others[name]) for name in others)
     base = dict(load_model(load_config(run / "config.toml").model.name_or_path).named_parameters())
     assert any(not torch.equal(mine[name], base[name]) for name in base)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [*range(2), *(pytest.param(n, marks=pytest.mark.e2e) for n in range(2, 8))])
+def test_a_warm_start_from_the_probe_trains_on_each_right_completion_once_as_it_was_sampled(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, sampled = random.Random(number), list[Sample]()
+
+    def spied(*arguments: Any) -> tuple[list[Sample], float]:
+        found = sample_and_score(*arguments)
+        sampled.extend(found[0])
+        return found
+
+    monkeypatch.setattr(collect, "sample_and_score", spied)
+    model = make_model(tmp_path / "model", initializer_range=0.03)
+    values = config_values(model, tmp_path, temperature=draw.choice([0.7, 1.0]), **CALM)
+    length = draw.choice([2, 3])  # tokens of a right completion, the end token included
+    values["rewards"][1]["args"]["target"] = length
+    values["evaluation"] = {"accuracy_reward": "length"}
+    values["data"]["curriculum"] = {"probe": draw.choice([24, 32])}
+    values["warm_start"] = {"demonstrations": "probe", "batch_size": 2, "learning_rate": 1e-3, "max_steps": 5}
+    run = make_run(tmp_path / "run", values, 10)
+    (run / "probe").mkdir()
+    figures = probe(run, run / "probe")["demonstrations"]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    right = {
+        (sample.row, *sample.completion.ids): {
+            "prompt_ids": sample.prompt_ids,
+            "completion_ids": sample.completion.ids,
+            "trained_tokens": [1] * length,
+        }
+        for sample in sampled
+        if len(sample.completion.ids) == length and sample.completion.ids[-1] == make_tokenizer().eos_token_id
+    }
+    rows = [*right.values()]
+    assert pq.read_table(run / "probe" / "demonstrations.parquet").to_pylist() == rows
+    assert (figures["rows"], figures["trained_tokens"]) == (len(rows), length * len(rows))
+    assert 5 < len(rows) < len(sampled) / 2
+    plan_demonstrations(run, len(rows))
+    train(run, run / "warm-start", warm_start=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    _assert_plain(run, rows)
+    train(run, run / "training")
+    config, plan = load_config(run / "config.toml"), load_plan(run / "plan.json")
+    before = fingerprint(run, config, plan)
+    pq.write_table(pa.Table.from_pylist(rows[1:], SCHEMA), run / "probe" / "demonstrations.parquet")
+    assert fingerprint(run, config, plan) != before
 
 
 @pytest.mark.served

@@ -40,10 +40,15 @@ def demonstrate(run: Path, draw: random.Random, number: int = 22, output: str = 
         trained = [draw.randint(0, 1) for _ in completion[:-1]] + [1]
         rows.append({"prompt_ids": prompt, "completion_ids": completion, "trained_tokens": trained})
     pq.write_table(pa.Table.from_pylist(rows, SCHEMA), run / "dataset" / "demonstrations.parquet")
+    plan_demonstrations(run, number, output)
+    return rows
+
+
+def plan_demonstrations(run: Path, number: int, output: str = "warm-start") -> None:
+    """Put the plan of the warm start where the stage does."""
     plan = plan_warm_start(load_config(run / "config.toml"), number, 9)
     (run / output).mkdir()
     (run / output / "plan.json").write_text(json.dumps({"plan": asdict(plan)}))
-    return rows
 
 
 def metrics_of(run: Path) -> list[dict[str, float]]:
