@@ -110,6 +110,11 @@ def _probed(receipt: Receipt) -> list[str]:
     return [run_files.PASS_RATES, *(run_files.SHOWN.name for name in [run_files.DEMONSTRATIONS] if name in receipt)]
 
 
+def _probe_content(output: Path, receipt: Receipt) -> str:
+    first, *others = (content_hash(str(output / name)) for name in _probed(receipt))
+    return hash_values(first, *others) if others else first  # a probe without completions keeps its identity
+
+
 VALIDATE = Stage(
     name="validate",
     task="tasks.validate:validate",
@@ -148,7 +153,7 @@ PROBE = Stage(
     asked_by="data.curriculum.probe",
     example=4,
     prompts=lambda config: ("train",),
-    content=lambda output, receipt: hash_values(*(content_hash(str(output / name)) for name in _probed(receipt))),
+    content=_probe_content,
     files=_probed,
 )
 PLAN = Stage(
