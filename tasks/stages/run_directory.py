@@ -96,10 +96,9 @@ def find_runs() -> dict[str, Path]:
 def find_run(name: str) -> Path:
     """Return the directory of an earlier run. Raises UnknownRunError, which names the nearest runs, if there is
     none."""
-    check_access(root := storage_root(), folder := root / "runs", write=False)
-    if name.strip(".") and name == Path(name).name and (folder / name / run_files.CONFIG).exists():
-        return folder / name
-    runs = find_runs()
+    folder, runs = storage_root() / "runs", find_runs()
+    if name in runs:
+        return runs[name]
     near = difflib.get_close_matches(name, runs, n=NAMES_SHOWN) or sorted(runs)[:NAMES_SHOWN]
     there = f"the nearest there: {', '.join(near)}" if near else "there is none yet"
     raise UnknownRunError(f"no run {name!r} in {folder} (GRPO_STORAGE says where); {there}")
