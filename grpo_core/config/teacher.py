@@ -69,6 +69,10 @@ class TeacherConfig(Section):
             )
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url: {self.url!r} is not an address such as http://10.0.0.5:8000")
+        if self.url is not None and self.url.rstrip("/").endswith("/v1"):
+            raise ValueError(
+                f"url={self.url!r} is an API's: leave /v1 out, other addresses of the server are asked too"
+            )
         if self.divergence_top_k and self.divergence_beta is None:
             raise ValueError(
                 f"divergence_top_k={self.divergence_top_k} is for a divergence; set divergence_beta, or remove it"

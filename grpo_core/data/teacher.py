@@ -113,9 +113,11 @@ def silent_notes(config: RunConfig, pass_rates: Sequence[float]) -> list[str]:
     helps = (
         "the teacher teaches there"
         if config.teacher.is_used
-        else "a teacher with the same tokenizer ([teacher] model) teaches there, or take easier prompts, a larger "
-        "num_generations or a base that solves some"
+        else "a teacher with the same tokenizer ([teacher] model) or a warm start ([warm_start] demonstrations) teaches "
+        "there; or take easier prompts, a larger num_generations or a base that solves some"
     )
+    if config.warm_start.is_used:
+        helps = "that was the base; the warm start teaches there first"
     return [
         f"the pass rate is {mean:.2%}, below 1 / (2·num_generations) = {1 / (2 * g):.2%}: by the rewards, about "
         f"{silent:.0%} of the groups will be silent, all their completions failing alike; {helps}"

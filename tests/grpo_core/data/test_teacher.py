@@ -152,7 +152,9 @@ def test_a_plan_says_that_groups_will_be_silent_and_where_a_teacher_teaches(
     (said,) = silent_notes(alone, [0.0, 0.2])
     # (1 + 0.8⁴ + 0.2⁴) / 2 of the groups.
     assert "10.00%, below 1 / (2·num_generations) = 12.50%: by the rewards, about 71% of the groups" in said
-    assert "[teacher] model" in said
+    assert "[teacher] model" in said and "[warm_start] demonstrations" in said
+    (said,) = silent_notes(parse_config({**values, "warm_start": {"demonstrations": "shown.jsonl"}}), [0.0])
+    assert said.endswith("that was the base; the warm start teaches there first")
     (said,) = silent_notes(taught(values, model_folder), [0.0])
     assert said.endswith("about 100% of the groups will be silent, all their completions failing alike; the teacher "
                          "teaches there")  # fmt: skip

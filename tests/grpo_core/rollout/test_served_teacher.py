@@ -229,6 +229,7 @@ def test_a_server_with_another_tokenizer_is_refused_with_the_first_ids_that_diff
         ({"teacher": {"url": "http://a:1", "revision": "main"}}, "revision with url='http://a:1': a server has loaded"),
         ({"teacher": {"url": "http://me:hidden@a"}}, f"password or token, .* {KEY}"),
         ({"teacher": {"url": "10.0.0.5:8000"}}, "is not an address such as http://10"),
+        ({"teacher": {"url": "http://a:1/v1/"}}, "leave /v1 out"),
         ({"teacher": {"url": "http://a:1"}, "temperature": 0.7}, r"rollout\.temperature=0\.7 with teacher\.url='http:"),
         ({"teacher": {"url": "http://a:1"}, "dynamic_sample": True}, "with teacher.url='http://a:1': groups"),
     ],
