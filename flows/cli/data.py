@@ -69,7 +69,7 @@ def write_schema(
                 + (f"no such source; it is one of {names}" if names else "there are no data.sources; leave it out")
             )
         rewards = [reward for reward in rewards_of(run) if reward.name in run.rewards_of(source)]
-        typer.echo(contract_as_yaml(run.data, origins[source], rewards), nl=False)
+        typer.echo(contract_as_yaml(run.data, origins[source], rewards, run.teacher.columns), nl=False)
 
 
 def _check_run(file: Path, overrides: list[str] | None) -> None:

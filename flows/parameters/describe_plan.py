@@ -103,9 +103,11 @@ def describe_plan(
     if config.warm_start.is_used and known_prompts is None:
         (stage,) = WARM_START.inputs(config)
         receipt = stage.read_receipt(run_folder(config.name))
-        if receipt.get("lineage_key") != lineage_keys(config)[stage.name]:
-            receipt = {}
         sizes = demonstrated_sizes(receipt)
+        # The keys hash the base, and import the run's own modules, which is not done for another machine.
+        if config.warm_start.from_probe and sizes:
+            is_known = gpu is None and receipt["lineage_key"] == lineage_keys(config)[stage.name]
+            sizes = sizes if is_known else None
         count = sizes.rows if sizes else count_demonstrations(config)
         said.append(describe_warm_start(resolved, count, sizes, hardware))
     said += [*hardware_notes(config, hardware, named=bool(gpu)), *base_notes(config.model)]

@@ -72,11 +72,11 @@ class RolloutConfig(Section):
     and server share (ipc), between CPUs of one machine (shared_memory) or of several (http). `auto`: nccl on a GPU;
     otherwise shared_memory, or http if the servers are on other machines."""
     vllm_server_timeout: float = Field(240.0, gt=0, le=LONGEST_SECONDS)
-    """vllm-server, and a teacher's server: seconds for which none may be available before the training stops; a server
-    that a stage starts may take as long to start."""
+    """vllm-server: seconds without an available server after which the training stops, and that a server which a stage
+    starts may take to start; also for a teacher's server."""
     vllm_request_timeout: float = Field(1800.0, gt=0, le=LONGEST_SECONDS)
-    """vllm-server, and a teacher's server: seconds that a server may take to answer, or to take new weights, before it
-    is left out; if it is the only one, the training stops."""
+    """vllm-server: seconds that a server may take to answer, or to take new weights, before it is left out; if it is
+    the only one, or a teacher's, the training stops."""
     vllm_args: dict[str, Any] = Field(default_factory=dict)
     """Options passed to vLLM, by its names: `enforce_eager`, `disable_custom_all_reduce`, `enable_prefix_caching`,
     `max_num_batched_tokens`, `max_num_seqs`, and `speculative_config` for n-grams. Others are refused with the

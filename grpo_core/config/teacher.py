@@ -93,7 +93,7 @@ class TeacherConfig(Section):
                 "put {prompt} where it belongs"
             )
         if template.strip() == "{prompt}":
-            raise ValueError(f"template={template!r} shows the prompt alone; add what the teacher shall know")
+            raise ValueError(f"template={template!r} shows the prompt alone; add what the teacher should know")
         if self.divergence_beta is not None:
             raise ValueError(
                 f"divergence_beta={self.divergence_beta:g} with a template: a divergence reads the teacher in each "
@@ -122,6 +122,12 @@ class TeacherConfig(Section):
         return self.template is not None and self.model is None and self.url is None
 
     @property
+    def longest(self) -> str:
+        """The longest sequence that the teacher reads, in words."""
+        made = "" if self.template is None else " that teacher.template makes,"
+        return f"the longest prompt{made} plus completion"
+
+    @property
     def named(self) -> str:
         """The key that makes a teacher, with its value."""
         keys = ("model", "url", "template")
@@ -142,6 +148,11 @@ class TeacherConfig(Section):
         return self.model is not None and self.url is None
 
     @property
+    def teaches_silent_groups(self) -> bool:
+        """True if it teaches groups whose rewards are equal: there is no `{better}` in them."""
+        return self.is_used and BETTER not in self.places
+
+    @property
     def as_model(self) -> ModelConfig:
         """The keys of `[model]` that load the teacher."""
         assert self.model is not None
@@ -155,7 +166,7 @@ def teaches_alone(config: RunConfig) -> bool:
 
 def teacher_problem(config: RunConfig) -> str:
     """Problem of a teacher with other keys; "" if there is none."""
-    if config.teacher.is_used and config.rollout.dynamic_sample:
+    if config.teacher.teaches_silent_groups and config.rollout.dynamic_sample:
         return (
             f"rollout.dynamic_sample=true with {config.teacher.named}: groups whose rewards are equal "
             "are replaced, and the teacher teaches there; remove one of the two"

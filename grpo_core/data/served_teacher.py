@@ -17,43 +17,48 @@ from grpo_core.errors import ConfigError, EngineError
 KEY = "GRPO_TEACHER_API_KEY"  # environment variable with the server's key (`vllm serve --api-key`)
 CHECK_SECONDS = 60.0  # for an answer before the training
 CONNECT_SECONDS = 30.0
+# An idle connection may be closed by the server just when it is used again.
+UNUSED_CLOSE = httpx2.Limits(max_keepalive_connections=0)
 IDS_PER_REQUEST = 4096
 NOT_A_NUMBER = -9999.0  # in vLLM's answers, for a log-probability of -inf
 ROUNDING = 1e-3  # by which a log-probability may be above 0
 
 
-def connect(
-    config: RunConfig, seconds: float = CHECK_SECONDS, connections: int = 1, options: Sequence[Any] = ()
-) -> httpx2.Client:
-    """Client of the teacher's server, with the key of this environment. `seconds`: longest wait for an answer;
-    `options`: of its sockets."""
-    assert config.teacher.url is not None
-    # An idle connection may be closed by the server just when it is used again.
-    limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=0)
-    return httpx2.Client(
-        base_url=config.teacher.url,
-        headers={"Authorization": f"Bearer {key}"} if (key := os.environ.get(KEY)) else {},
-        timeout=httpx2.Timeout(seconds, connect=CONNECT_SECONDS, pool=None),
-        transport=httpx2.HTTPTransport(limits=limits, socket_options=options),
-        trust_env=False,  # through no proxy
-    )
+def client_options(config: RunConfig, seconds: float) -> dict[str, Any]:
+    """Options of a client of the teacher's server, with the key of this environment. `seconds`: longest wait for an
+    answer."""
+    return {
+        "base_url": config.teacher.url,
+        "headers": {"Authorization": f"Bearer {key}"} if (key := os.environ.get(KEY)) else {},
+        "timeout": httpx2.Timeout(seconds, connect=CONNECT_SECONDS, pool=None),
+        "trust_env": False,  # through no proxy
+    }
+
+
+def connect(config: RunConfig) -> httpx2.Client:
+    """Client that asks the teacher's server one question after the other."""
+    return httpx2.Client(**client_options(config, CHECK_SECONDS), limits=UNUSED_CLOSE)
 
 
 def ask(http: httpx2.Client, path: str, body: Any = None) -> Any:
     """Return the server's answer. Raises httpx2.HTTPError if it gives none, ValueError for one that is not JSON."""
-    answer = http.request("GET" if body is None else "POST", path, json=body)
+    return content_of(http.request("GET" if body is None else "POST", path, json=body))
+
+
+def content_of(answer: httpx2.Response) -> Any:
+    """Return what the server has answered. Raises httpx2.HTTPStatusError if it refuses, ValueError if that is not
+    JSON."""
     if not answer.is_success:
         key = f" (its key: the environment variable {KEY})" if answer.status_code in (401, 403) else ""
-        raise httpx2.HTTPStatusError(
-            f"{path} answers {answer.status_code}{key}: {answer.text[:500]}", request=answer.request, response=answer
-        )
+        said = f"{answer.request.url.path} answers {answer.status_code}{key}: {answer.text[:500]}"
+        raise httpx2.HTTPStatusError(said, request=answer.request, response=answer)
     return answer.json()
 
 
-def served_model(config: RunConfig, http: httpx2.Client) -> dict[str, Any]:
-    """What the server says about the model that is the teacher: by its name or, without one, the server's own. Raises
-    EngineError if it has none of that name, and what `ask` raises."""
-    models = ask(http, "/v1/models")["data"]
+def teacher_among(config: RunConfig, answer: Any) -> dict[str, Any]:
+    """The model of a server's answer to /v1/models that is the teacher: by its name or, without one, the server's own.
+    Raises EngineError if there is none of that name."""
+    models = answer["data"]
     longest = next((each["max_model_len"] for each in models if each.get("max_model_len")), None)  # of its adapters too
     for each in models:
         if each["id"] == config.teacher.model or (config.teacher.model is None and not each.get("parent")):
@@ -91,12 +96,12 @@ def check_served(config: RunConfig, longest: int = 0, rows: int | None = None) -
     """Return a sentence about the teacher that the server has. Raises ConfigError unless it answers, has the teacher,
     takes `longest` tokens and, given the `rows` of the policy's embedding, knows all of its ids."""
     with connect(config) as http, _refusing(config):
-        model = served_model(config, http)
+        model = teacher_among(config, ask(http, "/v1/models"))
         most = model["max_model_len"]
         if most is not None and longest >= most:  # it has to sample one more token
             raise EngineError(
-                f"it takes sequences of {most:,} tokens, one of them its own, and the longest prompt plus completion "
-                f"has {longest:,}: lower rollout.max_completion_length, or start it with a larger --max-model-len"
+                f"it takes sequences of {most:,} tokens, one of them its own, and {config.teacher.longest} has "
+                f"{longest:,}: lower rollout.max_completion_length, or start it with a larger --max-model-len"
             )
         if rows:
             ids = [rows - 1] * 2
@@ -114,7 +119,7 @@ def check_served_tokenizer(config: RunConfig, ids: Iterable[int], decode: Callab
         return [token for number in part for token in (between, number)]
 
     with connect(config) as http, _refusing(config):
-        name = served_model(config, http)["id"]
+        name = teacher_among(config, ask(http, "/v1/models"))["id"]
 
         def text(part: list[int]) -> str:
             return ask(http, "/detokenize", {"model": name, "tokens": part})["prompt"]

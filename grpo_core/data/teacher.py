@@ -50,7 +50,7 @@ def check_teacher(config: RunConfig, longest: int = 0) -> None:
     positions = values.get("max_position_embeddings")
     if positions and longest > positions:
         raise ConfigError(
-            f"{named}: it takes {positions:,} tokens, and the longest prompt plus completion has {longest:,}: lower "
+            f"{named}: it takes {positions:,} tokens, and {config.teacher.longest} has {longest:,}: lower "
             "rollout.max_completion_length, or take a teacher with a longer context"
         )
     try:
@@ -104,17 +104,17 @@ def check_tokenizers(config: RunConfig, own: Mapping[str, int], teacher: Mapping
 
 def silent_notes(config: RunConfig, pass_rates: Sequence[float]) -> list[str]:
     """A sentence about groups without a signal if the pass rate p is below 1 / (2G), where (1 − p)^G, the share of
-    groups that never pass, is above about 0.6. None where a teacher teaches alone."""
-    g = config.rollout.num_generations
+    groups that never pass, is above about 0.6. None where a teacher teaches them alone."""
+    g, taught = config.rollout.num_generations, config.teacher.teaches_silent_groups
     mean = sum(pass_rates) / len(pass_rates) if pass_rates else 1.0
-    if mean >= 1 / (2 * g) or teaches_alone(config):
+    if mean >= 1 / (2 * g) or (taught and teaches_alone(config)):
         return []
     silent = useful_groups(pass_rates, g).get("silent_share", 1.0)
     helps = (
         "the teacher teaches there"
-        if config.teacher.is_used
-        else "a teacher with the same tokenizer ([teacher] model) or a warm start ([warm_start] demonstrations) teaches "
-        "there; or take easier prompts, a larger num_generations or a base that solves some"
+        if taught
+        else "a teacher with the same tokenizer ([teacher] model) or a warm start ([warm_start] demonstrations) "
+        "teaches there; or take easier prompts, a larger num_generations or a base that solves some"
     )
     if config.warm_start.is_used:
         helps = "that was the base; the warm start teaches there first"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -13,13 +13,12 @@ from grpo_core.config.run import RunConfig
 from grpo_core.config.teacher import BETTER, ERROR
 from grpo_core.data.chat import encode_prompts
 from grpo_core.data.privileged import shown_prompt
-from grpo_core.data.prompts import AT_ONCE
+from grpo_core.data.prompts import AT_ONCE, Row, rows_at
 from grpo_core.environments.calls import ERROR as SAID
 from grpo_core.environments.setting import Setting
 from grpo_core.rewards.composition import weighted_sum
 from grpo_core.rollout.collect import Sample
 
-Row = Mapping[str, Any]
 Shown = tuple[Any, Row, str]  # a prompt, the row that it is about, and what its environment's `reset` added
 
 
@@ -60,8 +59,9 @@ def shown_prompts(privileged: Privileged, samples: Sequence[Sample], rows: Seque
     """Token ids that the teacher reads in the place of each sample's prompt; None where the template has nothing to
     show, or so much that prompt and completion are more than `max_length` tokens. `samples`: groups in a row."""
     template, shown = privileged.config.teacher.template or "", dict[int, Shown]()
-    for place, (sample, better) in enumerate(zip(samples, _better(samples, privileged.config), strict=True)):
-        row, found = rows[sample.row], {BETTER: better, ERROR: _errors(sample)}
+    own, better = rows_at(rows, [sample.row for sample in samples]), _better(samples, privileged.config)
+    for place, (sample, row, best) in enumerate(zip(samples, own, better, strict=True)):
+        found = {BETTER: best, ERROR: _errors(sample)}
         if prompt := shown_prompt(template, row, found):
             shown[place] = prompt, row, sample.said.opening if sample.said else ""
     ids = dict(zip(shown, privileged.encode([*shown.values()]), strict=True))

@@ -113,10 +113,10 @@ class OutOfMemoryRetry:
         return f"with train.max_tokens_per_pass = {tokens}{checkpointing} from the start, this does not happen"
 
 
-def first_limit(config: RunConfig, plan: Plan, longest_prompt: int, accelerator: Accelerator) -> int:
+def first_limit(config: RunConfig, plan: Plan, longest_prompt: int, accelerator: Accelerator, shown: int = 0) -> int:
     """Return the plan's tokens per pass, or those of b sequences of the greatest length if it has chosen none; fewer,
     and say so, if they cannot fit a GPU of this training, which may not be one that the plan was made for. Called by
-    every process, and the same on each.
+    every process, and the same on each. `shown`: see `PromptLengths`.
 
     What the plan only left no margin for is kept: results follow from the number by rounding.
     """
@@ -126,7 +126,9 @@ def first_limit(config: RunConfig, plan: Plan, longest_prompt: int, accelerator:
     if accelerator.device.type == "cuda":
         properties = torch.cuda.get_device_properties(accelerator.device)
         gpu = Gpu(properties.name, properties.total_memory / GIB)
-        tokens = -max_over_processes(-_fitting(config, plan, most, longest_prompt, gpu))
+        tokens = -max_over_processes(
+            -_fitting(config, plan, most, PromptLengths(longest_prompt, longest_prompt, "", shown), gpu)
+        )
         if tokens < most and accelerator.is_main_process:
             print(
                 f"training: {most} tokens per pass, {'of the plan' if planned else 'which the plan did not limit'}, do "
@@ -137,10 +139,9 @@ def first_limit(config: RunConfig, plan: Plan, longest_prompt: int, accelerator:
     return tokens
 
 
-def _fitting(config: RunConfig, plan: Plan, most: int, longest_prompt: int, gpu: Gpu) -> int:
+def _fitting(config: RunConfig, plan: Plan, most: int, lengths: PromptLengths, gpu: Gpu) -> int:
     """Return these tokens per pass, or the number that is chosen for this GPU if they are more than it holds; with its
     margin, if the plan has chosen none."""
-    lengths = PromptLengths(longest_prompt, longest_prompt, "")
     try:
         shape = load_shape(config.model.name_or_path, config.model.revision)
         run = PlannedRun(config, plan, shape, lengths, gpu, load_teacher(config))

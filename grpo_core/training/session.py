@@ -160,6 +160,7 @@ def _load(
     max_length = max(SHORTEST + 1, longest, evaluated)
     privileged = load_privileged(config, prompts.rows, tokenizer, setting)
     shown = privileged.max_length if privileged else 0
+    max_shown = shown and shown - config.rollout.max_completion_length
     if config.teacher.url is not None:
         from grpo_core.data.served_teacher import check_served  # imports httpx2
 
@@ -202,7 +203,7 @@ def _load(
         optimizer=optimizer,
         learning_rate=partial(learning_rate, config.train, plan),
         memory=OutOfMemoryRetry(
-            first_limit(config, plan, prompts.max_length, accelerator),
+            first_limit(config, plan, prompts.max_length, accelerator, max_shown),
             policy,
             longest,
         ),

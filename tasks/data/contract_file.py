@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandera.polars as pa
@@ -20,11 +20,12 @@ TYPES = {str: pl.String(), bool: pl.Boolean()}  # numbers and lists may be of se
 PROMPT = "the prompt: text, or a list of messages {role, content} that ends with the user's; not blank, none twice"
 
 
-def contract_as_yaml(data: DataConfig, origin: PromptSource, rewards: list[Reward]) -> str:
+def contract_as_yaml(data: DataConfig, origin: PromptSource, rewards: list[Reward], shown: Sequence[str] = ()) -> str:
     """Write the columns that a run's data sets need, in pandera's form, with all rules that this form can express;
     comments contain the others. `origin`: the part of `data` that defines how columns are made; `rewards`: those that
-    score its completions. Raises ConfigError if data.schema cannot be used."""
-    columns = dict(_columns(origin, rewards))
+    score its completions; `shown`: columns that teacher.template shows. Raises ConfigError if data.schema cannot be
+    used."""
+    columns = dict(_columns(origin, needed_columns(rewards, shown)))
     said = [
         f"{column} is made by {how}: describe the columns that it reads yourself"
         for column, how in origin.columns.items()
@@ -43,10 +44,10 @@ def contract_as_yaml(data: DataConfig, origin: PromptSource, rewards: list[Rewar
     return "".join(f"# {line}\n" for line in said) + str(written)
 
 
-def _columns(origin: PromptSource, rewards: list[Reward]) -> Iterator[tuple[str, pa.Column]]:
-    """Yield the columns that a data set must have before `data.columns` makes others from them."""
-    needed: dict[str, dict[str, Any]] = {"prompt": {}, **needed_columns(rewards)}
-    for column, readers in needed.items():
+def _columns(origin: PromptSource, needed: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, pa.Column]]:
+    """Yield the columns that a data set must have before `data.columns` makes others from them. `needed`: see
+    `needed_columns`."""
+    for column, readers in {"prompt": {}, **needed}.items():
         how = origin.columns.get(column, column)
         for name in columns_read(how):
             if "." in name:  # it may be a field of a column of objects

@@ -142,9 +142,11 @@ class Parts:
 
     @cached_property
     def shown(self) -> Named:
-        """The template, whose columns are checked and whose prompts are measured; empty without one."""
-        template = self.config.teacher.template
-        return {} if template is None else {"teacher.template": template}
+        """The template, whose columns are checked and whose prompts are measured, for the policy if it reads them;
+        empty without one."""
+        teacher = self.config.teacher
+        reads = {"the policy reads teacher.template": True} if teacher.is_policy else {}
+        return {} if teacher.template is None else {"teacher.template": teacher.template, **reads}
 
     @cached_property
     def demonstrations(self) -> Named:

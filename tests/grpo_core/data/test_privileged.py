@@ -1,5 +1,5 @@
-"""What a teacher reads in the place of a prompt, whom it then teaches, and what is refused of a template before any
-weights are loaded."""
+"""What a teacher reads in the place of a prompt, which completions it then teaches, and what is refused of a template
+before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_the_last_message_of_the_user_is_replaced_and_a_missing_value_shows_noth
     ("keys", "sentence"),
     [
         ({"template": "{answer}"}, "leaves that out; put {prompt} where it belongs"),
-        ({"template": " {prompt}\n"}, "shows the prompt alone; add what the teacher shall know"),
+        ({"template": " {prompt}\n"}, "shows the prompt alone; add what the teacher should know"),
         ({"template": "{prompt} {}"}, "a template names columns in braces"),
         ({"template": "{prompt}{answer}", "divergence_beta": 0.5}, "a divergence reads the teacher in each update"),
         ({"template": "{prompt}{answer}", "revision": "main"}, "revision='main' is of a model; set model"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import queue
 import random
 import signal
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,8 @@ def test_each_completion_is_asked_for_once_at_a_server_that_is_lost_and_comes_ba
     [
         ("/v1/completions", 400, r"refuses: /v1/completions answers 400: why"),
         ("/v1/completions", 500, rf"{ATTEMPTS} attempts at one answer have failed; the last: .*answers 500: why"),
+        ("/v1/models", {}, r"no answer of a vLLM server to /v1/models: KeyError\('data'\)"),
+        ("/v1/completions", {"choices": []}, "no answer of a vLLM server to /v1/completions: IndexError"),
         ("/v1/models", 401, rf"answers 401 \(its key: the environment variable {KEY}\)"),
         ("/v1/completions", None, "gives the token 3 at place 2 of 3 the log-probability None; needed is"),
         ("/v1/completions", math.nan, "the log-probability nan"),
@@ -122,6 +126,8 @@ def test_an_answer_without_log_probabilities_ends_the_training(
     def wrong(asked: str, number: int, answer: dict[str, Any]) -> dict[str, Any]:
         if asked == path and isinstance(says, int):
             raise Refusal(says, "why")
+        if asked == path and isinstance(says, dict):
+            return says
         if asked == path:
             answer["choices"][0]["prompt_logprobs"][2]["3"]["logprob"] = says
         return answer
@@ -148,12 +154,40 @@ def test_a_server_that_stays_away_or_hangs_is_given_up_within_the_time_limits(va
     [port] = free_ports(1)
     values = with_keys(values, vllm_server_timeout=0.2)
     config = parse_config({**values, "teacher": {"url": f"http://127.0.0.1:{port}"}})
-    with pytest.raises(EngineError, match=r"is not available for 0\.2 s \(rollout\.vllm_server_timeout\): .*refused"):
+    with pytest.raises(EngineError, match=r"is not available for 0\.2 s \(rollout\.vllm_server_timeout\): Connect"):
         [*served_logprobs(config, [([1], [2])])]
     limit = ATTEMPTS * (0.2 + 2 * config.rollout.vllm_request_timeout)
     assert phase_limits(config)[TEACHER] == limit
     assert longest_wait(config) - longest_wait(parse_config(values)) == timedelta(seconds=limit)
     assert phase_limits(parse_config(values))[TEACHER] == 0
+
+
+class ToldToStop(BaseException):
+    pass
+
+
+def test_a_training_that_is_told_to_stop_waits_for_no_answer(values: dict[str, Any], teacher: Path) -> None:
+    stopped, waited = threading.Event(), queue.Queue[bool]()
+
+    def hanging(path: str, number: int, answer: dict[str, Any]) -> dict[str, Any]:
+        if path == "/v1/completions":
+            os.kill(os.getpid(), signal.SIGUSR1)
+            waited.put(stopped.wait(60))
+        return answer
+
+    def stop(*_: Any) -> None:
+        raise ToldToStop
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with teacher_server(teacher) as server:
+            server.wrong = hanging
+            with pytest.raises(ToldToStop):
+                [*served_logprobs(parse_config({**values, "teacher": {"url": server.url}}), [([1, 2], [3])])]
+            stopped.set()
+            assert waited.get(), "the answer was waited for"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str]] = [

@@ -150,14 +150,17 @@ def drawn_run(
     choices = OPTIONS | needs | {key: [*values] for key, values in plain(loss_type).drawn.items()}
     options = {key: draw.choice(values) for key, values in choices.items()} | keys
     teaches = draw.random() < 0.5 or bool(teacher_url)
+    replaces = options["dynamic_sample"]
     if teaches:
-        options["dynamic_sample"] = False  # else refused
+        options["dynamic_sample"] = False  # refused where silent groups are taught
         if number % 2:  # nothing but the teacher teaches where rewards are equal
             options |= dict.fromkeys(("beta", "entropy_coef"), 0.0) | {"use_adaptive_entropy": False}
     if alone := teaches and draw.random() < 0.5:
         options["num_generations"] = draw.choice([1, 2])
-    w, g, steps = options.get("num_processes", 1), options["num_generations"], draw.choice([1, 2, 3, 4])
-    b = draw.choice([n for n in range(1, 9) if n * w * steps % g == 0 and n * w * steps <= 32])
+    w, g = options.get("num_processes", 1), options["num_generations"]
+    sizes = {steps: [n for n in range(1, 9) if n * w * steps % g == 0 and n * w * steps <= 32] for steps in range(1, 5)}
+    steps = draw.choice([steps for steps, found in sizes.items() if found])
+    b = draw.choice(sizes[steps])
     base = models["plain" if kind == "adapter" else kind]
     if kind == "adapter":  # which a sharded training cannot start from
         given = {} if options.get("sharding", "none") != "none" else {"adapter": str(models["adapter"])}
@@ -190,6 +193,8 @@ def drawn_run(
             taught = values["teacher"] if number % 2 else {"weight": 0.5}  # by the policy itself
             values["teacher"] = {key: taught[key] for key in taught.keys() & {"model", "url", "weight"}}
             values["teacher"]["template"] = texts[number % len(texts)]
+            if "{better}" in values["teacher"]["template"]:
+                options["dynamic_sample"] = replaces
     if alone:
         values["rewards"] = [{**reward, "weight": 0.0} for reward in values["rewards"]]
     values = with_keys(values, **cut, **options, **CALM)

@@ -283,10 +283,12 @@ def test_the_written_contract_refuses_what_the_run_would(
 def test_the_contract_says_what_a_function_and_a_template_read(values: dict[str, Any], tmp_path: Path) -> None:
     del values["data"]["schema"]
     values["data"]["columns"] = {"prompt": "Level {level}: {question}", "answer": "own_rules:graded"}
+    values["teacher"] = {"template": "{prompt} as in {solution}"}
     (tmp_path / "mine.toml").write_text(tomli_w.dumps(values))
     status, written = _grpo("schema", tmp_path / "mine.toml")
     assert status == 0 and "# answer is made by own_rules:graded: describe the columns" in written
     assert "  level:\n" in written and "  question:\n" in written and "  answer:\n" not in written
+    assert "  solution:\n    description: read by teacher.template" in written
 
 
 @pytest.mark.slow
