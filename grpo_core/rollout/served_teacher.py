@@ -9,7 +9,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import partial
 from typing import Any, TypeVar
 
 import httpx2
@@ -43,27 +43,24 @@ def served_logprobs(config: RunConfig, asked: Sequence[tuple[list[int], list[int
         body = scoring(model, ids)
         return await _ask(config, http, "/v1/completions", body, lambda answer: logprobs_of(answer, ids, len(prompt)))
 
-    futures = [_start(_ask(config, http, "/v1/models", None, lambda answer: teacher_among(config, answer)))]
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=partial(_turn, loop), daemon=True).start()
+    start = partial(asyncio.run_coroutine_threadsafe, loop=loop)
+    futures: list[Any] = [start(_ask(config, http, "/v1/models", None, lambda answer: teacher_among(config, answer)))]
     try:
         model = _same(config, http.base_url, futures[0].result())
-        futures = [_start(score(model, *each)) for each in asked]
+        futures = [start(score(model, *each)) for each in asked]
         for future in futures:
             yield future.result()
     finally:
         for future in futures:
             future.cancel()  # which ends its request, if the wait was interrupted
-        _start(http.aclose())
+        start(http.aclose()).add_done_callback(lambda _: loop.stop())  # called by the loop itself
 
 
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
-
-
-def _start(work: Any) -> Any:
-    return asyncio.run_coroutine_threadsafe(work, _loop())
+def _turn(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
 
 
 def _same(config: RunConfig, address: httpx2.URL, found: dict[str, Any]) -> str:
