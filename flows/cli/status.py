@@ -44,7 +44,7 @@ def list_runs() -> None:
     if not folders:
         say(f"no runs in {storage_root()} yet; `grpo run CONFIG` makes one")
         return
-    # The receipts of many thousand runs would take a minute to read, and their files' times do not.
+    # Reading the receipts of thousands of runs takes long; reading their files' times does not.
     runs = [(folder, _done(folder)) for folder in nlargest(LISTED, folders, key=_written)]
     table = Table("run", "stages done", "last", "figure", title=f"runs in {storage_root()}")
     for folder, done in sorted(runs, key=lambda it: _last(*it), reverse=True):

@@ -71,7 +71,7 @@ class TeacherConfig(Section):
             raise ValueError(f"url: {self.url!r} is not an address such as http://10.0.0.5:8000")
         if self.url is not None and self.url.rstrip("/").endswith("/v1"):
             raise ValueError(
-                f"url={self.url!r} is an API's: leave /v1 out, other addresses of the server are asked too"
+                f"url={self.url!r} ends in /v1: leave /v1 out, since the server's /health and /detokenize are asked too"
             )
         if self.divergence_top_k and self.divergence_beta is None:
             raise ValueError(
@@ -149,7 +149,7 @@ class TeacherConfig(Section):
 
     @property
     def teaches_silent_groups(self) -> bool:
-        """True if it teaches groups whose rewards are equal: there is no `{better}` in them."""
+        """True if it teaches groups whose rewards are equal. With `{better}` it does not: none of them is better."""
         return self.is_used and BETTER not in self.places
 
     @property

@@ -41,7 +41,7 @@ from grpo_core.model.routing import Routers, choices, reading
 
 NAME = "grpo_group_cache"
 FIRST_CAPACITY = 64  # initial capacity of captured steps, in tokens of a completion; then it doubles
-GROWTH = 32  # tokens by which the buffers grow where steps are not captured: all of them are read
+GROWTH = 32  # tokens by which the buffers grow where steps are not captured, and all of a buffer is read
 GRAPH_TOKENS = 64  # on a GPU a captured step reads a multiple of these, and is used as often; divides every capacity
 # Options that attention may ignore; a window is longer than any sequence where the cache is shared.
 HARMLESS = {"dropout", "position_ids", "position_embeddings", "use_cache", "sliding_window"}

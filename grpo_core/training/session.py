@@ -78,7 +78,7 @@ class Session:
     learning_rate: Callable[[int], float]  # by the number of updates done
     sampler: Sampler | None  # None: the training is on a recording, or on demonstrations
     memory: OutOfMemoryRetry
-    teacher: Policy | None = None  # its own model; None where the policy teaches itself
+    teacher: Policy | None = None  # loaded; None where the policy teaches itself or a server has it
     privileged: Privileged | None = None  # what a teacher is shown that the policy is not
     start: dict[str, Tensor] | None = None  # the adapter that the training started from, if the reference has it
     rates: PassRates | None = None  # at the start of the training; None if no reward tells what passes

@@ -111,6 +111,7 @@ def _probed(receipt: Receipt) -> list[str]:
 
 
 def _probe_content(output: Path, receipt: Receipt) -> str:
+    """Hash of the probe's files."""
     first, *others = (content_hash(str(output / name)) for name in _probed(receipt))
     return hash_values(first, *others) if others else first  # a probe without completions keeps its identity
 

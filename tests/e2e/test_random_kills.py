@@ -110,7 +110,7 @@ def _inputs(folder: Path, model: Path, sections: Mapping[str, Any], **train: Any
 
 
 def _figures(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, str]]:
-    """Of each update, and of the evaluation, without times; and the hashes of all weights."""
+    """Metrics of each update and of the evaluation, without times, and the hashes of all weights."""
     report = json.loads((run / "evaluation" / "report.json").read_text())
     weights = [file for stage in ("warm-start", "training") for file in (run / stage / "model").glob("*.safetensors")]
     hashes = {str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in weights}

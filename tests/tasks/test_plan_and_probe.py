@@ -14,6 +14,7 @@ import pytest
 from grpo_core.config.files import load_config, parse_config
 from grpo_core.data.curriculum import PassRates, write_rates
 from grpo_core.errors import ConfigError
+from grpo_core.fingerprint import content_hash
 from grpo_core.planning.hardware import named_gpu
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.run_files import PASS_RATES, PROBED
@@ -86,6 +87,26 @@ def test_a_recording_that_the_training_could_not_take_is_refused(
     write_sums(run / "dataset" / "train.parquet", first, first + 24)
     _validated(run, 24)
     with pytest.raises(ConfigError, match=message):
+        stage._work(Context(load_config(run / "config.toml"), run, run / "plan.json.partial"))
+
+
+def test_a_probe_of_an_earlier_version_keeps_its_identity_and_is_no_start_for_a_warm_start(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It kept the rates alone. No run that has one is done again; the plan names the command for its completions."""
+    values = {**config_values(model_folder, tmp_path), "warm_start": {"demonstrations": "probe"}}
+    run = make_run(tmp_path / "run", _with(values, probe=4))
+    _validated(run, 24)
+    (run / "probe").mkdir()
+    write_rates(PassRates(np.ones(2), np.full(2, 2), np.zeros(2, int)), run / "probe" / PASS_RATES)
+    PROBE.receipt_path(run).write_text('{"scored": 2}')
+    assert PROBE.content and PROBE.content(run / "probe", {"scored": 2}) == content_hash(
+        str(run / "probe" / PASS_RATES)
+    )
+    monkeypatch.setenv("GRPO_MEASURE", "0")
+    monkeypatch.setattr(stage, "get_run_logger", lambda: logging.getLogger("plan"))
+    monkeypatch.setattr(stage, "earlier_throughput", lambda *_: None)
+    with pytest.raises(StageError, match=r"kept no completions .*first run: grpo stage probe --run run --force"):
         stage._work(Context(load_config(run / "config.toml"), run, run / "plan.json.partial"))
 
 

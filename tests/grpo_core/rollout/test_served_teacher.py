@@ -78,7 +78,7 @@ def data(tmp_path: Path) -> None:
 
 @pytest.fixture
 def teacher(tmp_path: Path) -> Path:
-    """Of another size than the policy, and with its tokenizer."""
+    """A teacher of another size than the policy, with its tokenizer."""
     return make_model(tmp_path / "teacher", hidden_size=128, initializer_range=0.1)
 
 
