@@ -86,7 +86,7 @@ class TeacherConfig(Section):
         try:
             places = self.places
         except ValueError as error:
-            raise ValueError(f"template={template!r}: {error}") from None
+            raise ValueError(f"template={template!r}: {error}; write {{{{ or }}}} for a brace of your own") from None
         if PROMPT not in places:
             raise ValueError(
                 f"template={template!r} is read in the place of the prompt's last user message, and leaves that out; "
@@ -122,8 +122,8 @@ class TeacherConfig(Section):
         return self.template is not None and self.model is None and self.url is None
 
     @property
-    def longest(self) -> str:
-        """The longest sequence that the teacher reads, in words."""
+    def read_at_most(self) -> str:
+        """What the longest sequence is that the teacher reads, for messages."""
         made = "" if self.template is None else " that teacher.template makes,"
         return f"the longest prompt{made} plus completion"
 

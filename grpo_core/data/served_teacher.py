@@ -100,7 +100,7 @@ def check_served(config: RunConfig, longest: int = 0, rows: int | None = None) -
         most = model["max_model_len"]
         if most is not None and longest >= most:  # it has to sample one more token
             raise EngineError(
-                f"it takes sequences of {most:,} tokens, one of them its own, and {config.teacher.longest} has "
+                f"it takes sequences of {most:,} tokens, one of them its own, and {config.teacher.read_at_most} has "
                 f"{longest:,}: lower rollout.max_completion_length, or start it with a larger --max-model-len"
             )
         if rows:

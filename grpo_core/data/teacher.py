@@ -50,7 +50,7 @@ def check_teacher(config: RunConfig, longest: int = 0) -> None:
     positions = values.get("max_position_embeddings")
     if positions and longest > positions:
         raise ConfigError(
-            f"{named}: it takes {positions:,} tokens, and {config.teacher.longest} has {longest:,}: lower "
+            f"{named}: it takes {positions:,} tokens, and {config.teacher.read_at_most} has {longest:,}: lower "
             "rollout.max_completion_length, or take a teacher with a longer context"
         )
     try:

@@ -141,6 +141,10 @@ def test_the_last_message_of_the_user_is_replaced_and_a_missing_value_shows_noth
         ({"template": "{answer}"}, "leaves that out; put {prompt} where it belongs"),
         ({"template": " {prompt}\n"}, "shows the prompt alone; add what the teacher should know"),
         ({"template": "{prompt} {}"}, "a template names columns in braces"),
+        (
+            {"template": "{prompt} in {"},
+            "Single '{' encountered in format string; write {{ or }} for a brace of your own",
+        ),
         ({"template": "{prompt}{answer}", "divergence_beta": 0.5}, "a divergence reads the teacher in each update"),
         ({"template": "{prompt}{answer}", "revision": "main"}, "revision='main' is of a model; set model"),
         ({"model": "self", "template": "{prompt}!"}, "the policy teaches itself where template is set; remove model"),
