@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from grpo_core.config.files import load_config
+from tests.quick_python import quick_python
 
 ROOT = Path(__file__).parents[1]
 PYTHON = """#!/bin/bash
@@ -255,3 +257,13 @@ def test_the_quickstart_s_inputs_are_where_its_configuration_reads_them_wherever
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the other Pythons may be without vLLM")
 def test_the_environment_of_ci_has_vllm_so_that_no_test_of_it_is_skipped_there() -> None:
     assert find_spec("vllm"), "vLLM is not installed, and its tests would be skipped: `make setup`"
+
+
+def test_the_python_that_starts_tests_may_lie_in_a_folder_with_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as place:  # a socket's path is short
+        (Path(place) / "a b").symlink_to(sys.prefix)
+        monkeypatch.setattr(sys, "executable", f"{place}/a b/bin/python")
+        with quick_python(Path(place), ["json"]) as program:
+            command = [program, "-c", "import sys; print(sys.argv[1:])", "x y"]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "['x y']\n"
