@@ -26,7 +26,7 @@ from types import ModuleType
 from benchmarks.command import ROOT, python_path
 
 # Hands its arguments, folder, environment and open files to the process that forks, and ends as the forked one does. A
-# `#!` line holds no path with a space, so a shell starts it, to which the second line is a command, and to Python a text.
+# `#!` line holds no path with a space, so a shell starts it: to that, the second line is a command, to Python a text.
 STARTED = """#!/bin/sh
 '''exec' "{python}" -IS "$0" "$@"
 ' '''
