@@ -183,6 +183,7 @@ check: setup ## lint, format, types, layers and declared dependencies
 lint:
 	$(BIN)/ruff check .
 	! git grep --no-index --exclude-standard -InE '^(<<<<<<<|>>>>>>>) '  # what a merge has left
+	! git grep --no-index --exclude-standard -n 'patch[.]dict(' '*.py'  # tests/held.py says why
 
 formatted:
 	$(BIN)/ruff format --check .

@@ -29,6 +29,7 @@ from unittest import mock
 from benchmarks.command import parse
 from benchmarks.planted_losses import LOSSES, Transport, planted
 from tests.conftest import config_values, make_model, make_run
+from tests.held import held
 
 Name = Literal["copy", "vllm", "vllm-lora", "vllm-server", "vllm-server-lora"]
 PRECISIONS = ("no", "bf16")
@@ -171,7 +172,7 @@ def _engine_made_as(engine: Name, run: Path) -> Iterator[None]:
         from tasks.stages.run import Context
 
         context = Context(load_config(run / "config.toml"), run, run)
-        with servers(context, logging.getLogger()) as addresses, mock.patch.dict(os.environ, addresses):
+        with servers(context, logging.getLogger()) as addresses, held(os.environ, addresses):
             yield
     else:
         from grpo_core.rollout.vllm import colocated_engine as vllm

@@ -7,13 +7,13 @@ import re
 import shlex
 import subprocess
 from collections.abc import Sequence
-from unittest import mock
 
 import typer
 from typer.testing import CliRunner
 
 from flows.cli.main import app
 from grpo_core.planning.nvidia import list_devices
+from tests.held import held
 
 SHELLS = ("", "sh", "bash", "shell", "console")
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
@@ -47,7 +47,7 @@ def parse(arguments: Sequence[str]) -> dict[str, object]:
 def run_here(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A command of `grpo` in this process: no import is paid for; `environment`: further variables."""
     list_devices.cache_clear()  # a process of its own would ask nvidia-smi
-    with mock.patch.dict(os.environ, environment):
+    with held(os.environ, environment):
         done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
 

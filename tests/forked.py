@@ -11,8 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+from tests.held import held
 from tests.needs import VLLM, needs
 
 # Installed modules only: what cannot be imported is left out without a word, as `tests` would be.
@@ -39,7 +39,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     """
     needs(*VLLM)
     with (
-        mock.patch.dict(os.environ, TORCH_COMPILE_DISABLE="1"),
+        held(os.environ, {"TORCH_COMPILE_DISABLE": "1"}),
         ProcessPoolExecutor(1, mp_context=_context, initializer=gc.freeze) as pool,
     ):
         return pool.submit(function, *arguments).result()

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 from benchmarks.command import RESULTS, ROOT, python_path
+from tests.held import held
 from tests.needs import VLLM, needs
 from tests.packing import source_files
 from tests.quick_python import quick_python
@@ -154,8 +155,11 @@ def prefect(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("python")
-    with mock.patch.dict(os.environ, VARIABLES, clear=True), quick_python(folder, IMPORTED) as program:
-        yield str(program)
+    with held(os.environ, VARIABLES):
+        for name in os.environ.keys() - VARIABLES.keys():
+            del os.environ[name]
+        with quick_python(folder, IMPORTED) as program:
+            yield str(program)
 
 
 def run(command: list[str], place: Path, **environment: str) -> str:

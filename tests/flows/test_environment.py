@@ -10,13 +10,13 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from flows.serving.environment import configure
 from flows.serving.find_server import ask
 from grpo_core.errors import GrpoError
+from tests.held import held
 from tests.serving import free_ports
 from tests.web import Quiet, answering
 
@@ -43,7 +43,7 @@ def serving(status: int) -> Iterator[tuple[str, list[str]]]:
 @pytest.fixture
 def environment(tmp_path: Path) -> Iterator[None]:
     """An environment without proxies, put back afterwards."""
-    with mock.patch.dict(os.environ, GRPO_STORAGE=str(tmp_path)):
+    with held(os.environ, {"GRPO_STORAGE": str(tmp_path)}):
         for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
             del os.environ[name]
         yield

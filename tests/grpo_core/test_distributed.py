@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 from grpo_core import distributed
 from grpo_core.errors import EngineError, TrainingError
 from tests.grpo_core.training.several import WORLD, in_processes, in_two_processes
+from tests.held import held
 from tests.serving import free_ports
 
 LIMIT = timedelta(seconds=60)
@@ -109,7 +110,7 @@ def test_the_limit_is_that_of_the_process_group(monkeypatch: pytest.MonkeyPatch)
 def test_the_limit_is_that_of_a_machine_s_processes_and_of_their_counterparts_too(tmp_path: Path) -> None:
     def work(rank: int) -> None:
         distributed.start_processes(LIMIT)
-        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):  # as if each process had a machine to itself
+        with held(os.environ, {"LOCAL_WORLD_SIZE": "1"}):  # as if each process had a machine to itself
             mesh = distributed.shard_mesh(within_machine=True)
         assert mesh.mesh.tolist() == [[0], [1]]
         for name, members in {"copy": [0, 1], "share": [rank]}.items():

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from grpo_core.system import progress
+from tests.held import held
 from tests.pretend_gpu import Gpu, needs_cpu_build, pretend_gpu
 from tests.served.test_pipeline import _accuracy, _mlflow_run, _run
 
@@ -26,7 +26,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Gpu]:
 
     def run(command: Sequence[str], on_line: Callable[[str], None], env: Mapping[str, str], **_: Any) -> None:
         _, module, *arguments = command
-        with pretend_gpu() as found[module], mock.patch.dict(os.environ, env), monkeypatch.context() as patch:
+        with pretend_gpu() as found[module], held(os.environ, env), monkeypatch.context() as patch:
             patch.setattr(sys, "argv", [module, *arguments])
             patch.setattr(progress, "_here", None)
             importlib.import_module(module).main()

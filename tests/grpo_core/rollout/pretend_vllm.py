@@ -26,6 +26,7 @@ from grpo_core.rollout.vllm import router as vllm_router
 from grpo_core.rollout.vllm import server_engine as vllm_server
 from grpo_core.rollout.vllm.server_engine import VLLMServerEngine
 from tests.conftest import config_values
+from tests.held import held
 
 STARTED = {
     "weight_transfer": "shared_memory",
@@ -215,7 +216,7 @@ def connected(
     keys = {"vllm_server_base_urls": [*by_url], "vllm_server_timeout": 60.0, **keys}
     values = config_values(folder, folder, engine="vllm-server", **keys)
     modules = {f"grpo_core.rollout.vllm.{name}": module for name, module in vllm.items()}
-    with mock.patch.dict(sys.modules, modules), mock.patch.object(vllm_server, "wrong_vllm", str):
+    with held(sys.modules, modules, ours="grpo_core."), mock.patch.object(vllm_server, "wrong_vllm", str):
         engine = VLLMServerEngine(parse_config(values), model, 512)
     yield engine
     engine.close()

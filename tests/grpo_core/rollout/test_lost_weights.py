@@ -31,6 +31,7 @@ from grpo_core.rollout.vllm.colocated_engine import VLLMEngine
 from tests.grpo_core.rollout.pretend_vllm import Pretended, connected, pretended
 from tests.grpo_core.rollout.test_vllm_client import make_transfer
 from tests.grpo_core.training.several import in_two_processes
+from tests.held import held
 
 Arriving = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
@@ -77,7 +78,7 @@ def make_worker(copy: int) -> Any:
     """A worker of the server's `copy`th copy of the model, with a trainer's lease."""
     names = ("over_http", "shared_memory", "shared_weights", "speculation")
     parts = {f"grpo_core.rollout.vllm.{name}": mock.Mock() for name in names}
-    with mock.patch.dict(sys.modules, parts):
+    with held(sys.modules, parts, ours="grpo_core."):
         module: ModuleType = importlib.import_module("grpo_core.rollout.vllm.worker")
     worker = module.TrainerLease()
     worker.device, worker.model_runner = torch.device("cpu"), SimpleNamespace(lora_manager=lora_manager())

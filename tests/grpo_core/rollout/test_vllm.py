@@ -31,6 +31,7 @@ from tests.grpo_core.rollout.vllm_engine import (
     sequences,
     start,
 )
+from tests.held import held
 
 pytestmark = pytest.mark.served
 
@@ -186,8 +187,8 @@ def start_on_a_gpu(run: Path, together: int = 1, allocator: str | None = None) -
     with (
         mock.patch("vllm.LLM") as llm,
         mock.patch("torch.distributed.is_initialized", return_value=together > 1),
-        mock.patch.dict(os.environ, user),
-        mock.patch.dict(os.environ, process_environment(config)),
+        held(os.environ, user),
+        held(os.environ, process_environment(config)),
     ):
         llm.return_value.collective_rpc.return_value = [""]
         llm.return_value.apply_model.return_value = [None]

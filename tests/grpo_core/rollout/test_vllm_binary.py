@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from grpo_core.rollout.vllm.binary import PATH, BinaryCompletions, decode, encode
+from tests.held import held
 
 
 def _output(index: int, ids: list[int], logprobs: list[float], starts: list[int]) -> Any:
@@ -92,7 +93,7 @@ async def _ask(engine: Engine, body: dict[str, Any], gone: asyncio.Event | None 
     scope = {"type": "http", "method": "POST", "path": PATH, "headers": [], "app": SimpleNamespace(state=state)}
     vllm = mock.Mock(SamplingParams=lambda **keys: keys, tokens_input=lambda ids: ids, VLLMClientError=RefusedError)
     names = ("vllm", "vllm.exceptions", "vllm.inputs", "vllm.inputs.engine", "vllm.sampling_params")
-    with mock.patch.dict(sys.modules, dict.fromkeys(names, vllm)):
+    with held(sys.modules, dict.fromkeys(names, vllm), ours="grpo_core."):
         await BinaryCompletions(mock.AsyncMock())(scope, receive, send)
     return (sent[0]["status"], sent[1]["body"]) if sent else (0, b"")
 

@@ -39,6 +39,7 @@ from grpo_core.rollout.vllm.router import Router
 from tests.conftest import config_values
 from tests.grpo_core.rollout.pretend_vllm import STARTED as PRETENDED
 from tests.grpo_core.rollout.pretend_vllm import Serving, connected, pretended
+from tests.held import held
 
 ROOT = Path(__file__).parents[3]
 
@@ -102,7 +103,7 @@ class _VLLMClient:
 def make_transfer() -> Any:
     """The module without vLLM, which takes long to import."""
     vllm = mock.Mock(WeightSource=object, HTTPVLLMWeightSyncClient=_VLLMClient)
-    with mock.patch.dict(sys.modules, {"vllm.distributed.weight_transfer": vllm}):
+    with held(sys.modules, {"vllm.distributed.weight_transfer": vllm}, ours="grpo_core."):
         return importlib.import_module("grpo_core.rollout.vllm.send_weights")
 
 
@@ -155,7 +156,7 @@ def test_servers_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch, nam
 
         async def ask() -> Any:
             server.loop = asyncio.get_running_loop()
-            with mock.patch.dict(sys.modules, {"grpo_core.rollout.vllm.shared_memory": mock.Mock()}):
+            with held(sys.modules, {"grpo_core.rollout.vllm.shared_memory": mock.Mock()}, ours="grpo_core."):
                 await asyncio.to_thread(transfer._connect, server, transfer.Transfer(server))
             await asyncio.to_thread(connect.call_args.kwargs["client"].start_weight_update)
             return await server.control("GET", "/weight_info")
@@ -172,7 +173,7 @@ def test_a_request_for_no_tokens_is_refused_and_not_one_without_a_limit(engine: 
         if engine == "vllm-server":
             return vllm_parameters(request, sampling)["max_tokens"]
         if engine == "vllm":
-            with mock.patch.dict(sys.modules, {"vllm": mock.Mock(), "vllm.sampling_params": mock.Mock()}):
+            with held(sys.modules, {"vllm": mock.Mock(), "vllm.sampling_params": mock.Mock()}, ours="grpo_core."):
                 colocated: Any = VLLMEngine.__new__(VLLMEngine)
                 colocated.llm, colocated.request_ids, colocated.adapter = mock.Mock(), itertools.count(), None
                 colocated._add(request, sampling)

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -36,6 +35,7 @@ from grpo_core.training.out_of_memory import OutOfMemoryRetry
 from grpo_core.training.state import TrainingState
 from grpo_core.training.update import update
 from tests.conftest import config_values, make_model
+from tests.held import held
 
 PROMPTS, G = 32, 8
 VOCABULARY, HIDDEN, LAYERS = 500, 64, 2
@@ -116,7 +116,7 @@ def _counted(policy: Policy, batch: MicroBatch, process: int, processes: int) ->
         learning_rate=lambda updates: 0.0,
         memory=OutOfMemoryRetry(1000, policy),  # several passes
     )
-    state = mock.patch.dict(PartialState._shared_state, num_processes=processes)  # accelerate asks the launcher alone
+    state = held(PartialState._shared_state, {"num_processes": processes})  # accelerate asks the launcher alone
     with state, Reduced() as reduced, FlopCounterMode(display=False) as counter:
         update(session, batch, TrainingState(tokens_per_pass=1000))
     of_attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
