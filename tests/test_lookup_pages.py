@@ -4,6 +4,7 @@ stages, messages, GPUs."""
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import json
@@ -50,7 +51,9 @@ def _texts(source: Path) -> Iterator[str]:
         yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
 
 
-TEXTS = {path: list(_texts(path)) for path in _sources()}
+@functools.cache
+def _all_texts() -> dict[Path, list[str]]:
+    return {path: list(_texts(path)) for path in _sources()}
 
 
 def test_the_page_of_the_commands_is_what_make_reference_writes() -> None:
@@ -58,7 +61,7 @@ def test_the_page_of_the_commands_is_what_make_reference_writes() -> None:
 
 
 def test_every_variable_of_this_project_is_on_the_page_of_environment_variables_and_no_other() -> None:
-    used = {text for text in chain.from_iterable(TEXTS.values()) if OURS.fullmatch(text)}
+    used = {text for text in chain.from_iterable(_all_texts().values()) if OURS.fullmatch(text)}
     page = (REFERENCE / "environment-variables.md").read_text()
     assert set(re.findall(r"^\| `(GRPO_[A-Z_]+)` \|", page, re.MULTILINE)) == used
     named = {name for file in DOCS.rglob("*.md") for name in OURS.findall(file.read_text())}
@@ -87,7 +90,7 @@ def test_the_page_of_messages_has_many() -> None:
 def test_a_message_on_the_page_is_one_that_the_code_gives(message: str) -> None:
     wanted = re.sub(r"…+", "…", message.replace("\0", "`")).strip("… ")
     pattern = re.compile(".*?".join(map(re.escape, re.split(" ?… ?", wanted))), re.DOTALL)
-    assert [path for path, texts in TEXTS.items() if any(map(pattern.search, texts))], "no such message"
+    assert [path for path, texts in _all_texts().items() if any(map(pattern.search, texts))], "no such message"
 
 
 def test_the_page_of_the_plan_names_the_gpus_whose_memory_is_known() -> None:

@@ -58,7 +58,16 @@ PIPELINES = [
     ("reward_models --tiny && recipe_curves --record", "docs/images/*.png"),
 ]
 NEEDS = {"vs_trl": VLLM, "serving": VLLM}
-LONG = ("vs_trl", "records", "serving", "staleness --real")  # in `make e2e`
+# In `make e2e`.
+LONG = (
+    "vs_trl",
+    "parity_trl",
+    "records",
+    "serving",
+    "sharded_memory",
+    "staleness --real",
+    "staleness --learn",
+)
 ELSEWHERE = {"gpu_check", "mutants"}  # test_gpu_check.py; Cosmic Ray is not installed here
 # By these processes, and by those that they start. Not Prefect: it reads its settings when it is imported.
 IMPORTED = (

@@ -53,11 +53,10 @@ def test_starting_a_pipeline_imports_neither_torch_nor_transformers() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("words", [["promote", "sums"], ["rollback", "sums"], ["run", "configs/quickstart.toml"]])
-def test_a_command_finds_its_server_before_prefect_reads_which_one_is_meant(words: list[str]) -> None:
+def test_a_command_finds_its_server_before_prefect_reads_which_one_is_meant() -> None:
     """Prefect reads its settings when it is imported: a server that is named later is not used."""
     code = (
-        "import sys\n"
+        "import contextlib, sys\n"
         "from flows.cli.main import app\n"
         "from flows.serving import find_server\n"
         "from tasks.registry import champion\n"
@@ -65,12 +64,14 @@ def test_a_command_finds_its_server_before_prefect_reads_which_one_is_meant(word
         "champion.check = early.refuse_early = lambda *arguments: None\n"
         "def find():\n"
         "    print('prefect' in sys.modules)\n"
-        "    raise SystemExit(9)\n"
+        "    raise InterruptedError\n"
         "find_server._named_api = find\n"
-        f"app({words!r})"
+        "for words in ('promote', 'sums'), ('rollback', 'sums'), ('run', 'configs/quickstart.toml'):\n"
+        "    with contextlib.suppress(InterruptedError):\n"
+        "        app(words, standalone_mode=False)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (9, "False\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, 3 * "False\n"), done.stderr
 
 
 def test_the_version_is_known() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from flows.sweep import sweep
 from grpo_core.config.files import describe_keys, load_config, parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
+from tests.quick_python import quick_python
 
 pytestmark = pytest.mark.served
 
@@ -215,14 +215,14 @@ def test_a_preset_is_a_file_in_configs_or_any_other(tmp_path: Path) -> None:
         assert resolve(preset, {}) == parse_config(load_config(configs() / f"{preset}.toml").model_dump())
 
 
-def _offered(folder: Path, **environment: str) -> dict[str, Any]:
+def _offered(python: Path, folder: Path, **environment: str) -> dict[str, Any]:
     """The form's field `preset`, in a process that starts in this folder, as `grpo serve` does."""
     code = "import json; from prefect.utilities.callables import parameter_schema as schema\n"
     code += "from flows.pipeline import describe, pipeline\n"
     code += "print(json.dumps([schema(pipeline).model_dump_for_openapi()['properties']['preset'], describe()]))"
     kept = {key: value for key, value in os.environ.items() if key != "GRPO_CONFIGS"}
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [python, "-c", code],
         cwd=folder,
         env={**kept, "PYTHONPATH": python_path(ROOT), **environment},
         capture_output=True,
@@ -235,12 +235,14 @@ def _offered(folder: Path, **environment: str) -> dict[str, Any]:
 
 def test_the_presets_are_those_of_the_project_and_not_of_the_package(tmp_path: Path) -> None:
     project = write_project("mine", "smallest", tmp_path)
-    field = _offered(project)
-    assert (field["enum"], field["default"]) == (["smallest"], "smallest")
-    assert str(project / "configs") in field["page"]
-    assert (project / "configs" / "smallest.toml").read_text() in field["page"], "its values are on the page"
-    (project / "configs" / "other.toml").write_text("")
-    several = _offered(tmp_path, GRPO_CONFIGS=str(project / "configs"))
-    assert (several["enum"], several["default"]) == (["other", "smallest"], ""), "nothing starts unchosen"
-    nowhere = _offered(tmp_path)
-    assert "enum" not in nowhere and str(tmp_path / "configs") in nowhere["page"]
+    (tmp_path / "bin").mkdir()
+    with quick_python(tmp_path / "bin", ["mlflow", "pandera.polars", "prefect.utilities.callables"]) as python:
+        field = _offered(python, project)
+        assert (field["enum"], field["default"]) == (["smallest"], "smallest")
+        assert str(project / "configs") in field["page"]
+        assert (project / "configs" / "smallest.toml").read_text() in field["page"], "its values are on the page"
+        (project / "configs" / "other.toml").write_text("")
+        several = _offered(python, tmp_path, GRPO_CONFIGS=str(project / "configs"))
+        assert (several["enum"], several["default"]) == (["other", "smallest"], ""), "nothing starts unchosen"
+        nowhere = _offered(python, tmp_path)
+        assert "enum" not in nowhere and str(tmp_path / "configs") in nowhere["page"]

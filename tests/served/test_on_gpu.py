@@ -35,7 +35,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Gpu]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_run_on_a_gpu_is_trained_with_checkpoints_evaluated_registered_and_read(
     storage: Path, inputs: Path, on_gpu: dict[str, Gpu]
 ) -> None:

@@ -410,6 +410,7 @@ def test_the_versions_model_has_the_evaluation_by_data_set_and_what_its_gpus_cos
     assert {it.key for it in checkpoint.metrics} >= {"eval_reward"}
 
 
+@pytest.mark.e2e
 def test_a_version_that_an_interrupted_register_has_made_is_that_of_the_next_attempt(
     finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,8 +180,9 @@ def test_what_a_pass_keeps_and_takes_is_what_torch_counts(
     assert 0.95 <= allocations.peak / worst <= 1.005
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("vocabulary", [200, 20_000])
+@pytest.mark.parametrize(
+    ("family", "vocabulary"), [*((family, 200) for family in FAMILIES), (next(iter(FAMILIES)), 20_000)]
+)
 def test_a_pass_of_a_teacher_takes_what_torch_counts(
     gpu_kernels: None, monkeypatch: pytest.MonkeyPatch, family: str, vocabulary: int
 ) -> None:
@@ -203,8 +204,9 @@ def test_a_pass_of_a_teacher_takes_what_torch_counts(
     assert 0.7 <= allocations.peak / told <= 1.005
 
 
-@pytest.mark.parametrize("vocabulary", [200, 4_000])
-@pytest.mark.parametrize(("beta", "top_k"), [(0.0, 0), (0.5, 0), (0.5, 20), (1.0, 0)])
+@pytest.mark.parametrize(
+    ("vocabulary", "beta", "top_k"), [(200, 0.0, 0), (200, 1.0, 0), (4_000, 0.5, 0), (4_000, 0.5, 20)]
+)
 def test_a_pass_with_a_divergence_takes_no_more_than_is_told(
     gpu_kernels: None, monkeypatch: pytest.MonkeyPatch, vocabulary: int, beta: float, top_k: int
 ) -> None:

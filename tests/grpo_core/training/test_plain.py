@@ -217,7 +217,7 @@ def test_a_training_is_that_of_plain_loops(number: int, models: dict[str, Path],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", [0, 1, *(pytest.param(number, marks=pytest.mark.e2e) for number in (2, 3))])
 def test_a_training_with_a_teacher_behind_a_server_is_that_of_plain_loops(
     number: int, models: dict[str, Path], tmp_path: Path
 ) -> None:

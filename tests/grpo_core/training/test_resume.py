@@ -121,7 +121,7 @@ def test_an_engine_that_fails_ends_the_training_with_a_checkpoint_from_which_it_
 @pytest.mark.parametrize(
     ("keys", "kills", "teacher"),
     [
-        pytest.param(TAUGHT, 3, {}, id="taught, all at once"),
+        pytest.param(TAUGHT, 3, {}, id="taught, all at once", marks=pytest.mark.e2e),
         pytest.param(TAUGHT, 3, DIVERGENCE, id="taught by a divergence, all at once"),
         pytest.param(TAUGHT, 3, ITSELF, id="taught by itself, all at once"),
         pytest.param(WARM, 3, {}, id="warm start"),
