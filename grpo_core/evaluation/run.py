@@ -118,10 +118,12 @@ def _print_means(found: Mapping[str, Mapping[str, Any]], policies: Sequence[str]
 
 def outcomes_key(config: RunConfig, files: Mapping[str, Path], state: TrainerState | None = None) -> str:
     """Hash of everything except the policy that outcomes follow from: two policies' recorded outcomes may be paired if
-    it is the same. The seed is not part of it: prompts are the unit, whichever completions are drawn of them. `files`:
-    the prompts of each set; `state`: the place in the training, if a reward reads it."""
+    it is the same. Neither is the seed part of it, since prompts are the unit, whichever completions are drawn of them,
+    nor are the rewards' weights, which are applied to outcomes. `files`: the prompts of each set; `state`: the place in
+    the training, if a reward reads it."""
     sampling = config.evaluation.model_dump(include={"num_samples", "temperature", "top_p", "top_k"})
-    parts: list[Any] = [sampling, config.evaluation_length, reward_parts(config), config.accuracy_reward]
+    rewards = [{key: value for key, value in part.items() if key != "weight"} for part in reward_parts(config)]
+    parts: list[Any] = [sampling, config.evaluation_length, rewards, config.accuracy_reward]
     optional = (
         *(environment_parts(config), config.data.chat_template_kwargs, config.rollout.stop),
         config.source_rules,

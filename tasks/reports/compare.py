@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from tasks.rendering.drawing import series
 from tasks.rendering.page import Cell, Chart, Section, Table, Verdict, render
 from tasks.reports.record import Record
 
+WEIGHT = re.compile(r"rewards\.\d+\.weight")
 LAST = 0.1  # share of the updates that counts as the end of a training
 ENDS = (
     *("reward", "completions/mean_length", "conversations/mean_turns"),
@@ -32,8 +34,8 @@ Records = Mapping[str, Record]  # by the run's displayed name; all are compared 
 
 @dataclass(frozen=True)
 class Paired:
-    """Difference of a run to the first on one evaluation set, by metric (a `Difference` as in report.json); or the
-    reason why they cannot be paired. `unit`: what is paired, prompts or groups of them."""
+    """Difference of a run to the first on one evaluation set, by metric (a `Difference` as in report.json), and the
+    reason why no metric, or not the reward, can be paired. `unit`: what is paired, prompts or groups of them."""
 
     differences: Mapping[str, Mapping[str, Any]]
     obstacle: str = ""
@@ -73,7 +75,10 @@ def _pair(first: Record, other: Record, name: str, pairs: int) -> Paired:
         units = paired_units(before, after, unit_numbers(samples, name))
         return paired_difference(*units, confidence, bounds_of(metric, first.config))
 
-    return Paired({metric: asdict(difference(metric)) for metric in DECIDING}, unit=unit_name(samples))
+    weights = _named(first, other, WEIGHT.fullmatch)
+    paired = [metric for metric in DECIDING if metric != "reward" or not weights]
+    why = f"rewards weigh differently: {weights}" if weights else ""
+    return Paired({metric: asdict(difference(metric)) for metric in paired}, why, unit_name(samples))
 
 
 def outcomes_on(record: Record, name: str, metric: str, policy: str = "trained") -> np.ndarray:
@@ -84,17 +89,18 @@ def outcomes_on(record: Record, name: str, metric: str, policy: str = "trained")
 
 def _what_differs(first: Record, other: Record) -> str:
     """Return why the outcomes of two evaluations cannot be paired."""
-    differing = [
-        f"{key} ({' / '.join(values)})"
-        for key, values in parameters_that_differ([first.config, other.config]).items()
-        if key.startswith(EVALUATED_BY)
-    ]
-    if differing:
-        return f"evaluated differently: {', '.join(differing)}"
+    if differing := _named(first, other, lambda key: key.startswith(EVALUATED_BY) and not WEIGHT.fullmatch(key)):
+        return f"evaluated differently: {differing}"
     asked = [_asked(record) for record in (first, other)]
     if different := [name for name in {**asked[0], **asked[1]} if asked[0].get(name) != asked[1].get(name)]:
         return f"other prompts in {', '.join(different)}"
     return "the data or the source of a reward function has changed between their evaluations"
+
+
+def _named(first: Record, other: Record, chosen: Callable[[str], object]) -> str:
+    """Those of the parameters that differ whose keys are chosen, with their values."""
+    differing = parameters_that_differ([first.config, other.config])
+    return ", ".join(f"{key} ({' / '.join(values)})" for key, values in differing.items() if chosen(key))
 
 
 def _asked(record: Record) -> dict[str, list[Any]]:
@@ -161,7 +167,11 @@ def _evaluation(records: Records, name: str, pairs: int) -> Section:
             Table(["", *records], [*_figures(sets, _metric(records))]),
             *([Table(head, rows, f"{by} against {first}{_together(records, pairs)}")] if rows else []),
         ],
-        notes=[f"{label} cannot be paired with {first}: {it.obstacle}" for label, it in paired.items() if it.obstacle],
+        notes=[
+            f"{'The reward of ' * bool(it.differences)}{label} cannot be paired with {first}: {it.obstacle}"
+            for label, it in paired.items()
+            if it.obstacle
+        ],
     )
 
 
@@ -219,7 +229,7 @@ def _verdicts(records: Records) -> Iterator[Verdict]:
     """Yield a verdict on each other run against the first, on the held-out prompts."""
     first, metric = next(iter(records)), _metric(records)
     for label, paired in paired_with_first(records, HELD_OUT).items():
-        if paired.obstacle:
+        if metric not in paired.differences:
             yield Verdict("open", f"{label} cannot be compared with {first}", paired.obstacle)
             continue
         it = paired.differences[metric]

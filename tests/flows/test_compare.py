@@ -111,6 +111,28 @@ def test_evaluations_that_differ_are_not_paired_and_it_says_in_what() -> None:
     assert not paired["warm"].differences
 
 
+def test_of_rewards_that_weigh_differently_all_is_paired_but_their_sum() -> None:
+    """The weights are no part of what a policy's answers were given."""
+    weights = {"rewards": [{"function": "numeric_match", "weight": 2.0}]}
+    weighted = replace(load_record("slower"), config=parse_config({**values_of("weighted"), **weights}))
+    records = {**_records("first"), "weighted": weighted}
+    (paired,) = paired_with_first(records, "held-out").values()
+    assert paired.differences.keys() == {"accuracy"}
+    assert paired.differences["accuracy"] == asdict(
+        paired_difference(outcomes_of(1, 0.5), outcomes_of(2, 0.9), 0.95, (0.0, 1.0))
+    )
+    page = Page(comparison_page(records)).text
+    assert "cannot be compared" not in page
+    assert (
+        "The reward of weighted cannot be paired with first: rewards weigh differently: rewards.0.weight (1.0 / 2.0)"
+        in page
+    )
+    by_reward = {"promotion": {"metric": "reward"}}
+    first = records["first"]
+    records["first"] = replace(first, config=parse_config({**values_of("first"), **by_reward}))
+    assert "weighted cannot be compared with first" in Page(comparison_page(records)).text
+
+
 @pytest.mark.slow
 def test_the_terminal_has_it_in_80_columns_and_the_page_the_same_figures(storage: Path) -> None:
     file = storage / "comparison.html"

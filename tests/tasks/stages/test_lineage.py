@@ -215,6 +215,15 @@ def test_a_scoring_model_that_changed_in_its_place_scores_again(
     assert outcomes_key(config, files) != key
 
 
+def test_outcomes_of_rewards_that_weigh_differently_can_be_paired(values: dict[str, Any]) -> None:
+    files = {"held-out": Path(values["data"]["eval"])}
+    keys = []
+    for changes in ({}, {"weight": 2.0}, {"weight": 0.0}, {"args": {"tolerance": 0.5}}):
+        changed = {**values, "rewards": [{**values["rewards"][0], **changes}, *values["rewards"][1:]]}
+        keys.append(outcomes_key(parse_config(changed), files))
+    assert keys[0] == keys[1] == keys[2] != keys[3]
+
+
 def test_a_changed_base_model_makes_everything_stale(values: dict[str, Any], tmp_path: Path) -> None:
     model = tmp_path / "copy"
     model.mkdir()
