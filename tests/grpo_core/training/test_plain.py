@@ -274,6 +274,14 @@ def test_processes_share_what_a_teacher_behind_a_server_is_asked(models: dict[st
 
 
 @pytest.mark.served
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_processes_share_what_teachers_of_sources_read(sharding: str, models: dict[str, Path], tmp_path: Path) -> None:
+    run = drawn_run(tmp_path, models, 2, random.Random(2), by_source=True, num_processes=2, sharding=sharding)
+    in_processes(2, tmp_path / "group", lambda _: loop.train(run, run / "training"))
+    assert_plain(run)
+
+
+@pytest.mark.served
 @pytest.mark.parametrize("number", NUMBERS)
 def test_processes_with_whole_models_or_shares_train_as_plain_loops(
     number: int, models: dict[str, Path], tmp_path: Path
