@@ -77,7 +77,7 @@ def planned(
     """Run with 20,000 prompts of each source, of a model of this shape or of the Qwen of this size."""
     shape = qwen(shape) if isinstance(shape, str) else shape
     prompts = [20_000] * max(len(config.data.sources), 1)
-    by_name = dict(zip((it.name_or_path for it in loaded_teachers(config).values()), teachers, strict=True))
+    by_name = dict(zip((it.name_or_path for it in loaded_teachers(config).values()), teachers, strict=False))
     return PlannedRun(config, make_plan(plan_inputs(config, *prompts)), shape, lengths, gpu, by_name)
 
 
