@@ -162,24 +162,23 @@ class _Batch:
         self.keep = [((entropy >= least - 1e-5) | (not kept)).double() for entropy in entropies]
         self.advantages = _advantages(config, self.rows)
         self.teacher: list[list[float] | None] = [None] * len(self.rows)
+        self.taught_by: list[str | None] = [None] * len(self.rows)
         self.teacher_model = load(config.teacher.model).double().eval() if config.teacher.model else model
         if (config.teacher.model and config.teacher.divergence_beta is None) or config.teacher.template:
             shown = shown_prompts(run, config, self.rows) if config.teacher.template else None
-            names = teachers_of(run, config, self.rows)
+            self.taught_by = names = teachers_of(run, config, self.rows)
             models = {name: load(name).double().eval() for name in {*names} if name} or {None: model}
             with torch.no_grad():
                 for row, name in enumerate(names):
-                    if name == "":  # of a source without a teacher
-                        continue
                     read = (shown or [record["prompt_ids"] for record in self.rows])[row]
-                    # Where nothing is shown, the teacher says what the policy said.
-                    found = read and self.tokens(models[name], row, whole=True, prompt=read)[0].tolist()
+                    # Where nothing is shown, and of a source without one, the teacher says what the policy said.
+                    found = read and name != "" and self.tokens(models[name], row, whole=True, prompt=read)[0].tolist()
                     self.teacher[row] = found or self.old[row]
 
     def teacher_kl(self, place: int) -> list[float]:
         """Of a micro-step's tokens that are taught: log π_old − log π_teacher."""
-        rows = [row for row in self.order[place].flatten().tolist() if self.teacher[row] is not None]
-        return [old - said for row in rows for old, said in zip(self.old[row], self.teacher[row] or [], strict=True)]
+        rows = [row for row in self.order[place].flatten().tolist() if self.taught_by[row] != ""]
+        return [old - said for row in rows for old, said in zip(self.old[row], self.teacher[row] or [], strict=False)]
 
     def divergence(self, model: Any, row: int) -> Tensor:
         """From the teacher's distribution, where the trained tokens are predicted."""
