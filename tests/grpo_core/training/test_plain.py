@@ -252,7 +252,7 @@ def test_a_training_with_a_teacher_behind_a_server_is_that_of_plain_loops(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [*NUMBERS[:4], *NUMBERS[FEW : 4 * FEW]])
+@pytest.mark.parametrize("number", [*NUMBERS[:4], *NUMBERS[FEW : 2 * FEW]])
 def test_a_training_with_teachers_of_sources_is_that_of_plain_loops(
     number: int, models: dict[str, Path], tmp_path: Path
 ) -> None:
