@@ -12,6 +12,7 @@ from grpo_core.config.base import Section
 from grpo_core.config.losses import LOSSES
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
+from grpo_core.config.teacher import source_teachers
 from grpo_core.environments.registry import sources
 from grpo_core.errors import GrpoError
 from grpo_core.rewards.contract import source_of
@@ -75,14 +76,15 @@ def _file_hash(file: Path, size: int, modified_ns: int) -> bytes:
 
 def determining(config: RunConfig) -> dict[str, Any]:
     """The values that results follow from: all except those at their default (a key that a later version adds makes no
-    run stale; see BEHAVIOUR), those that only watch, rehearse, or limit memory and disk, and `data.curriculum`.
+    run stale; see BEHAVIOUR), those that only watch, rehearse, or limit memory and disk, `data.curriculum`, and the
+    teachers that sources name (see `teacher_parts`).
     `held_out`: the values of `evaluation` that a training depends on.
 
     So a training can continue after a change of the limit that stopped it, and also with another number of
     processes, if the batch stays the same.
     """
     others: Any = {
-        "data": {"curriculum"},
+        "data": {"curriculum": True, "sources": {"__all__": {"teacher"}}},
         "health": True,
         "launch": True,
         "rewards": {"__all__": {"timeout", "range", "isolated", "memory_gib"}},
@@ -159,15 +161,19 @@ def environment_parts(config: RunConfig) -> dict[str, Any]:
 
 
 def teacher_parts(config: RunConfig) -> dict[str, Any]:
-    """The parts that a training follows from with a teacher: its keys, and the hash of its content instead of its name;
-    empty without one. A served teacher counts by its name at the server or, without one, by the address."""
+    """The parts that a training follows from with a teacher: its keys, and the hash of its content instead of its name,
+    also of each source's that has another one; empty without one. A served teacher counts by its name at the server or,
+    without one, by the address."""
     if not config.teacher.is_used:
         return {}
     model, url = config.teacher.model, config.teacher.url
     keys = {key: value for key, value in determining(config)["teacher"].items() if key not in ("model", "url")}
     if config.teacher.is_policy:
         return keys
-    return {**keys, "content": content_hash(model)} if model and not url else {**keys, "served": model or url}
+    if url or not model:
+        return {**keys, "served": model or url}
+    others = {name: it and content_hash(it) for name, it in source_teachers(config).items() if it != model}
+    return {**keys, "content": content_hash(model)} | ({"sources": others} if others else {})
 
 
 def warm_start_parts(config: RunConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_core.config.run import RunConfig
+from grpo_core.config.teacher import loaded_teachers
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.memory import PlannedRun
 from grpo_core.planning.plan import make_plan, plan_inputs
@@ -71,11 +72,13 @@ def qwen(size: str) -> ModelShape:
 
 
 def planned(
-    config: RunConfig, shape: ModelShape | str, lengths: PromptLengths, gpu: Gpu, teacher: ModelShape | None = None
+    config: RunConfig, shape: ModelShape | str, lengths: PromptLengths, gpu: Gpu, *teachers: ModelShape
 ) -> PlannedRun:
-    """Run with 20,000 prompts, of a model of this shape or of the Qwen of this size."""
+    """Run with 20,000 prompts of each source, of a model of this shape or of the Qwen of this size."""
     shape = qwen(shape) if isinstance(shape, str) else shape
-    return PlannedRun(config, make_plan(plan_inputs(config, 20_000)), shape, lengths, gpu, teacher)
+    prompts = [20_000] * max(len(config.data.sources), 1)
+    by_name = dict(zip((it.name_or_path for it in loaded_teachers(config).values()), teachers, strict=False))
+    return PlannedRun(config, make_plan(plan_inputs(config, *prompts)), shape, lengths, gpu, by_name)
 
 
 def with_tokens(run: PlannedRun, tokens: int | None) -> PlannedRun:

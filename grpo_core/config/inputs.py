@@ -205,6 +205,9 @@ class DataSource(PromptSource):
     max_completion_length: int | None = Field(None, ge=1)
     """Tokens after which a completion of this source is cut off, in training and evaluations; no more than elsewhere.
     Default: as elsewhere."""
+    teacher: str | None = None
+    """Model folder or hub name of the teacher of this source's completions, in the place of `teacher.model`. "": no
+    teacher teaches them. Default: `teacher.model`."""
 
 
 class DataConfig(PromptSource):

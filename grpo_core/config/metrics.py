@@ -90,7 +90,7 @@ TRAINED = _by_name(
         Metric("teacher_kl", "reverse KL to the teacher", "nats per token"),
         Metric("teacher_divergence", "divergence from the teacher", "nats per token"),
         Metric("privileged_gap", "what the shown text tells", "nats per token"),
-        Metric("teacher_shown", "completions with something shown", "share"),
+        Metric("teacher_shown", "completions that a teacher teaches", "share"),
         Metric("grad_norm", "gradient norm"),
         Metric("learning_rate", "learning rate"),
         Metric("step_time", "time per update", "seconds"),

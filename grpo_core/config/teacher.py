@@ -164,8 +164,30 @@ def teaches_alone(config: RunConfig) -> bool:
     return config.teacher.is_used and not any(reward.weight for reward in config.rewards)
 
 
+def source_teachers(config: RunConfig) -> dict[str, str]:
+    """Name of the model that teaches each source, "" where none does; empty if no source names a teacher."""
+    sources = config.data.sources
+    if all(source.teacher is None for source in sources):
+        return {}
+    return {it.name: config.teacher.model or "" if it.teacher is None else it.teacher for it in sources}
+
+
+def loaded_teachers(config: RunConfig) -> dict[str, ModelConfig]:
+    """Each teacher that the training loads, once, by the first key that names it."""
+    if not config.teacher.is_loaded:
+        return {}
+    found = {config.teacher.model: ("teacher.model", config.teacher.as_model)}
+    for place, source in enumerate(config.data.sources):
+        if source.teacher:
+            named = f"data.sources.{place}.teacher", ModelConfig(name_or_path=source.teacher)
+            found.setdefault(source.teacher, named)
+    return dict(found.values())
+
+
 def teacher_problem(config: RunConfig) -> str:
     """Problem of a teacher with other keys; "" if there is none."""
+    if problem := _source_problem(config):
+        return problem
     if config.teacher.teaches_silent_groups and config.rollout.dynamic_sample:
         return (
             f"rollout.dynamic_sample=true with {config.teacher.named}: groups whose rewards are equal "
@@ -184,6 +206,38 @@ def teacher_problem(config: RunConfig) -> str:
             "backward pass; remove one of the two"
         )
     return _template_problem(config)
+
+
+def _source_problem(config: RunConfig) -> str:
+    """Problem of the teachers that sources name with other keys; "" if there is none."""
+    keys, weights = config.teacher, {reward.name: reward.weight for reward in config.rewards}
+    sources = {f"data.sources.{place}.teacher={it.teacher!r}": it for place, it in enumerate(config.data.sources)}
+    named = {key: source for key, source in sources.items() if source.teacher is not None}
+    if not named:
+        return ""
+    for other, value in {"url": keys.url, "template": keys.template, "divergence_beta": keys.divergence_beta}.items():
+        if value is not None:
+            return (
+                f"{next(iter(named))} with teacher.{other}={value!r}: the teachers of sources are loaded by the "
+                "training, read what the policy reads, and teach by the advantage; remove one of the two"
+            )
+    if keys.model is None:
+        return (
+            f"{next(iter(named))} without teacher.model, the teacher of the sources that name none; set it, and "
+            "teacher = '' in each source that no teacher should teach"
+        )
+    if keys.model not in source_teachers(config).values():
+        return (
+            f"teacher.model={keys.model!r} teaches no source: each of data.sources names another teacher, or none; "
+            "set it to a teacher that a source names, or remove the key teacher from a source"
+        )
+    for key, source in named.items():
+        if not source.teacher and not any(weights[name] for name in config.rewards_of(source.name)):
+            return (
+                f"{key}, and no reward of {source.name!r} has a weight: nothing would be learnt from it; name a "
+                "teacher, give a reward a weight, or remove the source"
+            )
+    return ""
 
 
 def _template_problem(config: RunConfig) -> str:

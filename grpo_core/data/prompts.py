@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.config.run import RunConfig
+from grpo_core.config.teacher import loaded_teachers
 from grpo_core.data.chat import NO_OPTIONS, begin_token_problem, encode_prompts, end_token_problem
 from grpo_core.data.teacher import check_tokenizers
 from grpo_core.errors import ConfigError
@@ -126,8 +127,9 @@ def check_teacher_tokenizer(config: RunConfig, tokenizer: Any = None) -> None:
         from grpo_core.data.served_teacher import check_served_tokenizer  # imports httpx2
 
         check_served_tokenizer(config, own.get_vocab().values(), own.decode)
-    else:
-        check_tokenizers(config, own.get_vocab(), load_tokenizer(config.teacher.as_model).get_vocab())
+    for key, teacher in loaded_teachers(config).items():
+        named = f"{key} = {teacher.name_or_path!r}"
+        check_tokenizers(config, named, own.get_vocab(), load_tokenizer(teacher).get_vocab())
 
 
 def load_prompts(

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from grpo_core.config.inputs import ModelConfig, quantisation_problem
 from grpo_core.config.run import RunConfig
-from grpo_core.config.teacher import teaches_alone
+from grpo_core.config.teacher import loaded_teachers, source_teachers, teaches_alone
 from grpo_core.errors import ConfigError
 from grpo_core.planning.forecast import useful_groups
 from grpo_core.planning.shapes import ForecastError, config_file
@@ -24,7 +24,7 @@ OTHER_TOKENIZER = (
 
 
 def check_teacher(config: RunConfig, longest: int = 0) -> None:
-    """Raises ConfigError if the teacher's weights are quantised, its tokenizer is not the policy's, the policy may
+    """Raises ConfigError if a teacher's weights are quantised, its tokenizer is not the policy's, the policy may
     sample ids that it has no embedding for, or it takes no sequence of `longest` tokens.
 
     Passes without a teacher, and for what the files on this machine do not say; `check_tokenizers` and the training
@@ -32,9 +32,12 @@ def check_teacher(config: RunConfig, longest: int = 0) -> None:
     """
     if config.teacher.url is not None:
         _check_server(config, longest)
-    if not config.teacher.is_loaded:
-        return
-    teacher, named = config.teacher.as_model, f"teacher.model = {config.teacher.model!r}"
+    for key, teacher in loaded_teachers(config).items():
+        _check_loaded(config, f"{key} = {teacher.name_or_path!r}", teacher, longest)
+
+
+def _check_loaded(config: RunConfig, named: str, teacher: ModelConfig, longest: int) -> None:
+    """Do as `check_teacher` for one that the training loads. `named`: its key with its value, for messages."""
     values, own = _values(teacher), _values(config.model)
     if problem := quantisation_problem(values):
         raise ConfigError(f"{named}: {problem}")
@@ -57,7 +60,7 @@ def check_teacher(config: RunConfig, longest: int = 0) -> None:
         vocabularies = [_vocabulary(each) for each in (config.model, teacher)]
     except ForecastError:
         return
-    check_tokenizers(config, *vocabularies)
+    check_tokenizers(config, named, *vocabularies)
 
 
 def _check_server(config: RunConfig, longest: int) -> None:
@@ -84,9 +87,9 @@ def check_top_k(config: RunConfig, vocabulary: int) -> None:
         )
 
 
-def check_tokenizers(config: RunConfig, own: Mapping[str, int], teacher: Mapping[str, int]) -> None:
+def check_tokenizers(config: RunConfig, named: str, own: Mapping[str, int], teacher: Mapping[str, int]) -> None:
     """Raises ConfigError unless each id of the policy's tokenizer is the same token in the teacher's, which may have
-    more. Both vocabularies: token → id."""
+    more. Both vocabularies: token → id. `named`: the teacher's key with its value, for the message."""
     known = {number: token for token, number in teacher.items()}
     unlike = [(number, token) for token, number in own.items() if known.get(number) != token]
     if not unlike:
@@ -96,7 +99,7 @@ def check_tokenizers(config: RunConfig, own: Mapping[str, int], teacher: Mapping
         for number, token in sorted(unlike)[:SHOWN]
     ]
     raise ConfigError(
-        f"teacher.model = {config.teacher.model!r}: its tokenizer is not that of {config.model.name_or_path!r}: "
+        f"{named}: its tokenizer is not that of {config.model.name_or_path!r}: "
         f"{len(unlike):,} of {len(own):,} ids differ ({'; '.join(shown)}{'; …' * (len(unlike) > SHOWN)}). "
         f"{OTHER_TOKENIZER}"
     )
@@ -106,12 +109,13 @@ def silent_notes(config: RunConfig, pass_rates: Sequence[float]) -> list[str]:
     """A sentence about groups without a signal if the pass rate p is below 1 / (2G), where (1 − p)^G, the share of
     groups that never pass, is above about 0.6. None where a teacher teaches them alone."""
     g, taught = config.rollout.num_generations, config.teacher.teaches_silent_groups
+    alone = [name for name, teacher in source_teachers(config).items() if not teacher]
     mean = sum(pass_rates) / len(pass_rates) if pass_rates else 1.0
     if mean >= 1 / (2 * g) or (taught and teaches_alone(config)):
         return []
     silent = useful_groups(pass_rates, g).get("silent_share", 1.0)
     helps = (
-        "the teacher teaches there"
+        "the teacher teaches there" + f", except in {', '.join(alone)}" * bool(alone)
         if taught
         else "a teacher with the same tokenizer ([teacher] model) or a warm start ([warm_start] demonstrations) "
         "teaches there; or take easier prompts, a larger num_generations or a base that solves some"

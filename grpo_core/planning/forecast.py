@@ -26,7 +26,7 @@ from grpo_core.planning.pace import NOT_VALIDATED, Pace, Throughput, ValidatedCo
 from grpo_core.planning.passes import FLOAT, passes_per_update, per_machine, sharing_processes, width
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.remedies import NOTHING_FITS, remedies
-from grpo_core.planning.shapes import ForecastError, PromptLengths, adapter_parameters, load_shape, load_teacher
+from grpo_core.planning.shapes import ForecastError, PromptLengths, adapter_parameters, load_shape, load_teachers
 from grpo_core.planning.wall_time import scorings, wall_time
 from grpo_core.system.memory import GIB, gib_text
 
@@ -61,13 +61,13 @@ def forecast(
     servers, or too little memory: in vLLM's share of the GPU, or in the host for what is offloaded.
     """
     found: dict[str, dict[str, Any]] = {}
-    shape = teacher = None
+    shape, teachers = None, {}
     if gpu and config.rollout.server_gpus:
         found["gpus"] = count_gpus(config, gpu)
     try:
-        shape, teacher = load_shape(config.model.name_or_path, config.model.revision), load_teacher(config)
+        shape, teachers = load_shape(config.model.name_or_path, config.model.revision), load_teachers(config)
         if gpu:
-            run, longest = PlannedRun(config, plan, shape, lengths, gpu, teacher), config.rollout.max_completion_length
+            run, longest = PlannedRun(config, plan, shape, lengths, gpu, teachers), config.rollout.max_completion_length
             completion = longest if source is None or isinstance(source, str) else source.completion_tokens
             found["memory"] = _memory(run, min(completion, longest))
             if plan.num_processes > 1 or config.train.offload == "optimizer":
@@ -82,7 +82,7 @@ def forecast(
     else:
         try:
             silent = useful.get("silent_share")
-            sizes = shape, gpu, teacher
+            sizes = shape, gpu, teachers
             found["time"] = wall_time(config, plan, lengths, source, *sizes, costs=costs, silent_share=silent)
         except ForecastError as error:
             found["time"] = {"error": str(error)}
@@ -211,7 +211,7 @@ def communication(run: PlannedRun, passes: int) -> dict[str, Any]:
     memory and go back. A pass gathers the layers twice (forward, backward) and the rest once, and reduces all
     gradients; without sharding, and of an adapter, they are reduced once per update. The pass without an adapter's
     dropout gathers every weight once more. Scoring
-    (old, reference and teacher log-probabilities) and the hand-over to the engine gather every weight once.
+    (old, reference and each teacher's log-probabilities) and the hand-over to the engine gather every weight once.
     """
     config, plan, shape, gpu = run.config, run.plan, run.shape, run.gpu
     lora, sharding = config.model.use_peft, config.train.sharding
@@ -224,7 +224,7 @@ def communication(run: PlannedRun, passes: int) -> dict[str, Any]:
         numbers: float = passes * (2 * shape.parameters - shape.outside)
         numbers += passes * shape.parameters * (config.model.lora_dropout > 0)
         numbers += rollouts * (scored + (not lora)) * shape.parameters
-        numbers += rollouts * plan.steps_per_generation * (run.teaching.parameters if run.teaching else 0)
+        numbers += rollouts * plan.steps_per_generation * sum(it.parameters for it in run.teaching)
         weights = width(config) * numbers
     trained = adapter_parameters(shape, config) if lora else shape.parameters
     gradients = FLOAT * trained * (1 if lora or sharding == "none" else passes)

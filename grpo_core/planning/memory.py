@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_core.config.memory_bounds import (
@@ -13,6 +14,7 @@ from grpo_core.config.memory_bounds import (
     chunk_tokens,
 )
 from grpo_core.config.run import RunConfig
+from grpo_core.config.teacher import loaded_teachers
 from grpo_core.errors import ConfigError
 from grpo_core.planning.adapter import VLLM_LORA_RANKS
 from grpo_core.planning.hardware import Gpu
@@ -54,12 +56,12 @@ class PlannedRun:
     shape: ModelShape
     lengths: PromptLengths
     gpu: Gpu
-    teacher: ModelShape | None = None  # with weights of its own
+    teachers: Mapping[str, ModelShape] = field(default_factory=dict)  # with weights of their own, by name
 
     @property
-    def teaching(self) -> ModelShape | None:
-        """The teacher, which may be the policy; None without one."""
-        return self.shape if self.config.teacher.is_policy else self.teacher
+    def teaching(self) -> list[ModelShape]:
+        """The teachers, of which the policy may be one."""
+        return [self.shape] if self.config.teacher.is_policy else [*self.teachers.values()]
 
 
 def peak_memory(run: PlannedRun, size: Pass | None = None) -> dict[str, Any]:
@@ -153,7 +155,7 @@ def beside_training(run: PlannedRun) -> tuple[dict[str, float], dict[str, float]
         "weights": each * (lora or half or not shared) + base / sharing * (not half and not shared),
         "optimizer": moments(run) * (config.train.offload == "none"),
         "reference": _reference(config, shape) / sharing,
-        "teacher": w * run.teacher.parameters / sharing if run.teacher else 0,
+        "teacher": w * sum(teacher.parameters for teacher in run.teachers.values()) / sharing,
         # What is gathered layer by layer needs no copy.
         "bf16_copy": (base / sharing * (not shared) + HALF * trained * (lora or not (sharded or shared))) * half,
         "engine_weights": engine_weights,
@@ -175,9 +177,10 @@ def training_parts(run: PlannedRun, size: Pass) -> dict[str, float]:
     if shape.own_logits:  # of all tokens, and in float32 those of completions, twice
         logits = (w * size.tokens + 2 * FLOAT * size.completions) * shape.vocabulary
     states, head_gradient, taught = w * shape.hidden * size.completions, FLOAT * head, 0.0
-    if run.teacher and config.teacher.diverges:  # its head comes after the policy's, with the results of that one there
+    if config.teacher.diverges:  # its head comes after the policy's, with the results of that one there
+        (teacher,) = run.teachers.values()
         chunk = min(size.completions, chunk_tokens("cpu", shape.vocabulary)) * shape.vocabulary
-        logits, taught = max(logits, DIVERGENCE_BYTES_PER_LOGIT * chunk), w * run.teacher.hidden * size.completions
+        logits, taught = max(logits, DIVERGENCE_BYTES_PER_LOGIT * chunk), w * teacher.hidden * size.completions
         states, head_gradient = 2 * states, head_gradient + w * head
     worst: list[dict[str, float]] = []
     if config.train.sharding != "none":
@@ -204,7 +207,7 @@ def training_parts(run: PlannedRun, size: Pass) -> dict[str, float]:
         there = {"gradients": gradients} if config.teacher.diverges and not size.alone else {}
         shown = run.lengths.shown and run.lengths.shown + config.rollout.max_completion_length
         least = Pass(max(size.tokens, shown), max(size.keys, shown), size.completions, longest=max(size.longest, shown))
-        worst.append(there | {"teacher_pass": scoring_pass(config, run.teaching, least)})
+        worst.append(there | {"teacher_pass": max(scoring_pass(config, each, least) for each in run.teaching)})
     return max(worst, key=lambda parts: sum(parts.values()))
 
 
@@ -284,25 +287,27 @@ def check_engine_memory(run: PlannedRun) -> None:
 
 
 def check_teacher_memory(run: PlannedRun) -> None:
-    """Raises ConfigError if the GPU cannot hold the teacher's weights beside what is always there. Both are exact; what
-    passes need comes on top; or if the divergence from it cannot be computed in chunks. Passes without a teacher, and
+    """Raises ConfigError if the GPU cannot hold the teachers' weights beside what is always there. Both are exact; what
+    passes need comes on top; or if the divergence from one cannot be computed in chunks. Passes without a teacher, and
     if the GPU's memory is not known."""
-    if run.teacher and run.config.teacher.diverges:
-        for name, shape in ((run.config.model.name_or_path, run.shape), (run.config.teacher.model, run.teacher)):
+    if run.config.teacher.diverges:
+        for name, shape in ((run.config.model.name_or_path, run.shape), *run.teachers.items()):
             if shape.own_logits:
                 raise ConfigError(
                     f"teacher.divergence_beta={run.config.teacher.divergence_beta:g} with {name!r}: its logits are not "
                     "those of a linear layer alone; remove it"
                 )
-    if run.teacher is None or run.gpu.memory_gib is None:
+    if not run.teachers or run.gpu.memory_gib is None:
         return
     held, _, _ = beside_training(run)
     total = sum(held.values()) / GIB
     if total > run.gpu.memory_gib:
+        named = [f"{key} = {it.name_or_path!r}" for key, it in loaded_teachers(run.config).items()]
         raise ConfigError(
-            f"teacher.model = {run.config.teacher.model!r}: its weights are {gib_text(held['teacher'] / GIB)} per GPU, "
+            f"{', '.join(named)}: {'their' if len(named) > 1 else 'its'} weights are "
+            f"{gib_text(held['teacher'] / GIB)} per GPU, "
             f"{gib_text(total)} with what else is always held, and one {run.gpu.name} has "
-            f"{gib_text(run.gpu.memory_gib)}; take a smaller teacher, share both models among more processes "
+            f"{gib_text(run.gpu.memory_gib)}; take a smaller teacher, share the models among more processes "
             "(train.sharding = 'full')" + ", or set train.mixed_precision = 'bf16'" * (width(run.config) == FLOAT)
         )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.config.run import RunConfig
+from grpo_core.config.teacher import loaded_teachers
 from grpo_core.planning.architectures import families as architectures
 from grpo_core.planning.architectures.parts import ForecastError, Linear, Part
 
@@ -104,11 +105,9 @@ def load_shape(name_or_path: str, revision: str | None = None) -> ModelShape:
         ) from None
 
 
-def load_teacher(config: RunConfig) -> ModelShape | None:
-    """Sizes of the teacher that the training loads, as `load_shape` reads them; None without one."""
-    if not config.teacher.is_loaded:
-        return None
-    return load_shape(config.teacher.as_model.name_or_path, config.teacher.revision)
+def load_teachers(config: RunConfig) -> dict[str, ModelShape]:
+    """Sizes of the teachers that the training loads, as `load_shape` reads them, by the model's name."""
+    return {it.name_or_path: load_shape(it.name_or_path, it.revision) for it in loaded_teachers(config).values()}
 
 
 def load_positions(name_or_path: str, revision: str | None = None) -> int | None:

@@ -16,7 +16,7 @@ from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.memory import PlannedRun, beside_training, training_parts, usable_gib
 from grpo_core.planning.passes import longest_sequence, most_tokens, planned_pass
 from grpo_core.planning.plan import Plan
-from grpo_core.planning.shapes import ForecastError, PromptLengths, load_shape, load_teacher
+from grpo_core.planning.shapes import ForecastError, PromptLengths, load_shape, load_teachers
 from grpo_core.system.files import publish
 from grpo_core.system.memory import GIB
 
@@ -40,7 +40,7 @@ def with_tokens_per_pass(config: RunConfig, plan: Plan, lengths: PromptLengths, 
     if tokens is None and gpu is not None:
         with suppress(ForecastError):  # which the forecast of memory names
             shape = load_shape(config.model.name_or_path, config.model.revision)
-            tokens = choose_tokens(PlannedRun(config, plan, shape, lengths, gpu, load_teacher(config)))
+            tokens = choose_tokens(PlannedRun(config, plan, shape, lengths, gpu, load_teachers(config)))
     return replace(plan, max_tokens_per_pass=tokens)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_core.config.run import RunConfig
+from grpo_core.config.teacher import source_teachers
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.memory import MOMENTS
 from grpo_core.planning.pace import NOT_VALIDATED, EnvironmentPace, Pace, Throughput, ValidatedCosts
@@ -35,7 +36,7 @@ def wall_time(
     source: Throughput | Pace | None,
     shape: ModelShape | None,
     gpu: Gpu | None,
-    teacher: ModelShape | None = None,
+    teachers: Mapping[str, ModelShape] = {},
     *,
     costs: ValidatedCosts = NOT_VALIDATED,
     silent_share: float | None = None,
@@ -58,11 +59,11 @@ def wall_time(
     elif isinstance(source, Pace):
         rounds, said = _rounds(config, plan, silent_share)
         talk = _conversation(config, lengths, source, costs.environment)
-        taught = teacher_passes(config, lengths, source.completion_tokens, shape, teacher)
+        taught = teacher_passes(config, plan, lengths, source.completion_tokens, shape, teachers)
         parts = _measured(config, plan, source, shape, gpu, rounds, costs, talk, taught)
         how = "; ".join([source.how, *talk.said, *said, *_left_out(config, costs)])
     else:
-        parts, how = _assumed(config, plan, lengths, shape, gpu, teacher)
+        parts, how = _assumed(config, plan, lengths, shape, gpu, teachers)
     if config.teacher.url and not isinstance(source, Throughput):
         how += "; without the time in which the teacher's server answers, which is not known"
     hours = sum(parts.values()) / 3600
@@ -82,14 +83,25 @@ def scorings(config: RunConfig, plan: Plan) -> int:
 
 
 def teacher_passes(
-    config: RunConfig, lengths: PromptLengths, completion: float, shape: ModelShape | None, teacher: ModelShape | None
+    config: RunConfig,
+    plan: Plan,
+    lengths: PromptLengths,
+    completion: float,
+    shape: ModelShape | None,
+    teachers: Mapping[str, ModelShape],
 ) -> float:
     """Forward passes of the policy that those of the teacher over a completion take as long as, by the tokens that it
-    reads and the parameters that each passes: one, or for a divergence one in each update; 0 without a teacher."""
+    reads and the parameters that each passes: one, or for a divergence one in each update; 0 without a teacher. With
+    teachers of sources, the mean over the prompts of an epoch."""
+    if not shape or not (teachers or config.teacher.is_policy):
+        return 0.0
     passes = config.train.num_iterations if config.teacher.diverges else 1
     longer = max(lengths.shown - lengths.longest, 0) / (lengths.mean + completion)
-    teacher = shape if config.teacher.is_policy else teacher
-    return (1 + longer) * passes * teacher.active / shape.active if shape and teacher else 0.0
+    active = sum(it.active for it in teachers.values()) or shape.active
+    if names := source_teachers(config):
+        read = [(it.prompts_per_epoch, names[it.name]) for it in plan.sources]
+        active = sum(number * teachers[name].active for number, name in read if name) / plan.num_prompts
+    return (1 + longer) * passes * active / shape.active
 
 
 @dataclass(frozen=True)
@@ -219,7 +231,7 @@ def _assumed(
     lengths: PromptLengths,
     shape: ModelShape | None,
     gpu: Gpu | None,
-    teacher: ModelShape | None,
+    teachers: Mapping[str, ModelShape],
 ) -> tuple[dict[str, float], str]:
     if gpu is None:
         raise ForecastError("no earlier run of this model on this hardware is known, and nothing was measured")
@@ -237,7 +249,7 @@ def _assumed(
     sampled = FLOPS_SAMPLED * (config.rollout.engine != "recorded")
     flops = shape.active * (FLOPS_TRAINED + sampled + FLOPS_REPEATED * repeated)
     longest = config.rollout.max_completion_length
-    flops += FLOPS_SAMPLED * shape.active * teacher_passes(config, lengths, longest, shape, teacher)
+    flops += FLOPS_SAMPLED * shape.active * teacher_passes(config, plan, lengths, longest, shape, teachers)
     tokens, speed = plan.completions * (lengths.mean + longest) / plan.num_processes, peak * ASSUMED_UTILISATION
     parts = {}
     if own := _probed(config, plan):

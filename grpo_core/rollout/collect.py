@@ -221,7 +221,7 @@ def generation_batch(
         sampled_completions=len(sampled),
         sampled_tokens=sum(sample.completion.sampled_tokens for sample in sampled),
         sampled_rows=torch.tensor([sample.row for sample in sampled]),
-        passed=torch.from_numpy(passed(_matrix(sampled), config, _sources(sampled, schedule.plan))),
+        passed=torch.from_numpy(passed(_matrix(sampled), config, sources_of(sampled, schedule.plan))),
         metrics=metrics,
         routes=_padded_routes(completions),
     )
@@ -250,7 +250,7 @@ def _source_metrics(samples: Sequence[Sample], advantages: Advantages, plan: Pla
     return metrics
 
 
-def _sources(samples: Sequence[Sample], plan: Plan) -> list[str | None]:
+def sources_of(samples: Sequence[Sample], plan: Plan) -> list[str | None]:
     """Name of each sample's source; None without sources."""
     ends, names = [rows.stop for rows in source_rows(plan)], [source.name for source in plan.sources] or [None]
     return [names[bisect_right(ends, sample.row)] for sample in samples]

@@ -18,7 +18,7 @@ from grpo_core.model.sequences import Sequences, pack
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.memory import PlannedRun, peak_memory
 from grpo_core.planning.plan import Plan
-from grpo_core.planning.shapes import ForecastError, PromptLengths, load_shape, load_teacher
+from grpo_core.planning.shapes import ForecastError, PromptLengths, load_shape, load_teachers
 from grpo_core.planning.tokens_per_pass import choose_tokens
 from grpo_core.system.memory import GIB, gib_text
 
@@ -144,7 +144,7 @@ def _fitting(config: RunConfig, plan: Plan, most: int, lengths: PromptLengths, g
     margin, if the plan has chosen none."""
     try:
         shape = load_shape(config.model.name_or_path, config.model.revision)
-        run = PlannedRun(config, plan, shape, lengths, gpu, load_teacher(config))
+        run = PlannedRun(config, plan, shape, lengths, gpu, load_teachers(config))
         if plan.max_tokens_per_pass and "warning" not in peak_memory(run):
             return most
         chosen = choose_tokens(run)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_core.algorithm.losses import top_entropy_mask
+from grpo_core.config.teacher import source_teachers
 from grpo_core.data.curriculum import arrange, describe, distance, known_batches
 from grpo_core.data.order import Group, Schedule, epoch_rows
 from grpo_core.distributed import failing_together, max_over_processes, sum_over_processes
@@ -24,7 +25,7 @@ from grpo_core.planning.sampling_ahead import batches_ahead
 from grpo_core.planning.sampling_notes import truncating_keys
 from grpo_core.rewards.trl_arguments import TrainerState
 from grpo_core.rollout.ahead import Ahead
-from grpo_core.rollout.collect import BatchRequest, Sample, collect
+from grpo_core.rollout.collect import BatchRequest, Sample, collect, sources_of
 from grpo_core.rollout.privileged import shown_prompts
 from grpo_core.rollout.records import demonstrated, replay
 from grpo_core.rollout.types import GenerationBatch, Rollout
@@ -142,8 +143,17 @@ def _teacher_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the teacher's log-probabilities, (B, T), over the whole vocabulary; and with a template which completions
     it has made a prompt for, (B,): behind that, they are computed, and are 0 for the others. Without a model of its
-    own or a server, the teacher is the policy as it is, before the batch's first update."""
+    own or a server, the teacher is the policy as it is, before the batch's first update. With teachers of sources, each
+    reads its sources' completions, and (B,) says which have one."""
     needed = batch.completion_mask.sum(1) > 0
+    if names := source_teachers(session.config):
+        by = [names[source or ""] for source in sources_of(samples, session.plan)]
+        found = torch.zeros(batch.completion_ids.shape)
+        for name, teacher in session.teachers.items():
+            own = needed & torch.tensor([each == name for each in by])
+            if own.any():
+                found += compute_logprobs(session, teacher, batch, own)[0]
+        return found, torch.tensor([float(each != "") for each in by])
     if session.privileged is None:
         return _read_by_teacher(session, batch, needed), None
     shown = shown_prompts(session.privileged, samples, session.prompts.rows)
@@ -157,7 +167,7 @@ def _read_by_teacher(session: Session, batch: GenerationBatch, needed: Tensor) -
     """Return the teacher's log-probabilities, (B, T), 0 for completions that are not `needed`."""
     if session.config.teacher.url is not None:
         return _served_logprobs(session, batch, needed)
-    teacher = session.teacher or session.policy.whole(session.policy.temperature)
+    (teacher,) = session.teachers.values() or [session.policy.whole(session.policy.temperature)]
     return compute_logprobs(session, teacher, batch, needed)[0]
 
 

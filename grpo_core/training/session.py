@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from grpo_core import run_files
 from grpo_core.config.files import load_config
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.config.run import RunConfig
+from grpo_core.config.teacher import loaded_teachers
 from grpo_core.config.warm_start import supervised
 from grpo_core.data.curriculum import PassRates, no_rates, read_rates
 from grpo_core.data.demonstrations import Demonstrations, demonstrations_file, read_demonstrations, starting_model
@@ -78,7 +79,7 @@ class Session:
     learning_rate: Callable[[int], float]  # by the number of updates done
     sampler: Sampler | None  # None: the training is on a recording, or on demonstrations
     memory: OutOfMemoryRetry
-    teacher: Policy | None = None  # loaded; None where the policy teaches itself or a server has it
+    teachers: Mapping[str, Policy] = field(default_factory=dict)  # loaded, by name; none if policy or server teaches
     privileged: Privileged | None = None  # what a teacher is shown that the policy is not
     start: dict[str, Tensor] | None = None  # the adapter that the training started from, if the reference has it
     rates: PassRates | None = None  # at the start of the training; None if no reward tells what passes
@@ -182,8 +183,8 @@ def _load(
     _read_routers(policy, engine, config)
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     reference = _reference(keys, config, accelerator, max_length)
-    teacher = _teacher(config, accelerator, taught)
-    _check_divergence(config, policy, teacher)
+    teachers = _teachers(config, accelerator, taught)
+    _check_divergence(config, policy, teachers)
     optimizer = make_optimizer(model, config.train)
     if accelerator.is_main_process:
         for note in [*base_notes(config.model), *fallbacks(engine, policy)]:
@@ -198,7 +199,7 @@ def _load(
         model=model,
         policy=policy,
         reference=reference,
-        teacher=teacher,
+        teachers=teachers,
         privileged=privileged,
         optimizer=optimizer,
         learning_rate=partial(learning_rate, config.train, plan),
@@ -289,26 +290,26 @@ def _reference(keys: ModelConfig, config: RunConfig, accelerator: Accelerator, m
     return Policy(model.requires_grad_(False), config.rollout.temperature, max_length=max_length, bf16=bf16 and moves)
 
 
-def _check_divergence(config: RunConfig, policy: Policy, teacher: Policy | None) -> None:
+def _check_divergence(config: RunConfig, policy: Policy, teachers: Mapping[str, Policy]) -> None:
     """Raises ConfigError if the divergence from a teacher cannot be computed in chunks, or not on so many tokens."""
-    keys = config.teacher
-    if teacher is None or not keys.diverges:
+    if not config.teacher.diverges:
         return
-    layers = {config.model.name_or_path: policy.output_layer, keys.model: teacher.output_layer}
-    for name, layer in layers.items():
-        if layer is None:
+    for name, model in {config.model.name_or_path: policy, **teachers}.items():
+        if (layer := model.output_layer) is None:
             raise ConfigError(
-                f"teacher.divergence_beta={keys.divergence_beta:g} with {name!r}: {OWN_LOGITS}; remove it"
+                f"teacher.divergence_beta={config.teacher.divergence_beta:g} with {name!r}: {OWN_LOGITS}; remove it"
             )
         check_top_k(config, len(layer.weight))
 
 
-def _teacher(config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy | None:
-    """Load the teacher, frozen, on the path of the reference; None without one, if a server has it, and if the policy
-    teaches itself."""
-    if not config.teacher.is_loaded:
-        return None
-    bf16 = config.train.mixed_precision == "bf16"
-    model = _load_model(config.teacher.as_model, config, accelerator, frozen=True, in_bf16=bf16)
-    check_context(model.config, max_length)
-    return Policy(model.requires_grad_(False), config.rollout.temperature, max_length=max_length)
+def _teachers(config: RunConfig, accelerator: Accelerator, max_length: int) -> dict[str, Policy]:
+    """Load the teachers by name, frozen, on the path of the reference; none if a server has the teacher, and if the
+    policy teaches itself."""
+    bf16, found = config.train.mixed_precision == "bf16", dict[str, Policy]()
+    for keys in loaded_teachers(config).values():
+        model = _load_model(keys, config, accelerator, frozen=True, in_bf16=bf16)
+        check_context(model.config, max_length)
+        found[keys.name_or_path] = Policy(
+            model.requires_grad_(False), config.rollout.temperature, max_length=max_length
+        )
+    return found

@@ -161,10 +161,9 @@ class _Tally:
         extreme = zip(self.maxima, found[len(self.sums) :], strict=True)
         highest = {name: value for name, value in extreme if math.isfinite(value)}
         lowest = {name: -highest.pop(name) for name in [*highest] if name.endswith("min")}
-        told, gap = (totals.pop(name, 0.0) for name in ("told_tokens", "privileged_gap"))
-        means = {name: value / tokens for name, value in totals.items()} if tokens else {}
-        if told:
-            means["privileged_gap"] = gap / told
+        told = totals.pop("told_tokens", tokens)  # with a template, what is not taught counts as 0 in teacher_kl
+        over = {"privileged_gap" if session.config.teacher.template else "teacher_kl": told}
+        means = {name: value / number for name, value in totals.items() if (number := over.get(name, tokens))}
         if (square := means.pop("correction_squared", None)) is not None:  # 0 if the correction leaves out every token
             mean = means["sampling/importance_sampling_ratio/mean"]
             means["sampling/effective_sample_share"] = mean**2 / square if square else 0.0
@@ -199,8 +198,9 @@ def _forward_backward(
     whole update, if its routers are balanced."""
     algorithm, mask, policy, keys = session.config.algorithm, batch.mask, session.policy, session.config.teacher
     exact = taught = None
-    if session.teacher is not None and keys.divergence_beta is not None:
-        taught = session.teacher.as_teacher(batch.sequences, keys.divergence_beta, keys.divergence_top_k)
+    if keys.divergence_beta is not None:
+        (teacher,) = session.teachers.values()
+        taught = teacher.as_teacher(batch.sequences, keys.divergence_beta, keys.divergence_top_k)
     if policy.dropouts:
         with torch.no_grad(), policy.routing(inputs):
             exact = policy(inputs, taught=taught)
@@ -215,8 +215,9 @@ def _forward_backward(
             if batch.taught is not None:
                 told = mask * batch.taught[:, None]
                 teacher_logprobs = torch.where(told > 0, teacher_logprobs, old_logprobs)  # else nothing to teach
-                tally.add("privileged_gap", teacher_logprobs - old_logprobs, told)
                 tally.sums["told_tokens"] += told.sum()
+                if keys.template is not None:
+                    tally.add("privileged_gap", teacher_logprobs - old_logprobs, told)
             advantages = teacher_advantages(advantages, old_logprobs, teacher_logprobs, keys.weight)
             tally.add("teacher_kl", old_logprobs - teacher_logprobs, mask)
         losses = token_losses(

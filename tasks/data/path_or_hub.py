@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from grpo_core.config.run import RunConfig
+from grpo_core.config.teacher import loaded_teachers
 from grpo_core.data.teacher import check_teacher
 from grpo_core.errors import ConfigError
 from grpo_core.planning.adapter import check_adapter
@@ -32,10 +33,10 @@ def may_be_on_the_hub(source: str) -> bool:
 
 def check_places(config: RunConfig) -> None:
     """Raises ConfigError if a model or a source of prompts is neither a path here nor a possible name on the hub, or if
-    the adapter to continue from or the teacher does not match the configuration."""
+    the adapter to continue from or a teacher does not match the configuration."""
     places = {
         "model.name_or_path": config.model.name_or_path,
-        **({"teacher.model": config.teacher.as_model.name_or_path} if config.teacher.is_loaded else {}),
+        **{key: teacher.name_or_path for key, teacher in loaded_teachers(config).items()},
         **({} if (given := config.warm_start.source) is None else {"warm_start.demonstrations": given}),
         **{
             f"{key}.{name}": getattr(each, name)

@@ -235,6 +235,7 @@ def test_every_key_that_may_name_a_file_an_address_or_code_is_known() -> None:
         "rollout.recording",
         "data.sources.train",
         "data.sources.eval",
+        "data.sources.teacher",
     }
     splits = ("train_split", "eval_split", "subset", "revision")
     names = {"name", "model.revision", "model.lora_target_modules", "model.lora_modules_to_save", "rollout.stop"}

@@ -23,15 +23,23 @@ from grpo_core.planning.plan import PlanError, make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths
 from grpo_core.planning.wall_time import wall_time
 from tasks.stages.lineage import lineage_keys
-from tests.conftest import config_values, make_model
+from tests.conftest import config_values, make_model, with_keys
 from tests.grpo_core.planning.test_forecast import PACE, plan_of
 from tests.qwen import planned, qwen
+from tests.sources import two_sources
 
 LENGTHS = PromptLengths(140, 220, "given")
 
 
 def taught(values: dict[str, Any], teacher: Path | str, **keys: Any) -> RunConfig:
     return parse_config({**values, "teacher": {"model": str(teacher), **keys}})
+
+
+def by_source(model: Path, folder: Path, teacher: Path | str, lines: Path | str | None, **keys: Any) -> dict[str, Any]:
+    """Sums, which `teacher` teaches, and lines, which another may teach."""
+    values = two_sources(model, folder) | {"teacher": {"model": str(teacher), **keys}}
+    values["data"]["sources"][1] |= {} if lines is None else {"teacher": str(lines)}
+    return values
 
 
 def changed(model: Path, folder: Path, file: str, **values: Any) -> Path:
@@ -59,13 +67,17 @@ def test_another_tokenizer_is_refused_with_the_first_ids_that_differ(
     with pytest.raises(ConfigError, match="ids differ") as caught:
         check_teacher(config)
     assert f"5 is {first!r} and {second!r}; 6 is {second!r} and {first!r})" in str(caught.value)
+    config = parse_config(by_source(model_folder, tmp_path, model_folder, other))
+    for check in (refuse_early, check_teacher_tokenizer):
+        with pytest.raises(ConfigError, match=re.escape(f"data.sources.1.teacher = {str(other)!r}: its tokenizer is")):
+            check(config)
 
 
 def test_a_teacher_may_know_more_tokens_and_none_fewer(values: dict[str, Any]) -> None:
     config, few, more = taught(values, "teacher"), {"a": 0, "b": 1}, {"a": 0, "b": 1, "c": 2}
-    check_tokenizers(config, few, more)
+    check_tokenizers(config, "teacher", few, more)
     with pytest.raises(ConfigError, match=r"1 of 3 ids differ \(2 is 'c' and absent\)"):
-        check_tokenizers(config, more, few)
+        check_tokenizers(config, "teacher", more, few)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +94,48 @@ def test_a_teacher_whose_config_rules_it_out_is_refused(
     config = taught(values, changed(model_folder, tmp_path / "other", "config.json", **says))
     with pytest.raises(ConfigError, match=re.escape(f"teacher.model = {config.teacher.model!r}: {sentence}")):
         check_teacher(config, 8)
+    config = parse_config(by_source(model_folder, tmp_path, model_folder, tmp_path / "other"))
+    named = f"data.sources.1.teacher = {str(tmp_path / 'other')!r}: {sentence}"
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        check_teacher(config, 8)
+
+
+TEMPLATE = "{prompt}{answer}"
+
+
+@pytest.mark.parametrize(
+    ("teacher", "named", "sentence"),
+    [
+        (
+            {"model": "m", "url": "http://a:1"},
+            "b",
+            "'b' with teacher.url='http://a:1': the teachers of sources",
+        ),
+        ({"model": "m", "template": TEMPLATE}, "", "'' with teacher.template='{prompt}{answer}': the teachers"),
+        ({"model": "m", "divergence_beta": 0.0}, "b", "'b' with teacher.divergence_beta=0.0: the teachers of sources"),
+        ({}, "b", "'b' without teacher.model, the teacher of the sources that name none; set it, and teacher = ''"),
+    ],
+)
+def test_teachers_of_sources_are_refused_with_keys_that_they_do_not_share(
+    tmp_path: Path, teacher: dict[str, Any], named: str, sentence: str
+) -> None:
+    values = {**by_source(tmp_path / "model", tmp_path, "m", named), "teacher": teacher}
+    with pytest.raises(ConfigError, match=re.escape(f"data.sources.1.teacher={sentence}")):
+        parse_config(values)
+
+
+def test_a_teacher_without_a_source_and_a_source_from_which_nothing_is_learnt_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.sources\.1\.teacher = '/gone': no such file or folder"):
+        refuse_early(parse_config(by_source(make_model(tmp_path / "model"), tmp_path, tmp_path / "model", "/gone")))
+    values = by_source(tmp_path / "model", tmp_path, "m", "")
+    parse_config(values)
+    values["data"]["sources"][0]["teacher"] = ""
+    with pytest.raises(ConfigError, match=r"teacher\.model='m' teaches no source: each of data\.sources names another"):
+        parse_config(values)
+    values["data"]["sources"][0].pop("teacher")
+    values["rewards"] = [{**it, "weight": float(it["function"] != "length")} for it in values["rewards"]]
+    with pytest.raises(ConfigError, match=r"data\.sources\.1\.teacher='', and no reward of 'lines' has a weight"):
+        parse_config(values)
 
 
 def test_a_teacher_that_is_nowhere_and_keys_that_do_not_go_with_one_are_refused(
@@ -133,7 +187,9 @@ def test_the_forecast_counts_a_teachers_weights_and_passes_and_refuses_what_has_
     with pytest.raises(ConfigError, match=r"its weights are 14\.2 GiB per GPU"):
         check_teacher_memory(planned(config, "1.5B", LENGTHS, Gpu("GPU", 24.0), seven))
     plan, policy = plan_of(config), qwen("1.5B")
-    hours = [wall_time(config, plan, LENGTHS, PACE, policy, None, it)["parts_hours"]["updates"] for it in (None, seven)]
+    hours = [
+        wall_time(config, plan, LENGTHS, PACE, policy, None, it)["parts_hours"]["updates"] for it in ({}, run.teachers)
+    ]
     micro_steps = plan.rollouts * plan.steps_per_generation
     passes = (hours[1] - hours[0]) * 3600 / (micro_steps * PACE.train_seconds / 3)
     assert passes == pytest.approx(seven.active / policy.active)
@@ -143,8 +199,32 @@ def test_the_forecast_counts_a_teachers_weights_and_passes_and_refuses_what_has_
         check_teacher_memory(replace(small, shape=replace(policy, own_logits=True)))
 
 
+def test_the_forecast_counts_the_weights_of_all_teachers_and_the_passes_of_each_over_its_sources(
+    tmp_path: Path,
+) -> None:
+    """7B teaches the sums, an epoch of 20,000, and 3B the lines, of which an epoch has half; or nobody does."""
+    keys = {"engine": "transformers", "max_steps": 10}
+    policy, seven, three = qwen("1.5B"), qwen("7B"), qwen("3B")
+    for lines, teachers in (("3B", {"7B": seven, "3B": three}), ("", {"7B": seven}), ("7B", {"7B": seven})):
+        values = by_source(tmp_path / "model", tmp_path, "7B", lines)
+        config = parse_config(with_keys(values, mixed_precision="bf16", **keys))
+        run = planned(config, policy, LENGTHS, named_gpu("H200"), *teachers.values())
+        assert peak_memory(run)["parts_gib"]["teacher"] * GIB == 2 * sum(it.parameters for it in teachers.values())
+        hours = [
+            wall_time(config, run.plan, LENGTHS, PACE, policy, None, it)["parts_hours"]["updates"]
+            for it in ({}, teachers)
+        ]
+        micro_steps = run.plan.rollouts * run.plan.steps_per_generation
+        passes = (hours[1] - hours[0]) * 3600 / (micro_steps * PACE.train_seconds / 3)
+        mean = (2 * seven.active + {"3B": three.active, "7B": seven.active, "": 0}[lines]) / 3
+        assert passes == pytest.approx(mean / policy.active)
+        if lines == "3B":  # 14.2 and 5.7 GiB
+            with pytest.raises(ConfigError, match=r"'7B', data\.sources\.1\.teacher = '3B': their weights are 19\.9 "):
+                check_teacher_memory(replace(run, gpu=Gpu("GPU", 24.0)))
+
+
 def test_a_plan_says_that_groups_will_be_silent_and_where_a_teacher_teaches(
-    values: dict[str, Any], model_folder: Path
+    values: dict[str, Any], model_folder: Path, tmp_path: Path
 ) -> None:
     """G = 4: below a pass rate of 1/8."""
     alone = parse_config(values)
@@ -155,6 +235,8 @@ def test_a_plan_says_that_groups_will_be_silent_and_where_a_teacher_teaches(
     assert "[teacher] model" in said and "[warm_start] demonstrations" in said
     (said,) = silent_notes(parse_config({**values, "warm_start": {"demonstrations": "shown.jsonl"}}), [0.0])
     assert said.endswith("that was the base; the warm start teaches there first")
+    (said,) = silent_notes(parse_config(by_source(model_folder, tmp_path, model_folder, "")), [0.0])
+    assert said.endswith("alike; the teacher teaches there, except in lines")
     (said,) = silent_notes(taught(values, model_folder), [0.0])
     assert said.endswith("about 100% of the groups will be silent, all their completions failing alike; the teacher "
                          "teaches there")  # fmt: skip
@@ -174,4 +256,13 @@ def test_a_run_is_known_by_its_teachers_content_and_weight_and_not_by_its_name(
     for config in (taught(values, other), taught(values, teacher, weight=0.5), parse_config(values)):
         found = lineage_keys(config)
         assert {name for name in first if found[name] != first[name]} >= {"train", "evaluate", "register"}
+        assert found["validate"] == first["validate"]
+    alone = lineage_keys(parse_config(by_source(model_folder, tmp_path, teacher, None)))
+    assert lineage_keys(parse_config(by_source(model_folder, tmp_path, teacher, teacher))) == alone
+    first = lineage_keys(parse_config(by_source(model_folder, tmp_path, teacher, other)))
+    copy = shutil.copytree(other, tmp_path / "copy")
+    assert lineage_keys(parse_config(by_source(model_folder, tmp_path, same, copy))) == first
+    for lines in (None, "", model_folder):
+        found = lineage_keys(parse_config(by_source(model_folder, tmp_path, teacher, lines)))
+        assert {name for name in first if found[name] != first[name]} >= {"plan", "train", "evaluate", "register"}
         assert found["validate"] == first["validate"]

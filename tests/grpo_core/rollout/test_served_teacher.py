@@ -25,7 +25,7 @@ from grpo_core.data.served_teacher import KEY
 from grpo_core.data.teacher import check_teacher
 from grpo_core.errors import ConfigError, EngineError
 from grpo_core.planning.hardware import named_gpu
-from grpo_core.planning.shapes import load_teacher
+from grpo_core.planning.shapes import load_teachers
 from grpo_core.planning.wall_time import wall_time
 from grpo_core.rollout.served_teacher import served_logprobs
 from grpo_core.rollout.waiting import ATTEMPTS, TEACHER, longest_wait, phase_limits
@@ -282,7 +282,7 @@ def test_a_plan_counts_no_memory_and_no_time_for_a_served_teacher_and_says_so() 
     alone, config = parse_config(values), taught(values, "http://a:1", model="m")
     policy, gpu = qwen("1.5B"), named_gpu("H200")
     found, without = (
-        wall_time(it, plan_of(it), LENGTHS, PACE, policy, gpu, load_teacher(it)) for it in (config, alone)
+        wall_time(it, plan_of(it), LENGTHS, PACE, policy, gpu, load_teachers(it)) for it in (config, alone)
     )
     assert found["parts_hours"] == without["parts_hours"]
     assert "without the time in which the teacher's server answers, which is not known" in found["how"]

@@ -40,7 +40,12 @@ def assert_plain(run: Path) -> None:
     before, trained = load_policy(config), load(run / "training" / "model")
     steps, after = plain_training(run)
     bound = 2e-5 / min(2 * config.rollout.temperature, 1.0)  # float32 rounds logits before they are divided by it
-    for found, (loss, norm) in zip(metrics_of(run), steps, strict=True):
+    for found, (loss, norm, taught) in zip(metrics_of(run), steps, strict=True):
+        if taught:
+            mean, atol = statistics.mean(taught), 1e-4 / min(config.rollout.temperature, 1)
+            assert found["teacher_kl"] == pytest.approx(mean, rel=bound, abs=atol)
+        elif config.teacher.divergence_beta is None:
+            assert "teacher_kl" not in found
         assert found["loss"] == pytest.approx(loss, rel=bound, abs=1e-6)
         assert found["grad_norm"] == pytest.approx(norm, rel=bound, abs=1e-6)
     first, found, expected = (_weights(model) for model in (before, trained, after))
@@ -66,8 +71,8 @@ def _weights(model: Any) -> Tensor:
     return torch.cat([weight.flatten().double() for weight in model.state_dict().values()])
 
 
-def plain_training(run: Path) -> tuple[list[tuple[float, float]], Any]:
-    """Loss and gradient norm of each update, and the trained model."""
+def plain_training(run: Path) -> tuple[list[tuple[float, float, list[float]]], Any]:
+    """Loss, gradient norm and the terms of `teacher_kl` of each update, and the trained model."""
     config, plan = load_config(run / "config.toml"), load_plan(run / "plan.json")
     keys, model = config.train, load_policy(config)
     base, parameters = copy.deepcopy(model), [p for p in model.parameters() if p.requires_grad]
@@ -78,13 +83,15 @@ def plain_training(run: Path) -> tuple[list[tuple[float, float]], Any]:
         betas=(keys.adam_beta1, keys.adam_beta2),
         eps=keys.adam_epsilon,
     )
-    current, steps = -1, list[tuple[float, float]]()
+    current, steps = -1, list[tuple[float, float, list[float]]]()
     for step, micro_steps in enumerate(_updates(config, plan)):
         loss, routed = torch.zeros((), dtype=torch.float64), list[tuple[Tensor, ...]]()
+        taught = list[float]()
         for index, place in micro_steps:
             if index != current:
                 current, batch = index, _Batch(run, config, plan, index, model, base)
             loss = loss + batch.loss(model, place, len(micro_steps))
+            taught += batch.teacher_kl(place)
             if config.algorithm.router_aux_loss_coef:
                 routed += [batch.router_logits(model, row) for row in batch.order[place].flatten().tolist()]
         if routed:
@@ -96,7 +103,7 @@ def plain_training(run: Path) -> tuple[list[tuple[float, float]], Any]:
         optimizer.zero_grad()
         loss.backward()
         norm = math.sqrt(sum(float(p.grad.square().sum()) for p in parameters if p.grad is not None))
-        steps.append((loss.item(), norm))
+        steps.append((loss.item(), norm, taught))
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad * min(1.0, keys.max_grad_norm / (norm or 1.0))
         for group in optimizer.param_groups:
@@ -155,15 +162,23 @@ class _Batch:
         self.keep = [((entropy >= least - 1e-5) | (not kept)).double() for entropy in entropies]
         self.advantages = _advantages(config, self.rows)
         self.teacher: list[list[float] | None] = [None] * len(self.rows)
+        self.taught_by: list[str | None] = [None] * len(self.rows)
         self.teacher_model = load(config.teacher.model).double().eval() if config.teacher.model else model
         if (config.teacher.model and config.teacher.divergence_beta is None) or config.teacher.template:
             shown = shown_prompts(run, config, self.rows) if config.teacher.template else None
+            self.taught_by = names = teachers_of(run, config, self.rows)
+            models = {name: load(name).double().eval() for name in {*names} if name} or {None: model}
             with torch.no_grad():
-                for row in range(len(self.rows)):
+                for row, name in enumerate(names):
                     read = (shown or [record["prompt_ids"] for record in self.rows])[row]
-                    # Where nothing is shown, the teacher says what the policy said.
-                    found = read and self.tokens(self.teacher_model, row, whole=True, prompt=read)[0].tolist()
+                    # Where nothing is shown, and of a source without one, the teacher says what the policy said.
+                    found = read and name != "" and self.tokens(models[name], row, whole=True, prompt=read)[0].tolist()
                     self.teacher[row] = found or self.old[row]
+
+    def teacher_kl(self, place: int) -> list[float]:
+        """Of a micro-step's tokens that are taught: log π_old − log π_teacher."""
+        rows = [row for row in self.order[place].flatten().tolist() if self.taught_by[row] != ""]
+        return [old - said for row in rows for old, said in zip(self.old[row], self.teacher[row] or [], strict=False)]
 
     def divergence(self, model: Any, row: int) -> Tensor:
         """From the teacher's distribution, where the trained tokens are predicted."""
@@ -224,6 +239,13 @@ class _Batch:
                 kept = max(float(torch.cat(self.keep).sum()), 1.0) * micro_steps / s
                 found = found - algorithm.entropy_coef * (keep * entropy).sum() / kept
         return found
+
+
+def teachers_of(run: Path, config: RunConfig, rows: list[dict[str, Any]]) -> list[str | None]:
+    """What teaches each row: the model that its source names, "" for none, or else that of all."""
+    data = pq.read_table(run / "dataset" / "train.parquet").to_pylist()
+    own = {it.name: it.teacher for it in config.data.sources if it.teacher is not None}
+    return [own.get(data[row["row"]].get("source"), config.teacher.model) for row in rows]
 
 
 def shown_prompts(run: Path, config: RunConfig, rows: list[dict[str, Any]]) -> list[list[int] | None]:

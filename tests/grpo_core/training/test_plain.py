@@ -21,7 +21,7 @@ from grpo_core.model import packed_attention as packing
 from grpo_core.model.loading import load_model, trainable_state, with_adapter
 from grpo_core.model.saving import save_adapter
 from grpo_core.training import loop
-from tests.conftest import config_values, make_model, make_run, with_keys
+from tests.conftest import config_values, make_model, make_run, with_keys, write_sums
 from tests.grpo_core.algorithm.plain_losses import PLAIN_LOSSES, plain
 from tests.grpo_core.training.plain_training import assert_plain
 from tests.grpo_core.training.several import in_processes
@@ -97,7 +97,7 @@ def told(prompts: list[str], completion_ids: list[list[int]]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Also an adapter that does something, of the plain one, and a teacher of another size."""
+    """Also an adapter that does something, of the plain one, and two teachers of other sizes."""
     folder = tmp_path_factory.mktemp("models")
     shapes = {name: {**shape, "initializer_range": 0.03} for name, (_, shape) in MODELS.items()}
     found = {name: make_model(folder / name, kind, **shapes[name]) for name, (kind, _) in MODELS.items()}
@@ -107,7 +107,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         torch.nn.init.normal_(tensor, std=0.1)
     save_adapter(adapted, folder / "adapter")
     teacher = make_model(folder / "teacher", hidden_size=32, initializer_range=0.1)
-    return found | {"adapter": folder / "adapter", "teacher": teacher}
+    other = make_model(folder / "other", hidden_size=48, initializer_range=0.1)
+    return found | {"adapter": folder / "adapter", "teacher": teacher, "other": other}
 
 
 @contextlib.contextmanager
@@ -141,21 +142,28 @@ def passes(number: int, draw: random.Random) -> Iterator[None]:
 
 
 def drawn_run(
-    folder: Path, models: dict[str, Path], number: int, draw: random.Random, teacher_url: str = "", **keys: Any
+    folder: Path,
+    models: dict[str, Path],
+    number: int,
+    draw: random.Random,
+    teacher_url: str = "",
+    by_source: bool = False,
+    **keys: Any,
 ) -> Path:
-    """A run with options as drawn; `keys` are not. With `teacher_url`, it has a teacher, which this server has."""
+    """A run with options as drawn; `keys` are not. With `teacher_url`, it has a teacher, which this server has; with
+    `by_source`, three sources, of which two have a teacher each."""
     loss_type = [*PLAIN_LOSSES][number % len(PLAIN_LOSSES)]
     kind = KINDS[number % len(KINDS)] if number < FEW else draw.choice(KINDS)
     needs = {key: [value] for key, value in plain(loss_type).needs.items()}
     choices = OPTIONS | needs | {key: [*values] for key, values in plain(loss_type).drawn.items()}
     options = {key: draw.choice(values) for key, values in choices.items()} | keys
-    teaches = draw.random() < 0.5 or bool(teacher_url)
+    teaches = draw.random() < 0.5 or bool(teacher_url) or by_source
     replaces = options["dynamic_sample"]
     if teaches:
         options["dynamic_sample"] = False  # refused where silent groups are taught
         if number % 2:  # nothing but the teacher teaches where rewards are equal
             options |= dict.fromkeys(("beta", "entropy_coef"), 0.0) | {"use_adaptive_entropy": False}
-    if alone := teaches and draw.random() < 0.5:
+    if alone := teaches and draw.random() < 0.5 and not by_source:
         options["num_generations"] = draw.choice([1, 2])
     w, g = options.get("num_processes", 1), options["num_generations"]
     sizes = {steps: [n for n in range(1, 9) if n * w * steps % g == 0 and n * w * steps <= 32] for steps in range(1, 5)}
@@ -174,7 +182,7 @@ def drawn_run(
     options |= draw.choice(TRUNCATIONS)
     cut = {"loss_type": loss_type, "per_device_train_batch_size": b, "steps_per_generation": steps}
     (folder / "data").mkdir(parents=True)
-    if from_sources := draw.random() < 0.3:
+    if from_sources := draw.random() < 0.3 or by_source:
         values = two_sources(base, folder / "data")
     else:
         values = config_values(base, folder)
@@ -183,11 +191,13 @@ def drawn_run(
         values["rewards"] = [*others, {"function": f"{__name__}:silent"}]
     if teaches:
         values["teacher"] = {"model": str(models["teacher"]), "weight": draw.choice([0.2, 1.0])}
-        if teacher_url:
+        if by_source:
+            add_teachers(values, models, folder / "data")
+        elif teacher_url:
             values["teacher"] |= {"url": teacher_url}
         elif options.get("sharding", "none") == "none" and kind != "scaled":  # else refused
             values["teacher"] |= draw.choice(DIVERGENCES)
-        if number % 8 in (3, 4, 6):
+        if number % 8 in (3, 4, 6) and not by_source:
             texts = ["{better}+{prompt}", "{prompt}{better}="] if options["num_generations"] > 1 else ["0{prompt}"]
             texts += [] if from_sources else ["{answer}={prompt}"]  # lines have no answer
             taught = values["teacher"] if number % 2 else {"weight": 0.5}  # by the policy itself
@@ -199,6 +209,16 @@ def drawn_run(
         values["rewards"] = [{**reward, "weight": 0.0} for reward in values["rewards"]]
     values = with_keys(values, **cut, **options, **CALM)
     return (sources_run if from_sources else make_run)(folder / "run", values)
+
+
+def add_teachers(values: dict[str, Any], models: dict[str, Path], folder: Path) -> None:
+    """Give two sources of sums a teacher each, and the lines none."""
+    write_sums(folder / "more.parquet", 34, 46)
+    write_sums(folder / "more-eval.parquet", 70, 76)
+    sums, lines = values["data"]["sources"]
+    more = {name: str(folder / file) for name, file in (("train", "more.parquet"), ("eval", "more-eval.parquet"))}
+    lines["teacher"] = ""
+    values["data"]["sources"] = [lines, {**sums, **more, "name": "more", "teacher": str(models["other"])}, sums]
 
 
 # Each loss, kind of model and way of attention once; many more in `make e2e`.
@@ -231,12 +251,33 @@ def test_a_training_with_a_teacher_behind_a_server_is_that_of_plain_loops(
     assert_plain(run)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [*NUMBERS[:4], *NUMBERS[FEW : 2 * FEW]])
+def test_a_training_with_teachers_of_sources_is_that_of_plain_loops(
+    number: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    draw = random.Random(4000 + number)
+    run = drawn_run(tmp_path, models, number, draw, by_source=True)
+    with passes(number, draw):
+        loop.train(run, run / "training")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert_plain(run)
+
+
 @pytest.mark.served
 def test_processes_share_what_a_teacher_behind_a_server_is_asked(models: dict[str, Path], tmp_path: Path) -> None:
     draw = random.Random(2)
     with teacher_server(models["teacher"]) as server:
         run = drawn_run(tmp_path, models, 2, draw, server.url, temperature=1.0, num_processes=2, dynamic_sample=False)
         in_processes(2, tmp_path / "group", lambda _: loop.train(run, run / "training"))
+    assert_plain(run)
+
+
+@pytest.mark.served
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_processes_share_what_teachers_of_sources_read(sharding: str, models: dict[str, Path], tmp_path: Path) -> None:
+    run = drawn_run(tmp_path, models, 2, random.Random(2), by_source=True, num_processes=2, sharding=sharding)
+    in_processes(2, tmp_path / "group", lambda _: loop.train(run, run / "training"))
     assert_plain(run)
 
 
