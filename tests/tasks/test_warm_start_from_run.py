@@ -58,8 +58,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def values(model_folder: Path, run: Path, tmp_path: Path) -> dict[str, Any]:
     write_data(tmp_path)
-    values = {**config_values(model_folder, tmp_path), "warm_start": {"demonstrations": str(run), "batch_size": 4}}
-    return values
+    return {**config_values(model_folder, tmp_path), "warm_start": {"demonstrations": str(run), "batch_size": 4}}
 
 
 def _files(run: Path) -> list[Path]:
