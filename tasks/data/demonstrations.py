@@ -29,7 +29,7 @@ from tasks.data.lengths import embedding_rows, load_tokenizer_and_context
 from tasks.data.rows import Rows, kept_on_disk
 from tasks.data.sources import Source, SourceError, load_source
 from tasks.stages.files import read_json
-from tasks.stages.run_directory import read_config, run_folder
+from tasks.stages.run_directory import read_former_config, run_folder
 
 SHOWN = 10  # rows that a refusal names
 BLANKS = dict.fromkeys(map(ord, " \t\n\r\u00a0\u200b"))  # left out of prompts that are compared
@@ -61,7 +61,7 @@ def _right_completions(source: Source) -> Rows:
     """The right completions of a finished run's training, as the probe chooses them: those that pass in full by that
     run's accuracy reward, each prompt's different ones once, without those that the length limit cut."""
     run = Path(source.data)
-    training, config = run / run_files.TRAINING, read_config(run)
+    training, config = run / run_files.TRAINING, read_former_config(run)
     files, result = recorded_batches(training), read_json(training / run_files.RESULT)
     if not result:
         raise SourceError(f"{source} has no finished training: first run: grpo run {run / run_files.CONFIG}")
@@ -152,11 +152,12 @@ def write_demonstrations(config: RunConfig, tools: Tools, held_out: Mapping[str,
 def _check_vocabulary(source: Source, ours: str, model: str) -> None:
     """Raises SourceError unless the token ids of the run's completions mean what they do to this tokenizer."""
     run = Path(source.data)
+    theirs = read_former_config(run).model.name_or_path
     for file in recorded_batches(run / run_files.TRAINING):
         if json.loads((pq.read_schema(file).metadata or {}).get(KEY, b"{}")).get("vocabulary") != ours:
             raise SourceError(
                 f"{source}: {file} has token ids of another vocabulary than that of model.name_or_path={model!r}, by "
-                f"the model {read_config(run).model.name_or_path!r}; name a run whose model has the same tokenizer"
+                f"the model {theirs!r}; name a run whose model has the same tokenizer"
             )
 
 

@@ -28,7 +28,7 @@ from grpo_core.fingerprint import (
     teacher_parts,
     warm_start_parts,
 )
-from tasks.stages.run_directory import read_config
+from tasks.stages.run_directory import read_former_config
 
 # Keys that determine how completions are sampled.
 SAMPLING = tuple(
@@ -263,7 +263,7 @@ def _shown_content(source: str) -> str:
     if not run_files.is_run(source):
         return content_hash(source)
     completions = content_hash(str(Path(source, run_files.TRAINING, run_files.COMPLETIONS)))
-    return hash_values(completions, Parts(read_config(Path(source))).right)
+    return hash_values(completions, Parts(read_former_config(Path(source))).right)
 
 
 def hash_values(*values: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,16 @@ def test_a_run_of_another_tokenizer_the_run_itself_and_too_few_right_completions
     _other_tokenizer(run)
     with pytest.raises(SourceError, match=r"has token ids of another vocabulary than that of .*, by the model '.*'"):
         _written(values, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_run_s_own_modules_do_not_become_importable(values: dict[str, Any], run: Path) -> None:
+    (run / "rewards").mkdir()
+    (run / "rewards" / "former_own.py").write_text("raise AssertionError")
+    _with_config(run, lambda values: values["rewards"][1].update(function="former_own:short"))
+    refuse_early(config := parse_config(values))
+    lineage_keys(config)
+    assert find_spec("former_own") is None
 
 
 @pytest.mark.slow
