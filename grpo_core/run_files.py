@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+is_file = os.path.isfile  # False for a name too long for any file, at which Path's raises
 
 CONFIG = "config.toml"
 DATASET = "dataset"
@@ -37,6 +40,11 @@ REPORT = "report.json"  # also of a probe, and of the validated data
 def prompts(run: Path, name: str) -> Path:
     """File with the validated prompts of a data set, such as "train"."""
     return run / DATASET / f"{name}.parquet"
+
+
+def is_run(source: str) -> bool:
+    """True if this is the path of a run directory, which no other source of data looks like."""
+    return is_file(Path(source, CONFIG))
 
 
 def unfinished(output: str) -> str:

@@ -6,6 +6,7 @@ import glob
 import os
 from dataclasses import replace
 
+from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from grpo_core.data import own_code
 from grpo_core.data.recording import check_recording
@@ -82,7 +83,8 @@ def count_demonstrations(config: RunConfig) -> int:
     a column."""
     if config.warm_start.from_probe:
         return sum(_num_prompts(config, None)) * config.data.curriculum.probe
-    if needs_loading(demonstration_source(config).data):
+    source = demonstration_source(config).data
+    if needs_loading(source) and not run_files.is_run(source):
         return ASSUMED_PROMPTS
     return load_demonstrations(config).height
 

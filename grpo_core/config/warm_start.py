@@ -23,9 +23,10 @@ FROM_PROBE = "probe"  # as demonstrations: the probe's own completions
 class WarmStartConfig(Section):
     demonstrations: str | None = None
     """Demonstrations: a .parquet, .jsonl, .json or .csv file, a dataset saved to disk, or a hub name, with the column
-    `messages`, or `prompt` and `completion`; or "probe": the right completions of data.curriculum.probe. The policy is
-    first trained on what the assistant says there, and GRPO begins from that model, which is also its reference policy.
-    Default: no warm start."""
+    `messages`, or `prompt` and `completion`; or the folder of a finished run, such as storage/runs/NAME: the right
+    completions of its training; or "probe": the right completions of data.curriculum.probe. The policy is first trained
+    on what the assistant says there, and GRPO begins from that model, which is also its reference policy. Default: no
+    warm start."""
     split: str = "train"
     """Split to take when `demonstrations` is a hub name or a saved DatasetDict."""
     revision: str | None = None
@@ -60,7 +61,7 @@ class WarmStartConfig(Section):
 
     @property
     def source(self) -> str | None:
-        """File or data set of the demonstrations; None without a warm start, and with one from the probe."""
+        """File, data set or run of the demonstrations; None without a warm start, and with one from the probe."""
         return None if self.from_probe else self.demonstrations
 
 

@@ -70,10 +70,15 @@ def has_pass_rates(config: RunConfig) -> bool:
     return any(math.isfinite(high - low) for low, high in _ranges(config).values())
 
 
+def without_range(config: RunConfig) -> list[str]:
+    """Names of the accuracy rewards whose range is not known, so that `passed` is not either."""
+    return [name for name, (low, high) in _ranges(config).items() if not math.isfinite(high - low)]
+
+
 def check_curriculum(config: RunConfig) -> None:
     """Raises ConfigError if `data.curriculum` needs pass rates and there can be none."""
     keys = config.data.curriculum
-    unknown = [repr(name) for name, (low, high) in _ranges(config).items() if not math.isfinite(high - low)]
+    unknown = [repr(name) for name in without_range(config)]
     if not unknown or (keys.kind == "none" and not keys.probe):
         return
     asked = f"data.curriculum.kind={keys.kind!r}" if keys.kind != "none" else f"data.curriculum.probe={keys.probe}"

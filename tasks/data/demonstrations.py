@@ -3,23 +3,33 @@ learnt."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import turns
 from grpo_core.data.demonstrations import SCHEMA, read_demonstrations
+from grpo_core.data.recording import KEY, vocabulary
 from grpo_core.environments.demonstrations import FORMS, Demonstration, DemonstrationError, encode
 from grpo_core.environments.setting import end_texts
 from grpo_core.environments.turns import TemplateError, TurnFormat
+from grpo_core.rewards.composition import passed, without_range
+from grpo_core.system.tables import read_parquet
+from tasks.data.completions import recorded_batches
 from tasks.data.lengths import embedding_rows, load_tokenizer_and_context
-from tasks.data.rows import Rows
+from tasks.data.rows import Rows, kept_on_disk
 from tasks.data.sources import Source, SourceError, load_source
+from tasks.stages.files import read_json
+from tasks.stages.run_directory import read_former_config, run_folder
 
 SHOWN = 10  # rows that a refusal names
 BLANKS = dict.fromkeys(map(ord, " \t\n\r\u00a0\u200b"))  # left out of prompts that are compared
@@ -34,12 +44,62 @@ def demonstration_source(config: RunConfig) -> Source:
 
 
 def load_demonstrations(config: RunConfig) -> Rows:
-    """Load the rows. Raises SourceError if they cannot be read, or have neither form's columns."""
+    """Load the rows; of a run, its right completions. Raises SourceError if they cannot be read, or have neither form's
+    columns."""
     source = demonstration_source(config)
+    if run_files.is_run(source.data):
+        if run_folder(config.name).resolve() == Path(source.data).resolve():
+            raise SourceError(f"{source} is the folder of this run, whose training would replace it; change the name")
+        return _right_completions(source)
     rows = load_source(source)
     if "messages" not in rows.columns and not {"prompt", "completion"} <= {*rows.columns}:
         raise SourceError(f"{source} has the columns {', '.join(rows.columns)}: demonstrations need {FORMS}")
     return rows
+
+
+def _right_completions(source: Source) -> Rows:
+    """The right completions of a finished run's training, as the probe chooses them: those that pass in full by that
+    run's accuracy reward, each prompt's different ones once, without those that the length limit cut."""
+    run = Path(source.data)
+    training, config = run / run_files.TRAINING, read_former_config(run)
+    files, result = recorded_batches(training), read_json(training / run_files.RESULT)
+    if not result:
+        raise SourceError(f"{source} has no finished training: first run: grpo run {run / run_files.CONFIG}")
+    if len(files) != (sampled := result["counted"]["rollouts"]):
+        raise SourceError(
+            f"{source}: {training / run_files.COMPLETIONS} has {len(files)} files of {sampled} generation batches; "
+            "put the others back, or name another run"
+        )
+    if unknown := without_range(config):
+        raise SourceError(
+            f"{source}: which completions are right is not known, since its accuracy reward {unknown[0]!r} has no "
+            f"range; give it range = [lowest, highest] in {run / run_files.CONFIG}"
+        )
+    seen = set[tuple[int, bytes]]()
+    return kept_on_disk(_right_of(file, config, seen, source) for file in files)
+
+
+def _right_of(file: Path, config: RunConfig, seen: set[tuple[int, bytes]], source: Source) -> pl.DataFrame:
+    """The right completions of a generation batch that are not `seen`, by row of the prompt and hash of the tokens."""
+    rewards = [f"rewards/{reward.name}" for reward in config.rewards]
+    needed = ["row", "prompt", "truncated", "prompt_ids", "completion_ids", *rewards]
+    try:
+        names = pq.read_schema(file).names
+        if missing := [name for name in needed if name not in names]:
+            raise SourceError(
+                f"{source}: {file} lacks {', '.join(missing)}: it is of an older version, or of other rewards than "
+                "config.toml has; name another run"
+            )
+        table = read_parquet(file, [*needed, *(name for name in ("source", "trained_tokens") if name in names)])
+    except (OSError, pa.ArrowInvalid, pl.exceptions.PolarsError) as error:
+        raise SourceError(f"{source}: {file} cannot be read: {error}; put it back, or name another run") from error
+    given = table.select(pl.col(rewards).cast(pl.Float64).fill_null(float("nan"))).to_numpy()
+    sources = table["source"].to_list() if "source" in names else [None] * table.height
+    found = table.filter(pl.Series(passed(given, config, sources) == 1) & ~table["truncated"])
+    hashes = [hashlib.blake2b(ids.to_numpy().tobytes(), digest_size=16).digest() for ids in found["completion_ids"]]
+    keys = [*zip(found["row"], hashes, strict=True)]
+    is_new = [key not in seen and not seen.add(key) for key in keys]
+    return found.filter(pl.Series(is_new, dtype=pl.Boolean)).drop("truncated", *rewards, "source", strict=False)
 
 
 def write_demonstrations(config: RunConfig, tools: Tools, held_out: Mapping[str, Rows], path: Path) -> dict[str, Any]:
@@ -54,13 +114,16 @@ def write_demonstrations(config: RunConfig, tools: Tools, held_out: Mapping[str,
     known, overlap = embedding_rows(config.model), config.data.checks.near_overlap
     frames = (frame for rows in held_out.values() for frame in rows.slices() if overlap != "warn")
     shown = {_key(prompt) for frame in frames for prompt in frame["prompt"]}
+    if is_run := run_files.is_run(source.data):
+        _check_vocabulary(source, vocabulary(tokenizer), config.model.name_or_path)
+    kind = "right completions" if is_run else "rows"
     problems, broken, dropped = list[str](), 0, 0
     with pq.ParquetWriter(path, SCHEMA) as file:
         for first, frame in rows.numbered():
             found = list[Demonstration]()
             for number, row in enumerate(frame.iter_rows(named=True), first):
                 try:
-                    made = encode(row, turn_format, tools(row), config.rollout.stop)
+                    made = _recorded(row) if is_run else encode(row, turn_format, tools(row), config.rollout.stop)
                     is_held_out = bool(shown) and _key(_asked(row)) in shown
                     if is_held_out and overlap == "drop":
                         dropped += 1
@@ -73,16 +136,35 @@ def write_demonstrations(config: RunConfig, tools: Tools, held_out: Mapping[str,
                     continue
                 broken += 1
                 if len(problems) < SHOWN:
-                    problems.append(f"  row {number}: {problem}")
+                    place = f"row {row['row']} of its dataset/train.parquet" if is_run else f"row {number}"
+                    problems.append(f"  {place}: {problem}")
             file.write_table(pa.Table.from_pylist([vars(each) for each in found], SCHEMA))
     if broken:
         raise SourceError(
-            f"{source}: {broken:,} of {rows.height:,} rows cannot be learnt from:\n" + "\n".join(problems)
+            f"{source}: {broken:,} of {rows.height:,} {kind} cannot be learnt from:\n" + "\n".join(problems)
         )
     written = read_demonstrations(path)
     if not len(written.rows):
-        raise SourceError(f"{source} has no rows" + f" left: {dropped:,} were dropped" * bool(dropped))
+        raise SourceError(f"{source} has no {kind}" + f" left: {dropped:,} were dropped" * bool(dropped))
     return {**written.figures, "dropped": dropped}
+
+
+def _check_vocabulary(source: Source, ours: str, model: str) -> None:
+    """Raises SourceError unless the token ids of the run's completions mean what they do to this tokenizer."""
+    run = Path(source.data)
+    theirs = read_former_config(run).model.name_or_path
+    for file in recorded_batches(run / run_files.TRAINING):
+        if json.loads((pq.read_schema(file).metadata or {}).get(KEY, b"{}")).get("vocabulary") != ours:
+            raise SourceError(
+                f"{source}: {file} has token ids of another vocabulary than that of model.name_or_path={model!r}, by "
+                f"the model {theirs!r}; name a run whose model has the same tokenizer"
+            )
+
+
+def _recorded(row: Mapping[str, Any]) -> Demonstration:
+    """A completion as the policy sampled it; of a conversation, with the policy's own tokens trained."""
+    ids = row["completion_ids"]
+    return Demonstration(row["prompt_ids"], ids, row.get("trained_tokens") or [1] * len(ids))
 
 
 def _problems(made: Demonstration, context: int | None, known: int, is_held_out: bool) -> Iterator[str]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from grpo_core import run_files
 from grpo_core.config.base import flatten
 from grpo_core.config.run import RunConfig
 from grpo_core.config.warm_start import supervised
@@ -26,6 +28,7 @@ from grpo_core.fingerprint import (
     teacher_parts,
     warm_start_parts,
 )
+from tasks.stages.run_directory import read_former_config
 
 # Keys that determine how completions are sampled.
 SAMPLING = tuple(
@@ -155,7 +158,7 @@ class Parts:
         if keys.source is None:
             return {}
         return {
-            "content of the demonstrations": content_hash(keys.source),
+            "content of the demonstrations": _shown_content(keys.source),
             "warm_start.split": keys.split,
             "warm_start.revision": keys.revision,
             "rollout.stop": self.config.rollout.stop,
@@ -219,8 +222,11 @@ class Parts:
     @cached_property
     def _passing(self) -> Named:
         """Keys that decide how far a completion passes; empty without a curriculum."""
-        if not self.curriculum:
-            return {}
+        return self.right if self.curriculum else {}
+
+    @cached_property
+    def right(self) -> Named:
+        """Keys that decide how far a completion passes."""
         ranges = {f"rewards.{place}.range": reward.range for place, reward in enumerate(self.config.rewards)}
         return {"accuracy reward": self.config.accuracy_reward, **ranges}
 
@@ -250,6 +256,14 @@ class Parts:
             found |= {f"{name}.{key}": value for key, value in reward.items()}
             found |= {f"{name}.args.{key}": value for key, value in args.items()}
         return found
+
+
+def _shown_content(source: str) -> str:
+    """Hash of demonstrations; of a run, of its training's completions and of what decides which of them are right."""
+    if not run_files.is_run(source):
+        return content_hash(source)
+    completions = content_hash(str(Path(source, run_files.TRAINING, run_files.COMPLETIONS)))
+    return hash_values(completions, Parts(read_former_config(Path(source))).right)
 
 
 def hash_values(*values: Any) -> str:

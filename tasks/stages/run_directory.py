@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_core import run_files
-from grpo_core.config.files import KEPT, dump_config, load_config
+from grpo_core.config.files import KEPT, dump_config, load_config, parse_config, read_values
 from grpo_core.config.functions import own_name
 from grpo_core.config.run import RunConfig
 from grpo_core.data import own_code
@@ -60,6 +60,12 @@ def read_config(run: Path) -> RunConfig:
     Raises ConfigError if it is not valid, as after a change of version.
     """
     return load_config(run / run_files.CONFIG)
+
+
+def read_former_config(run: Path) -> RunConfig:
+    """Read the configuration of another run than this process works on, without making its own modules importable: they
+    would take the place of this run's."""
+    return parse_config(read_values(run / run_files.CONFIG))
 
 
 @contextmanager
