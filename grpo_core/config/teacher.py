@@ -232,6 +232,8 @@ def _source_problem(config: RunConfig) -> str:
             "set it to a teacher that a source names, or remove the key teacher from a source"
         )
     for key, source in named.items():
+        if source.teacher == "self":
+            return f"{key}: a policy that teaches itself is for all sources (teacher.template); name a model, or ''"
         if not source.teacher and not any(weights[name] for name in config.rewards_of(source.name)):
             return (
                 f"{key}, and no reward of {source.name!r} has a weight: nothing would be learnt from it; name a "

@@ -12,6 +12,7 @@ from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths
 from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
+from grpo_core.run_files import is_run
 from grpo_core.system.memory import gib_text
 
 
@@ -23,6 +24,8 @@ def plan_warm_start(config: RunConfig, demonstrations: int, longest_completion: 
         what, more = f"demonstrations in {keys.source!r}", "add demonstrations"
         if keys.from_probe:
             what, more = "right completions of the probe", f"raise data.curriculum.probe={config.data.curriculum.probe}"
+        elif is_run(keys.source or ""):
+            what, more = f"right completions in the run {keys.source!r}", "name another run"
         raise ConfigError(
             f"warm_start.batch_size={keys.batch_size} with {demonstrations} {what}: they do not fill one update; lower "
             f"it, or {more}"

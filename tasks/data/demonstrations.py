@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,11 @@ def load_demonstrations(config: RunConfig) -> Rows:
         if run_folder(config.name).resolve() == Path(source.data).resolve():
             raise SourceError(f"{source} is the folder of this run, whose training would replace it; change the name")
         return _right_completions(source)
+    path = Path(source.data).resolve()
+    if (run := next(filter(run_files.is_run, map(str, path.parents)), "")) and (
+        path.is_dir() or path.parent.name == run_files.COMPLETIONS
+    ):
+        raise SourceError(f"{source} is a part of a run: to begin from its right completions, name the run, {run}")
     rows = load_source(source)
     if "messages" not in rows.columns and not {"prompt", "completion"} <= {*rows.columns}:
         raise SourceError(f"{source} has the columns {', '.join(rows.columns)}: demonstrations need {FORMS}")
@@ -62,10 +67,10 @@ def _right_completions(source: Source) -> Rows:
     run's accuracy reward, each prompt's different ones once, without those that the length limit cut."""
     run = Path(source.data)
     training, config = run / run_files.TRAINING, read_former_config(run)
-    files, result = recorded_batches(training), read_json(training / run_files.RESULT)
-    if not result:
+    files, counted = recorded_batches(training), read_json(training / run_files.RESULT).get("counted")
+    if not counted:
         raise SourceError(f"{source} has no finished training: first run: grpo run {run / run_files.CONFIG}")
-    if len(files) != (sampled := result["counted"]["rollouts"]):
+    if len(files) != (sampled := counted["rollouts"]):
         raise SourceError(
             f"{source}: {training / run_files.COMPLETIONS} has {len(files)} files of {sampled} generation batches; "
             "put the others back, or name another run"
@@ -95,6 +100,11 @@ def _right_of(file: Path, config: RunConfig, seen: set[tuple[int, bytes]], sourc
         raise SourceError(f"{source}: {file} cannot be read: {error}; put it back, or name another run") from error
     given = table.select(pl.col(rewards).cast(pl.Float64).fill_null(float("nan"))).to_numpy()
     sources = table["source"].to_list() if "source" in names else [None] * table.height
+    if changed := {*sources} - ({it.name for it in config.data.sources} or {None}):
+        raise SourceError(
+            f"{source}: {file} has completions of {'no source' if None in changed else f'a source {min(changed)!r}'}, "
+            "unlike its config.toml, which has changed since that training; name another run"
+        )
     found = table.filter(pl.Series(passed(given, config, sources) == 1) & ~table["truncated"])
     hashes = [hashlib.blake2b(ids.to_numpy().tobytes(), digest_size=16).digest() for ids in found["completion_ids"]]
     keys = [*zip(found["row"], hashes, strict=True)]
@@ -111,11 +121,11 @@ def write_demonstrations(config: RunConfig, tools: Tools, held_out: Mapping[str,
     rows, source = load_demonstrations(config), demonstration_source(config)
     tokenizer, context = load_tokenizer_and_context(config.model)
     turn_format = TurnFormat(tokenizer, end_texts(config, tokenizer), config.data.chat_template_kwargs)
-    known, overlap = embedding_rows(config.model), config.data.checks.near_overlap
+    known, overlap, stop = embedding_rows(config.model), config.data.checks.near_overlap, config.rollout.stop
     frames = (frame for rows in held_out.values() for frame in rows.slices() if overlap != "warn")
     shown = {_key(prompt) for frame in frames for prompt in frame["prompt"]}
     if is_run := run_files.is_run(source.data):
-        _check_vocabulary(source, vocabulary(tokenizer), config.model.name_or_path)
+        _check_former(source, vocabulary(tokenizer), config)
     kind = "right completions" if is_run else "rows"
     problems, broken, dropped = list[str](), 0, 0
     with pq.ParquetWriter(path, SCHEMA) as file:
@@ -123,7 +133,7 @@ def write_demonstrations(config: RunConfig, tools: Tools, held_out: Mapping[str,
             found = list[Demonstration]()
             for number, row in enumerate(frame.iter_rows(named=True), first):
                 try:
-                    made = _recorded(row) if is_run else encode(row, turn_format, tools(row), config.rollout.stop)
+                    made = _recorded(row, turn_format, stop) if is_run else encode(row, turn_format, tools(row), stop)
                     is_held_out = bool(shown) and _key(_asked(row)) in shown
                     if is_held_out and overlap == "drop":
                         dropped += 1
@@ -135,9 +145,9 @@ def write_demonstrations(config: RunConfig, tools: Tools, held_out: Mapping[str,
                     found.append(made)
                     continue
                 broken += 1
-                if len(problems) < SHOWN:
-                    place = f"row {row['row']} of its dataset/train.parquet" if is_run else f"row {number}"
-                    problems.append(f"  {place}: {problem}")
+                place = f"row {row['row']} of its dataset/train.parquet" if is_run else f"row {number}"
+                if len(problems) < SHOWN and (line := f"  {place}: {problem}") not in problems:
+                    problems.append(line)
             file.write_table(pa.Table.from_pylist([vars(each) for each in found], SCHEMA))
     if broken:
         raise SourceError(
@@ -149,10 +159,17 @@ def write_demonstrations(config: RunConfig, tools: Tools, held_out: Mapping[str,
     return {**written.figures, "dropped": dropped}
 
 
-def _check_vocabulary(source: Source, ours: str, model: str) -> None:
-    """Raises SourceError unless the token ids of the run's completions mean what they do to this tokenizer."""
-    run = Path(source.data)
-    theirs = read_former_config(run).model.name_or_path
+def _check_former(source: Source, ours: str, config: RunConfig) -> None:
+    """Raises SourceError unless the token ids of the run's completions mean what they do to this tokenizer, `ours`, and
+    the same texts end them."""
+    run, model = Path(source.data), config.model.name_or_path
+    former = read_former_config(run)
+    theirs = former.model.name_or_path
+    if former.rollout.stop != config.rollout.stop:
+        raise SourceError(
+            f"{source} has rollout.stop={former.rollout.stop!r}, and this run {config.rollout.stop!r}: completions "
+            "would end elsewhere; set it to the same"
+        )
     for file in recorded_batches(run / run_files.TRAINING):
         if json.loads((pq.read_schema(file).metadata or {}).get(KEY, b"{}")).get("vocabulary") != ours:
             raise SourceError(
@@ -161,10 +178,18 @@ def _check_vocabulary(source: Source, ours: str, model: str) -> None:
             )
 
 
-def _recorded(row: Mapping[str, Any]) -> Demonstration:
-    """A completion as the policy sampled it; of a conversation, with the policy's own tokens trained."""
+def _recorded(row: Mapping[str, Any], turns: TurnFormat, stop: Sequence[str]) -> Demonstration:
+    """A completion as the policy sampled it; of a conversation, with the policy's own tokens trained. Raises
+    DemonstrationError if nothing ends it that ends a completion of this policy."""
     ids = row["completion_ids"]
-    return Demonstration(row["prompt_ids"], ids, row.get("trained_tokens") or [1] * len(ids))
+    made = Demonstration(row["prompt_ids"], ids, row.get("trained_tokens") or [1] * len(ids))
+    said = turns.tokenizer.decode([number for number, own in zip(ids, made.trained_tokens, strict=True) if own])
+    if not said.endswith(turns.ends) and not any(text in said for text in stop):
+        raise DemonstrationError(
+            f"it ends with {said[-20:]!r}, and a completion of this model with {' or '.join(map(repr, turns.ends))}; "
+            "name a run whose model has the same end tokens"
+        )
+    return made
 
 
 def _problems(made: Demonstration, context: int | None, known: int, is_held_out: bool) -> Iterator[str]:

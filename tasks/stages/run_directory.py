@@ -28,7 +28,7 @@ from grpo_core.config.functions import own_name
 from grpo_core.config.run import RunConfig
 from grpo_core.data import own_code
 from grpo_core.environments.registry import file_of, named
-from grpo_core.errors import GrpoError
+from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.rewards.contract import files_of
 from grpo_core.system.files import publish
 from grpo_core.system.own_code import place_of
@@ -64,8 +64,12 @@ def read_config(run: Path) -> RunConfig:
 
 def read_former_config(run: Path) -> RunConfig:
     """Read the configuration of another run than this process works on, without making its own modules importable: they
-    would take the place of this run's."""
-    return parse_config(read_values(run / run_files.CONFIG))
+    would take the place of this run's. Raises ConfigError, which names the file."""
+    values = read_values(run / run_files.CONFIG)
+    try:
+        return parse_config(values)
+    except ConfigError as error:
+        raise ConfigError(f"{run / run_files.CONFIG} is not valid: {error}") from error
 
 
 @contextmanager

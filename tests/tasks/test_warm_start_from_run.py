@@ -115,11 +115,13 @@ def test_of_a_conversation_the_recorded_mask_says_which_tokens_are_trained(
 ) -> None:
     for file in _files(run):
         table = pq.read_table(file)
-        masks = [[1 - place % 2 for place, _ in enumerate(ids)] for ids in table["completion_ids"].to_pylist()]
+        masks = [
+            [len(ids) % 2 ^ place % 2 for place, _ in enumerate(ids)] for ids in table["completion_ids"].to_pylist()
+        ]
         pq.write_table(table.append_column("trained_tokens", pa.array(masks, pa.large_list(pa.int8()))), file)
     found = _written(values, tmp_path)[1]
     several = [row["trained_tokens"] for row in found if len(row["completion_ids"]) > 1]
-    assert several and all(mask == [1 - place % 2 for place, _ in enumerate(mask)] for mask in several)
+    assert several and all(mask == [len(mask) % 2 ^ place % 2 for place, _ in enumerate(mask)] for mask in several)
 
 
 @pytest.mark.slow
@@ -187,6 +189,11 @@ def _other_tokenizer(run: Path) -> None:
         pq.write_table(table.replace_schema_metadata({KEY: json.dumps(facts)}), file)
 
 
+def _of_a_source(run: Path) -> None:
+    table = pq.read_table(_files(run)[1])
+    pq.write_table(table.append_column("source", pa.array(["sums"] * len(table))), _files(run)[1])
+
+
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unfinished": (_unfinished, r"trained' has no finished training: first run: grpo run .*config\.toml"),
     "missing file": (lambda run: _files(run)[3].unlink(), "completions has 5 files of 6 generation batches; put"),
@@ -196,6 +203,11 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other rewards": (
         lambda run: _with_config(run, lambda values: values["rewards"][0].update(name="other")),
         r"lacks rewards/other: it is .* or of other rewards than config\.toml has",
+    ),
+    "other sources": (_of_a_source, r"rollout-000001\.parquet has completions of a source 'sums', unlike its config"),
+    "older configuration": (
+        lambda run: (run / "config.toml").write_text((run / "config.toml").read_text() + "\n[gone]\nkey = 1\n"),
+        r"trained/config\.toml is not valid: gone: unknown key",
     ),
     "no range": (
         lambda run: _with_config(run, lambda values: values["rewards"][1].pop("range")),
@@ -212,7 +224,7 @@ def test_a_run_that_gives_no_demonstrations_is_refused_before_it_begins(
     refuse_early(parse_config(values))
     damage, said = FAULTS[fault]
     damage(run)
-    with pytest.raises(SourceError, match=said):
+    with pytest.raises(GrpoError, match=said):
         refuse_early(parse_config(values))
 
 
@@ -222,7 +234,7 @@ def test_a_run_of_another_tokenizer_the_run_itself_and_too_few_right_completions
 ) -> None:
     number = len(_selected(run))
     values["warm_start"]["batch_size"] = number + 1
-    with pytest.raises(GrpoError, match=rf"batch_size={number + 1} with {number} demonstrations in '.*trained'"):
+    with pytest.raises(GrpoError, match=rf"batch_size={number + 1} with {number} right completions in the run '"):
         refuse_early(parse_config(values))
     values["warm_start"]["batch_size"] = 4
     monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
@@ -232,6 +244,34 @@ def test_a_run_of_another_tokenizer_the_run_itself_and_too_few_right_completions
         refuse_early(parse_config({**values, "name": "trained"}))
     _other_tokenizer(run)
     with pytest.raises(SourceError, match=r"has token ids of another vocabulary than that of .*, by the model '.*'"):
+        _written(values, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["training", "training/completions", "training/completions/rollout-000000.parquet"])
+def test_a_part_of_a_run_is_refused_by_the_name_of_the_run(values: dict[str, Any], run: Path, part: str) -> None:
+    values["warm_start"]["demonstrations"] = str(run / part)
+    with pytest.raises(SourceError, match=rf"is a part of a run: .* name the run, .*{run.name}"):
+        write_demonstrations(parse_config(values), lambda row: [], {}, run / "found.parquet")
+
+
+@pytest.mark.slow
+def test_completions_that_would_not_end_in_the_new_run_are_refused(
+    values: dict[str, Any], run: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    """They end with a token that does not end the turn of the new base, or by another text."""
+    stopped = {**values, "rollout": {**values["rollout"], "stop": ["7"]}}
+    with pytest.raises(SourceError, match=r"has rollout\.stop=\[\], and this run \['7'\]: .* set it to the same"):
+        _written(stopped, tmp_path)
+    base = shutil.copytree(model_folder, tmp_path / "base")
+    other = next(token for token in make_tokenizer().get_vocab() if token.isdigit())
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = other
+    tokenizer.save_pretrained(base)
+    generation = json.loads((base / "generation_config.json").read_text())
+    (base / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": tokenizer.eos_token_id}))
+    values["model"]["name_or_path"] = str(base)
+    with pytest.raises(SourceError, match=rf"it ends with '.*', and a completion of this model with '{other}'; name"):
         _written(values, tmp_path)
 
 

@@ -113,6 +113,7 @@ TEMPLATE = "{prompt}{answer}"
         ),
         ({"model": "m", "template": TEMPLATE}, "", "'' with teacher.template='{prompt}{answer}': the teachers"),
         ({"model": "m", "divergence_beta": 0.0}, "b", "'b' with teacher.divergence_beta=0.0: the teachers of sources"),
+        ({"model": "m"}, "self", "'self': a policy that teaches itself is for all sources (teacher.template)"),
         ({}, "b", "'b' without teacher.model, the teacher of the sources that name none; set it, and teacher = ''"),
     ],
 )
