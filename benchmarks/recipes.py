@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import json
 import os
 import re
 import subprocess
-import tarfile
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -80,8 +78,7 @@ def _extracted(git_dir: Path, folder: Path) -> Path:
     archive = subprocess.run(["git", f"--git-dir={git_dir.resolve()}", "archive", "HEAD"], capture_output=True)
     if archive.returncode:
         raise SystemExit(f"{git_dir}: {archive.stderr.decode().strip()}")
-    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
-        tar.extractall(folder, filter="data")
+    subprocess.run(["tar", "--extract", f"--directory={folder}"], input=archive.stdout, check=True)
     return folder
 
 

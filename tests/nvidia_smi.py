@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.quick_python import BY_SHELL
+
 # `--query-gpu` with one line per GPU, `-L` with the slices of those that are divided; writes down each question.
-PROGRAM = """#!{python} -IS
-import json, sys, time
+PROGRAM = """import json, sys, time
 from pathlib import Path
 given = json.loads(Path(__file__).with_name("gpus.json").read_text())
 with open(given["asked"], "a") as asked:
@@ -55,7 +56,7 @@ def put_nvidia_smi(
     known = [{name: value for name, value in gpu.items() if value is not None} for gpu in every]
     given = {"gpus": known, "first": first, "status": status, "seconds": seconds, "asked": str(folder / "asked")}
     (folder / "gpus.json").write_text(json.dumps(given))
-    (folder / "nvidia-smi").write_text(PROGRAM.format(python=sys.executable))
+    (folder / "nvidia-smi").write_text(BY_SHELL.format(python=sys.executable) + PROGRAM.format())
     (folder / "nvidia-smi").chmod(0o755)
     if not (compiler := folder / "gcc").exists():
         compiler.symlink_to("/bin/true")

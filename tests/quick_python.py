@@ -25,12 +25,14 @@ from types import ModuleType
 
 from benchmarks.command import ROOT, python_path
 
-# Hands its arguments, folder, environment and open files to the process that forks, and ends as the forked one does. A
-# `#!` line holds no path with a space, so a shell starts it: to that, the second line is a command, to Python a text.
-STARTED = """#!/bin/sh
+# A program's first lines, by which a Python whose path has a space runs it, since a `#!` line holds no such path: to a
+# shell the second is a command, to Python a text.
+BY_SHELL = """#!/bin/sh
 '''exec' "{python}" -IS "$0" "$@"
 ' '''
-import json, os, signal, socket, sys
+"""
+# Hands its arguments, folder, environment and open files to the process that forks, and ends as the forked one does.
+STARTED = """import json, os, signal, socket, sys
 arguments = sys.argv[1:]
 while arguments[0] not in ("-m", "-c") and arguments[0].startswith("-"):
     arguments = arguments[1:]  # such as the -B of multiprocessing
@@ -60,7 +62,7 @@ def quick_python(folder: Path, modules: Sequence[str], again: bool = True) -> It
     """An executable in `folder` that runs `-m MODULE`, `-c CODE` and files, in processes that have these modules
     already, those that are installed. If `again`, those processes in turn start others by it."""
     address, program, log = folder / "address", folder / "python", folder / "log"
-    program.write_text(STARTED.format(python=sys.executable, address=str(address)))
+    program.write_text(BY_SHELL.format(python=sys.executable) + STARTED.format(address=str(address)))
     program.chmod(0o755)
     executable = str(program) if again else sys.executable
     command = [sys.executable, "-m", "tests.quick_python", str(address), executable, *modules]

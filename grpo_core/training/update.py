@@ -162,7 +162,7 @@ class _Tally:
         highest = {name: value for name, value in extreme if math.isfinite(value)}
         lowest = {name: -highest.pop(name) for name in [*highest] if name.endswith("min")}
         told = totals.pop("told_tokens", tokens)  # with a template, what is not taught counts as 0 in teacher_kl
-        over = {"privileged_gap" if session.config.teacher.template else "teacher_kl": told}
+        over = {"privileged_gap" if "privileged_gap" in totals else "teacher_kl": told}
         means = {name: value / number for name, value in totals.items() if (number := over.get(name, tokens))}
         if (square := means.pop("correction_squared", None)) is not None:  # 0 if the correction leaves out every token
             mean = means["sampling/importance_sampling_ratio/mean"]

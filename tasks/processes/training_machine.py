@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Collection
@@ -35,7 +36,7 @@ def check_training_machine(config: RunConfig) -> None:
     if there["code"] != code_digest():
         raise MachineError(
             f"{PYTHON}={python} has other code of this project than {sys.executable}: install the same in both (in the "
-            f"clone: `uv pip install --python {python} --no-deps -e .`)"
+            f"clone: `uv pip install --python {shlex.quote(python)} --no-deps -e .`)"
         )
     if there["problem"]:
         raise MachineError(there["problem"])
@@ -69,5 +70,6 @@ def _ask() -> dict[str, Any]:
         reason = f"asked what it has, it answers {done.stdout!r}"
     raise MachineError(
         f"{PYTHON}={python} is not the Python of an environment with this project: {reason}. Install it there (in the "
-        f"clone: `uv pip install --python {python} --no-deps -e .`), or unset {PYTHON}: then {sys.executable} trains"
+        f"clone: `uv pip install --python {shlex.quote(python)} --no-deps -e .`), or unset {PYTHON}: then "
+        f"{sys.executable} trains"
     )

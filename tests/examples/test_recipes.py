@@ -9,6 +9,7 @@ import json
 import operator
 import random
 import re
+import shlex
 import sys
 import tomllib
 from contextlib import nullcontext
@@ -248,7 +249,8 @@ def test_demonstrated_programs_print_the_answer_but_for_their_slips(
 def test_a_model_that_cannot_be_read_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.setattr(smollm, "download", lambda folder: pytest.fail("it was downloaded"))
-    with pytest.raises(SystemExit, match=r"the package gguf: .*; \S+ -m pip install gguf$"):
+    python = re.escape(shlex.quote(sys.executable))
+    with pytest.raises(SystemExit, match=rf"the package gguf: .*; {python} -m pip install gguf$"):
         smollm.make(tmp_path)
 
 

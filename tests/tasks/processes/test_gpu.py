@@ -159,7 +159,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 def _other_python(file: Path, setting: str = "THERE=1") -> str:
     """A Python that has another path and one more environment variable."""
-    _command(file, f'{setting} exec {sys.executable} "$@"')
+    _command(file, f'{setting} exec {shlex.quote(sys.executable)} "$@"')
     return str(file)
 
 
@@ -189,7 +189,7 @@ def test_without_a_name_this_python_trains(config: RunConfig, monkeypatch: pytes
 def test_a_python_without_this_project_is_refused_with_the_reason(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _command(tmp_path / "bare", f'exec {sys.executable} -I -S "$@"')
+    _command(tmp_path / "bare", f'exec {shlex.quote(sys.executable)} -I -S "$@"')
     for python, reason in (
         (str(tmp_path / "bare"), "No module named 'tasks'"),
         ("/none/python", "No such file"),
