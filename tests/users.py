@@ -26,8 +26,6 @@ def users(*groups: str) -> Iterator[list[str]]:
     their own alone. Skips the test where no user can be made."""
     if os.geteuid() or not shutil.which("useradd") or not shutil.which("setpriv"):
         pytest.skip("making users takes root, useradd and setpriv")
-    if closed := [folder for folder in (ROOT, *ROOT.parents) if not folder.stat().st_mode & stat.S_IXOTH]:
-        pytest.skip(f"other users cannot enter {closed[-1]}, in which this checkout lies")
     mark = secrets.token_hex(3)
     with ExitStack() as stack:
         for group in {*groups} - {""}:
@@ -47,11 +45,13 @@ def run_as(user: str, umask: str, *arguments: str | Path, **environment: str) ->
 
 
 def python_as(user: str, umask: str, *arguments: str) -> list[str]:
-    """Command that runs this Python as this user. What leads to it is opened to the user in a mount namespace of the
-    command alone."""
+    """Command that runs this Python as this user. What leads to it, and to this checkout, is opened to the user in a
+    mount namespace of the command alone."""
     switch = ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups", "--inh-caps=-all"]
     command = shlex.join([*switch, sys.executable, *arguments])
-    script = f"set -e\n{_opened(Path(sys.executable).resolve())}\numask {umask}\nexec {command}"
+    script = (
+        f"set -e\n{_opened(Path(sys.executable).resolve(), Path(sys.executable), ROOT)}\numask {umask}\nexec {command}"
+    )
     return ["unshare", "--mount", "bash", "-c", script]
 
 
@@ -60,16 +60,22 @@ def seen(environment: Mapping[str, str]) -> dict[str, str]:
     return {**_inherited(), "HOME": "/nonexistent", "PYTHONPATH": python_path(ROOT), **environment}
 
 
-def _opened(program: Path) -> str:
-    """Shell commands after which all users may pass to a program of root's: the folder that they may not enter shows
-    the next one on the way alone."""
-    closed = next((folder for folder in [*program.parents][::-1] if not folder.stat().st_mode & stat.S_IXOTH), None)
-    if closed is None:
-        return ""
-    there = shlex.quote(str(closed / program.relative_to(closed).parts[0]))
-    shown = f"/mnt/{shlex.quote(program.relative_to(closed).parts[0])}"
-    mounts = ["-t tmpfs -o mode=755 none /mnt", f"--rbind {there} {shown}", f"--rbind /mnt {shlex.quote(str(closed))}"]
-    return f"mount {mounts[0]} && mkdir {shown} && mount {mounts[1]} && mount {mounts[2]}"
+def _opened(*places: Path) -> str:
+    """Shell commands after which all users may pass to these places of root's: a folder that they may not enter shows
+    what is next on the way alone."""
+    shown: dict[Path, set[str]] = {}
+    for place in places:
+        closed = next((folder for folder in [*place.parents][::-1] if not folder.stat().st_mode & stat.S_IXOTH), None)
+        if closed is not None:
+            shown.setdefault(closed, set()).add(place.relative_to(closed).parts[0])
+    lines = []
+    for closed, names in shown.items():
+        lines.append("mount -t tmpfs -o mode=755 none /mnt")
+        for name in sorted(names):
+            there, here = shlex.quote(str(closed / name)), shlex.quote(f"/mnt/{name}")
+            lines += [f"mkdir {here}", f"mount --rbind {there} {here}"]
+        lines.append(f"mount --rbind /mnt {shlex.quote(str(closed))}")
+    return "\n".join(lines)
 
 
 def _inherited() -> Mapping[str, str]:

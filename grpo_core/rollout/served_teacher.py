@@ -37,16 +37,17 @@ def served_logprobs(config: RunConfig, asked: Sequence[tuple[list[int], list[int
     transport = httpx2.AsyncHTTPTransport(limits=limits, socket_options=SOCKET_OPTIONS)
     options = client_options(config, config.rollout.vllm_request_timeout)
     http = httpx2.AsyncClient(**options, transport=transport)
+    ask = partial(_ask, config, http, asyncio.Lock())
 
     async def score(model: str, prompt: list[int], completion: list[int]) -> list[float]:
         ids = prompt + completion
         body = scoring(model, ids)
-        return await _ask(config, http, "/v1/completions", body, lambda answer: logprobs_of(answer, ids, len(prompt)))
+        return await ask("/v1/completions", body, lambda answer: logprobs_of(answer, ids, len(prompt)))
 
     loop = asyncio.new_event_loop()
     threading.Thread(target=partial(_turn, loop), daemon=True).start()
     start = partial(asyncio.run_coroutine_threadsafe, loop=loop)
-    futures: list[Any] = [start(_ask(config, http, "/v1/models", None, lambda answer: teacher_among(config, answer)))]
+    futures: list[Any] = [start(ask("/v1/models", None, lambda answer: teacher_among(config, answer)))]
     try:
         model = _same(config, http.base_url, futures[0].result())
         futures = [start(score(model, *each)) for each in asked]
@@ -76,9 +77,15 @@ def _same(config: RunConfig, address: httpx2.URL, found: dict[str, Any]) -> str:
 
 
 async def _ask(
-    config: RunConfig, http: httpx2.AsyncClient, path: str, body: Any, read: Callable[[Any], Answer]
+    config: RunConfig,
+    http: httpx2.AsyncClient,
+    waiting: asyncio.Lock,
+    path: str,
+    body: Any,
+    read: Callable[[Any], Answer],
 ) -> Answer:
-    """Return what is read from the server's answer; it is asked again if it was not available."""
+    """Return what is read from the server's answer; it is asked again if it was not available. `waiting`: held while
+    one request waits for the server, so that answers from before it came back are not taken for another failure."""
     server, keys, failure = f"the teacher's server at {config.teacher.url}", config.rollout, ""
     for _ in range(ATTEMPTS):
         try:
@@ -96,7 +103,8 @@ async def _ask(
             raise EngineError(f"{server}: no answer of a vLLM server to {path}: {error!r}") from None
         except (httpx2.HTTPError, ValueError) as error:
             failure = repr(error)
-        await _wait(http, keys.vllm_server_timeout, server, failure)
+        async with waiting:
+            await _wait(http, keys.vllm_server_timeout, server, failure)
     raise EngineError(f"{server}: {ATTEMPTS} attempts at one answer have failed; the last: {failure}")
 
 

@@ -75,7 +75,7 @@ def _pair(first: Record, other: Record, name: str, pairs: int) -> Paired:
         units = paired_units(before, after, unit_numbers(samples, name))
         return paired_difference(*units, confidence, bounds_of(metric, first.config))
 
-    weights = _named(first, other, WEIGHT.fullmatch)
+    weights = _differing(first, other, WEIGHT.fullmatch)
     paired = [metric for metric in DECIDING if metric != "reward" or not weights]
     why = f"rewards weigh differently: {weights}" if weights else ""
     return Paired({metric: asdict(difference(metric)) for metric in paired}, why, unit_name(samples))
@@ -89,7 +89,7 @@ def outcomes_on(record: Record, name: str, metric: str, policy: str = "trained")
 
 def _what_differs(first: Record, other: Record) -> str:
     """Return why the outcomes of two evaluations cannot be paired."""
-    if differing := _named(first, other, lambda key: key.startswith(EVALUATED_BY) and not WEIGHT.fullmatch(key)):
+    if differing := _differing(first, other, lambda key: key.startswith(EVALUATED_BY) and not WEIGHT.fullmatch(key)):
         return f"evaluated differently: {differing}"
     asked = [_asked(record) for record in (first, other)]
     if different := [name for name in {**asked[0], **asked[1]} if asked[0].get(name) != asked[1].get(name)]:
@@ -97,7 +97,7 @@ def _what_differs(first: Record, other: Record) -> str:
     return "the data or the source of a reward function has changed between their evaluations"
 
 
-def _named(first: Record, other: Record, chosen: Callable[[str], object]) -> str:
+def _differing(first: Record, other: Record, chosen: Callable[[str], object]) -> str:
     """Those of the parameters that differ whose keys are chosen, with their values."""
     differing = parameters_that_differ([first.config, other.config])
     return ", ".join(f"{key} ({' / '.join(values)})" for key, values in differing.items() if chosen(key))

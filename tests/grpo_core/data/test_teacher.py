@@ -203,7 +203,7 @@ def test_the_forecast_counts_a_teachers_weights_and_passes_and_refuses_what_has_
 def test_the_forecast_counts_the_weights_of_all_teachers_and_the_passes_of_each_over_its_sources(
     tmp_path: Path,
 ) -> None:
-    """7B teaches the sums, an epoch of 20,000, and 3B the lines, of which an epoch has half; or nobody does."""
+    """7B teaches the 20,000 sums of an epoch; its lines, half of them all, have 3B as teacher, or none."""
     keys = {"engine": "transformers", "max_steps": 10}
     policy, seven, three = qwen("1.5B"), qwen("7B"), qwen("3B")
     for lines, teachers in (("3B", {"7B": seven, "3B": three}), ("", {"7B": seven}), ("7B", {"7B": seven})):

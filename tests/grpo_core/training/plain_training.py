@@ -176,7 +176,7 @@ class _Batch:
                     self.teacher[row] = found or self.old[row]
 
     def teacher_kl(self, place: int) -> list[float]:
-        """Of a micro-step's tokens that are taught: log π_old − log π_teacher."""
+        """log π_old − log π_teacher of each taught token of a micro-step."""
         rows = [row for row in self.order[place].flatten().tolist() if self.taught_by[row] != ""]
         return [old - said for row in rows for old, said in zip(self.old[row], self.teacher[row] or [], strict=False)]
 
