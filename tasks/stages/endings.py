@@ -19,7 +19,9 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 from prefect import Flow, get_run_logger
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus
 from prefect.context import FlowRunContext, TagsContext
 from prefect.exceptions import Abort, Pause, TerminationSignal
 from prefect.runtime import deployment
@@ -34,6 +36,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 REPEATED = tuple(f"Finished in state {name}(" for name in ("Failed", "Cancelled", "Running"))  # Running if cancelled
 LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
+# The server's words if a request is sent again because its answer was lost, and the first one has set the state.
+SET_ALREADY = "This run has already made this state transition."
+_set_state = SyncPrefectClient.set_flow_run_state
 
 
 def end_in_plain_words(work: Callable[P, R]) -> Callable[P, R]:
@@ -47,6 +52,7 @@ def end_in_plain_words(work: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(work)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        SyncPrefectClient.set_flow_run_state = _set_state_once
         for name in LOGGERS:
             logging.getLogger(name).addFilter(_demote_repeated)  # takes effect once, however often it is added
         if threading.current_thread() is threading.main_thread():
@@ -89,6 +95,19 @@ def end_in_plain_words(work: Callable[P, R]) -> Callable[P, R]:
 
     wrapper.__signature__ = inspect.signature(work, eval_str=True)  # type: ignore[attr-defined]
     return wrapper
+
+
+def _set_state_once(client: SyncPrefectClient, *args: Any, **options: Any) -> OrchestrationResult[Any]:
+    """Stands for `SyncPrefectClient.set_flow_run_state`. The answer to a request that was sent again is that of the
+    first: the state is set.
+
+    Prefect's engine takes it for another state, one without the flow's result, and would raise MissingResult at the end
+    of a flow that has done everything.
+    """
+    answer = _set_state(client, *args, **options)
+    if answer.status == SetStateStatus.REJECT and answer.details.reason == SET_ALREADY:
+        answer.status = SetStateStatus.ACCEPT
+    return answer
 
 
 def _call_hooks(flow: Flow[..., Any], flow_run: FlowRun, cancelled: State) -> None:

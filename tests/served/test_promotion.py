@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from flows.cli.main import app
 from tasks.rendering.markdown import escape
+from tasks.stages.errors import Interrupted
 from tests.evaluations import fixed_samples, register_version
 
 
@@ -83,3 +84,35 @@ def test_the_commands_exit_by_what_became_of_it(storage: Path, monkeypatch: pyte
     code, said = grpo("rollback", "commands")
     assert code == 0
     assert "commands version 1 is champion again, version 2 is not" in said
+
+
+@pytest.mark.slow
+def test_a_flow_s_result_reaches_its_caller_though_the_answers_to_its_states_are_lost(
+    storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect import flow
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.states import Completed
+
+    from tasks.stages.endings import end_in_plain_words
+
+    @flow
+    @end_in_plain_words
+    def lost(interrupted: bool) -> Any:
+        if interrupted:
+            raise Interrupted("train was interrupted", KeyboardInterrupt())
+        return Completed(message="verdict", data=storage)
+
+    asked, request = [], SyncPrefectClient.request
+
+    def request_again(client: SyncPrefectClient, method: Any, path: Any, *args: Any, **options: Any) -> Any:
+        """As Prefect's client does if it gets no answer."""
+        if path.endswith("/set_state"):
+            asked.append(request(client, method, path, *args, **options).json()["status"])
+        return request(client, method, path, *args, **options)
+
+    monkeypatch.setattr(SyncPrefectClient, "request", request_again)
+    assert lost(False) == storage
+    with pytest.raises(Interrupted, match="train was interrupted"):
+        lost(True)
+    assert asked == ["ACCEPT"] * 4, "two flow runs began and ended"
