@@ -6,7 +6,7 @@ The crash watch reports the end of a flow run whose process and runner have both
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 from prefect.client.orchestration import get_client
@@ -16,7 +16,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.events import AutomationCore, EventTrigger, Posture
 from prefect.events.actions import ChangeFlowRunState
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
 from flows.serving.environment import HEARTBEAT_SECONDS, TAG
 from flows.serving.up_file import ServerError
@@ -69,7 +69,10 @@ def ensure_gpu_limit() -> None:
             client.read_global_concurrency_limit_by_name(GPU_LIMIT)
         except ObjectNotFound:
             slots = max(1, len(visible_devices()))
-            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=GPU_LIMIT, limit=slots))
+            with suppress(
+                ObjectAlreadyExists
+            ):  # made by another command, or a request whose answer is lost
+                client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=GPU_LIMIT, limit=slots))
 
 
 def restore_lost_retries() -> None:

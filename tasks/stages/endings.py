@@ -105,7 +105,7 @@ def _set_state_once(client: SyncPrefectClient, *args: Any, **options: Any) -> Or
     of a flow that has done everything.
     """
     answer = _set_state(client, *args, **options)
-    if answer.status == SetStateStatus.REJECT and answer.details.reason == SET_ALREADY:
+    if getattr(answer.details, "reason", "") == SET_ALREADY:
         answer.status = SetStateStatus.ACCEPT
     return answer
 

@@ -183,9 +183,14 @@ def flow_run_link() -> str:
 def open_experiment(client: mlflow.MlflowClient, name: str) -> str:
     """Return the id of the experiment of this name; make it if there is none. Raises TrackingError if it is
     deleted."""
-    experiment = client.get_experiment_by_name(name)
-    if experiment is None:
-        return client.create_experiment(name, _artifact_location(), experiment_tags())
+    while (experiment := client.get_experiment_by_name(name)) is None:
+        try:
+            return client.create_experiment(name, _artifact_location(), experiment_tags())
+        except (
+            MlflowException
+        ) as error:  # made by another command, or a request whose answer is lost
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
     if experiment.lifecycle_stage == "deleted":
         raise TrackingError(
             f"MLflow's experiment {name!r} was deleted: restore it in MLflow (mlflow experiments restore -x "

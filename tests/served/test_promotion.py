@@ -116,3 +116,25 @@ def test_a_flow_s_result_reaches_its_caller_though_the_answers_to_its_states_are
     with pytest.raises(Interrupted, match="train was interrupted"):
         lost(True)
     assert asked == ["ACCEPT"] * 4, "two flow runs began and ended"
+
+
+@pytest.mark.slow
+def test_a_gpu_limit_that_another_command_makes_meanwhile_is_kept(
+    storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect.client.orchestration import SyncPrefectClient, get_client
+    from prefect.exceptions import ObjectNotFound
+
+    from flows.serving.server_setup import ensure_gpu_limit
+    from tasks.processes.gpus.slots import GPU_LIMIT
+
+    def unseen(*_: Any) -> None:
+        raise ObjectNotFound(LookupError(GPU_LIMIT))
+
+    with get_client(sync_client=True) as client:
+        ensure_gpu_limit()
+        kept = client.read_global_concurrency_limit_by_name(GPU_LIMIT)
+        with monkeypatch.context() as patch:
+            patch.setattr(SyncPrefectClient, "read_global_concurrency_limit_by_name", unseen)
+            ensure_gpu_limit()
+        assert client.read_global_concurrency_limit_by_name(GPU_LIMIT) == kept

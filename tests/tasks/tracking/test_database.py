@@ -8,7 +8,9 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import mlflow
 import pytest
 
 from tasks.stages.mlflow_address import TrackingError
@@ -101,3 +103,17 @@ def test_a_deleted_experiment_or_run_is_refused_with_the_way_back(
     expected = r"'active' state.*Restore it in MLflow, or train again with --force"
     with pytest.raises(TrackingError, match=expected), answering():
         client.log_metric(run_id, "reward", 1.0)
+
+
+def test_an_experiment_that_another_command_makes_meanwhile_is_taken(
+    storage: Path, embed_mlflow: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embed_mlflow(storage)
+    client, made, create = connect(), [], mlflow.MlflowClient.create_experiment
+
+    def create_twice(*args: Any) -> str:
+        made.append(create(*args))
+        return create(*args)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "create_experiment", create_twice)
+    assert [open_experiment(client, "shared")] == made
