@@ -37,7 +37,7 @@ from tasks.stages.errors import StageError
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import GPU_DEPLOYMENT, PLAN, PROBE, VALIDATE, WARM_START
 from tasks.tracking.artifacts import show_table
-from tasks.tracking.runs import earlier_throughput
+from tasks.tracking.earlier_runs import earlier_throughput
 
 
 @task(name="plan")

@@ -72,7 +72,7 @@ def describe_plan(
     hardware = find_gpu() if gpu is None else named_gpu(gpu) if gpu else None
     pace: Throughput | Pace | str | None = None
     if history:
-        from tasks.tracking.runs import earlier_throughput
+        from tasks.tracking.earlier_runs import earlier_throughput
 
         pace = earlier_throughput(config, name_hardware(hardware))
     data = read_validated(run_folder(config.name))

@@ -69,9 +69,7 @@ def ensure_gpu_limit() -> None:
             client.read_global_concurrency_limit_by_name(GPU_LIMIT)
         except ObjectNotFound:
             slots = max(1, len(visible_devices()))
-            with suppress(
-                ObjectAlreadyExists
-            ):  # made by another command, or a request whose answer is lost
+            with suppress(ObjectAlreadyExists):  # made by another command, or a request whose answer is lost
                 client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=GPU_LIMIT, limit=slots))
 
 

@@ -22,7 +22,8 @@ from tasks.stages.errors import StageError
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.mlflow_address import TrackingError, describe, tracking_uri
 from tasks.tracking import runs as tracking
-from tasks.tracking.runs import connect, earlier_throughput, open_tracking_run, read_tracking_run, run_address
+from tasks.tracking.earlier_runs import earlier_throughput
+from tasks.tracking.runs import connect, open_tracking_run, read_tracking_run, run_address
 from tests.conftest import config_values, write_sums
 from tests.web import Quiet, answering
 
