@@ -3,6 +3,7 @@ report to the same servers."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,10 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
+from grpo_core.config.base import flatten
 from tasks.stages import table
 from tests.conftest import small_quickstart, write_inputs
 from tests.serving import STOP_SECONDS, Served, serving
 
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 STAGES = [stage.name for stage in table.STAGES]
 TaskStates = Callable[..., list[tuple[str, str]]]
 
@@ -60,6 +63,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def changes(inputs: Path) -> dict[str, Any]:
+    return _changes(inputs)
+
+
+def _changes(inputs: Path) -> dict[str, Any]:
     train = {"max_steps": 4, "save_steps": 2, "eval_steps": 4}
     return small_quickstart("small", inputs, train, launch={"gpu_hour_price": 2.0})
 
@@ -75,3 +82,37 @@ def task_states(served: Served) -> TaskStates:
         return served.tasks(run["id"], count)
 
     return found
+
+
+def overrides_of(inputs: Path, *overrides: str) -> list[str]:
+    """Those of the fixture `changes`, and further ones."""
+    return [*(f"{key}={value}" for key, value in flatten(_changes(inputs)).items()), *overrides]
+
+
+def run_pipeline(inputs: Path, *overrides: str) -> Path:
+    from flows.parameters.form import changes_from_overrides
+    from flows.pipeline import pipeline
+
+    return pipeline("quickstart", changes_from_overrides(CONFIG, overrides_of(inputs, *overrides)))
+
+
+@pytest.fixture(scope="package")
+def triggered(served: Served, changes: dict[str, Any]) -> dict[str, Any]:
+    """Prefect's flow run of the whole pipeline, as the form starts it."""
+    return served.wait(served.trigger("pipeline/local", preset="quickstart", changes=changes))
+
+
+@pytest.fixture(scope="package")
+def finished(triggered: dict[str, Any], storage: Path) -> Path:
+    """Its run directory. What tests run again in their own process has the same configuration, given as by `--set`."""
+    return storage / "runs" / triggered["name"]
+
+
+def mlflow_run_of(finished: Path) -> Any:
+    from tasks.tracking.runs import connect
+
+    return connect().get_run(json.loads((finished / "registration.json").read_text())["mlflow_run_id"])
+
+
+def accuracy_of(report: dict[str, Any]) -> dict[str, float]:
+    return report["sets"]["held-out"]["policies"]["trained"]["accuracy"]

@@ -8,11 +8,11 @@ library's shlex does not tell what was in quotes, and that decides what is expan
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from grpo_core.planning.frameworks.arithmetic import whole_number
 
 BLANK = re.compile(r"(?:[ \t\r]|\\\r?\n)+")
 PLACEHOLDER = re.compile(r"<[\w.-]+>")  # <host>: what a reader is to fill in
@@ -25,13 +25,6 @@ BARE = re.compile(r"\\.?|[^\s;&|<>()'\"\\$`]+|\$", re.S)
 PLAIN = re.compile(r"[^\\\"'$`]+")
 PARAMETER = re.compile(r"\$\{(\w+)(?:\[([^]]*)\])?(?:(:?)([-+=])(.*))?\}|\$(\w+)", re.S)
 ELEMENT = re.compile(r"\[([^]]*)\]=(.*)", re.S)
-ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: lambda left, right: _divided(left, right),
-    ast.Mod: lambda left, right: left - right * _divided(left, right),
-}
 ARITHMETIC_COMMAND = re.compile(r"\(\(((?>[^()]+|\((?>[^()]+|\([^()]*\))*\))*)\)\)")  # ((N *= 4))
 SET_IN_ARITHMETIC = re.compile(
     r"([A-Za-z_]\w*)(?:\[[^]]*\])?\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
@@ -367,27 +360,7 @@ def _calculated(text: str, known: Values) -> int | None:
     """Value of an arithmetic expression as bash computes it; None unless it is plain arithmetic of whole numbers."""
     # Of a bare name bash takes the value, and of $NAME the text: with N="2 + 3", N * 2 is 10 and $N * 2 is 8.
     text = NAME.sub(lambda name: f"({(known.get(name[0]) or name)[0]})", _text(text, known, quoted=True)).strip()
-    try:
-        value = _whole(ast.parse(text, mode="eval").body) if re.fullmatch(r"[\d\s()+*/%-]+", text) else None
-    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
-        return None
-    return value if value is not None and abs(value) < 2**63 else None
-
-
-def _divided(left: int, right: int) -> int:
-    """Towards zero, as in C."""
-    return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
-
-
-def _whole(node: ast.expr) -> int:
-    match node:
-        case ast.Constant(value=int() as value):
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_whole(operand)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
-            return ARITHMETIC[type(op)](_whole(left), _whole(right))
-    raise ValueError(ast.unparse(node))
+    return whole_number(text)
 
 
 def _array(text: str, position: int, known: Values) -> tuple[list[str], int]:
