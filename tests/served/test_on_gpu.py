@@ -15,7 +15,7 @@ import pytest
 from grpo_core.system import progress
 from tests.held import held
 from tests.pretend_gpu import Gpu, needs_cpu_build, pretend_gpu
-from tests.served.test_pipeline import _accuracy, _mlflow_run, _run
+from tests.served.conftest import accuracy_of, mlflow_run_of, run_pipeline
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_run_on_a_gpu_is_trained_with_checkpoints_evaluated_registered_and_rea
     from tasks.reports.rollouts import choose_rollouts, with_trained_policy
 
     keys = ("max_steps=2", "save_steps=1", "eval_steps=2", "per_device_train_batch_size=16", "mixed_precision=bf16")
-    _run(inputs, "name=on-gpu", "registry.model_name=on-gpu", *(f"train.{key}" for key in keys))
+    run_pipeline(inputs, "name=on-gpu", "registry.model_name=on-gpu", *(f"train.{key}" for key in keys))
     run = storage / "runs" / "on-gpu"
     assert [*on_gpu] == ["grpo_core.train", "grpo_core.evaluate"]
     with pretend_gpu() as on_gpu["coloured"]:
@@ -52,6 +52,6 @@ def test_a_run_on_a_gpu_is_trained_with_checkpoints_evaluated_registered_and_rea
         assert not gpu.mismatches + gpu.races + gpu.strays
     assert (run / "training" / "checkpoints" / "step-000001" / "manifest.json").is_file()
     report = json.loads((run / "evaluation" / "report.json").read_text())
-    assert _mlflow_run(run).data.metrics["eval/held-out/trained/accuracy"] == _accuracy(report)["mean"]
+    assert mlflow_run_of(run).data.metrics["eval/held-out/trained/accuracy"] == accuracy_of(report)["mean"]
     assert json.loads((run / "registration.json").read_text())["model_uri"] == "models:/on-gpu/1"
     assert len(read["trained_logprobs"]) == len(read["completion_ids"])

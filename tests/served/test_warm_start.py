@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.rows import write_lines
-from tests.served.conftest import TaskStates
-from tests.served.test_pipeline import _run
+from tests.served.conftest import TaskStates, run_pipeline
 
 
 @pytest.mark.e2e
@@ -23,7 +22,7 @@ def test_a_run_with_demonstrations_begins_from_a_warm_start_and_says_what_it_gav
     shown = write_lines(tmp_path / "shown.jsonl", rows)
     keys = {"demonstrations": shown, "batch_size": 8, "max_steps": 5, "learning_rate": 0.01}
     given = [*(f"warm_start.{key}={value}" for key, value in keys.items()), "model.use_peft=true"]
-    folder = _run(inputs, "name=warm", *given)
+    folder = run_pipeline(inputs, "name=warm", *given)
     assert folder == storage / "runs" / "warm"
     order = ["validate", "plan", "warm-start", "train", "evaluate", "register"]
     assert task_states("warm", len(order)) == [(stage, "Completed") for stage in order]
@@ -38,5 +37,5 @@ def test_a_run_with_demonstrations_begins_from_a_warm_start_and_says_what_it_gav
         assert logged[f"warm_start/{name}_loss"] == line["loss"]
     FLOWS["warm-start"]("warm", force=True)
     assert task_states("warm-warm-start", 1) == [("warm-start", "Completed")]
-    _run(inputs, "name=warm", *given)
+    run_pipeline(inputs, "name=warm", *given)
     assert task_states("warm", len(order)) == [(stage, "Skipped") for stage in order], "the model is the same"
