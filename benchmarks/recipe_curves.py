@@ -2,8 +2,9 @@
 
     python -m benchmarks.recipe_curves [--record]
 
-Draws docs/images/guess.png, mixed.png, reward-models.png and smollm.png from results/recipe-curves.json. With
---record, first records those of the runs guess, mixed, dialogue, gamed and smollm that are in storage/runs.
+Draws docs/images/distil.png, guess.png, mixed.png, reward-models.png and smollm.png from results/recipe-curves.json.
+With --record, first records those of their runs that are in storage/runs: guess, mixed, dialogue, gamed, smollm, and of
+distil three seeds with the teacher and three with GRPO instead (distil-0, distil-grpo-0 and so on).
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from benchmarks import reward_models
 from examples.guess import curve as guess
 from examples.mixed import curve as mixed
 from grpo_core.config.files import load_config
-from tasks.rendering.drawing import BLUE, GREEN, GREY, plot, png
+from tasks.rendering.drawing import BLUE, GREEN, GREY, finish, plot, png, series
 
 RECORD = Path("benchmarks", "results", "recipe-curves.json")
 IMAGES = Path("docs", "images")
 RUNS = Path("storage", "runs")
 DIGITS = 5  # of a figure in the record
+SEEDS = range(3)
+DISTIL = {"the teacher": "distil", "GRPO": "distil-grpo"}
 
 
 def main() -> None:
@@ -39,6 +42,26 @@ def main() -> None:
 
 def _is_trained(run: str) -> bool:
     return (RUNS / run / "training" / "metrics.jsonl").is_file()
+
+
+def _read_distil() -> Any:
+    metric = "rewards/numeric_match/mean"
+    return {
+        by: [series(reward_models.metrics_of(RUNS / f"{run}-{seed}"), metric) for seed in SEEDS]
+        for by, run in DISTIL.items()
+    }
+
+
+def _draw_distil(recorded: Mapping[str, Any]) -> bytes:
+    def panel(figure: Any) -> None:
+        axes = figure.subplots()
+        for (by, curves), colour in zip(recorded.items(), (GREEN, BLUE), strict=True):
+            for seed, points in enumerate(curves):
+                axes.plot(*zip(*points, strict=True), color=colour, linewidth=1, label=None if seed else f"by {by}")
+        axes.set(title="share of right samples, three seeds each", ylim=(-0.03, 1.03))
+        finish(axes, len(recorded))
+
+    return png((6, 2.8), panel)
 
 
 def _read_guess() -> Any:
@@ -86,6 +109,7 @@ def _rounded(value: Any) -> Any:
 
 
 PICTURES: dict[str, tuple[tuple[str, ...], Callable[[], Any], Callable[[Any], bytes]]] = {  # runs, record, draw
+    "distil": (tuple(f"{run}-{seed}" for run in DISTIL.values() for seed in SEEDS), _read_distil, _draw_distil),
     "guess": (("guess",), _read_guess, guess.draw),
     "mixed": (("mixed",), _read_mixed, _draw_mixed),
     "reward-models": (tuple(reward_models.RUNS), reward_models.curves, reward_models.draw),
