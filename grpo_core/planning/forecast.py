@@ -83,7 +83,16 @@ def forecast(
         try:
             silent = useful.get("silent_share")
             sizes = shape, gpu, teachers
-            found["time"] = wall_time(config, plan, lengths, source, *sizes, costs=costs, silent_share=silent)
+            found["time"] = wall_time(
+                config,
+                plan,
+                lengths,
+                source,
+                *sizes,
+                costs=costs,
+                silent_share=silent,
+                communication=found.get("communication", {}).get("seconds_per_update", 0.0),
+            )
         except ForecastError as error:
             found["time"] = {"error": str(error)}
     if isinstance(sampling, str):
@@ -176,11 +185,13 @@ def forecast_rows(forecasts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[
             yield title, _duration(found["seconds_per_update"] / 3600), found["how"]
             yield from _sizes(found)
         elif name == "time":
-            yield title, _duration(found["wall_time_hours"]), found["how"]
+            ends = found.get("interval_hours", [found["wall_time_hours"]])
+            yield title, " to ".join(map(_duration, ends)), found["how"]
             parts, least = found["parts_hours"], PARTS_FROM * found["wall_time_hours"]
             yield from ((f"  {part}", _duration(hours), "") for part, hours in parts.items() if hours >= least)
             if "gpu_hours" in found:
-                yield "GPU hours", f"{found['gpu_hours']:.2f}", ""
+                gpus = found["gpu_hours"] / found["wall_time_hours"]
+                yield "GPU hours", " to ".join(f"{gpus * hours:.2f}" for hours in ends), ""
         elif name == "sampling_ahead":
             yield from _ahead_rows(title, found)
         else:

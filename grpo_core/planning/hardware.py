@@ -36,6 +36,20 @@ MEMORY_MIB = {
     "L4": 23_034,
     "T4": 15_360,
 }
+# By the makers' data sheets, found as above: dense bf16 FLOP/s, and bytes per second of the GPU's memory.
+SPEEDS = {
+    "B200": (2250e12, 8e12),
+    "H200 NVL": (835e12, 4.8e12),
+    "H200": (989e12, 4.8e12),
+    "H100 NVL": (835e12, 3.9e12),
+    "H100 PCIE": (756e12, 2e12),
+    "H100": (989e12, 3.35e12),
+    "A100-PCIE-40GB": (312e12, 1.555e12),
+    "A100-SXM4-40GB": (312e12, 1.555e12),
+    "A100 40GB": (312e12, 1.555e12),
+    "A100": (312e12, 2.039e12),
+    "A6000": (155e12, 0.768e12),
+}
 GPUS_PER_MACHINE = 8  # assumed of a machine that is not this one
 # Bytes per second and direction, assumed: of a GPU within its machine (NVLink by the data sheet of an A100), and of a
 # whole machine to the others (one network adapter of 200 Gbit/s).
@@ -81,7 +95,7 @@ def find_gpu() -> Gpu | None:
 
 def named_gpu(name: str) -> Gpu:
     """A GPU that is not here, with its memory if the name is known."""
-    mib = _by_name(MEMORY_MIB, name)
+    mib = by_name(MEMORY_MIB, name)
     return Gpu(name, mib and mib / MIB_PER_GIB)
 
 
@@ -90,7 +104,7 @@ def capability(gpu: Gpu | None) -> tuple[int, int] | None:
     name is an older GPU's. None for a CPU."""
     from grpo_core.config.training import BF16_CAPABILITY  # with pydantic, which those who only ask nvidia-smi save
 
-    return (gpu.capability or _by_name(BEFORE_BF16, gpu.name) or BF16_CAPABILITY) if gpu else None
+    return (gpu.capability or by_name(BEFORE_BF16, gpu.name) or BF16_CAPABILITY) if gpu else None
 
 
 def hardware_notes(config: RunConfig, gpu: Gpu | None, named: bool = False) -> list[str]:
@@ -113,7 +127,7 @@ def name_hardware(gpu: Gpu | None) -> str:
     return gpu.name if gpu else f"CPU with {os.cpu_count()} cores"
 
 
-def _by_name(table: Mapping[str, Value], name: str) -> Value | None:
-    """Value of the first entry that occurs in the name as whole words."""
+def by_name(table: Mapping[str, Value], name: str) -> Value | None:
+    """Value of the first entry whose key occurs in the GPU's name as whole words."""
     found = (value for part, value in table.items() if re.search(rf"(?<![A-Z0-9]){part}(?![A-Z0-9])", name.upper()))
     return next(found, None)

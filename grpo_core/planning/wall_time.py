@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_core.config.memory_bounds import MAX_ROWS
 from grpo_core.config.run import RunConfig
 from grpo_core.config.teacher import source_teachers
-from grpo_core.planning.hardware import Gpu
-from grpo_core.planning.memory import MOMENTS
+from grpo_core.planning.architectures.parts import Part
+from grpo_core.planning.hardware import SPEEDS, Gpu, by_name
+from grpo_core.planning.memory import MOMENTS, cache_bytes
 from grpo_core.planning.pace import NOT_VALIDATED, EnvironmentPace, Pace, Throughput, ValidatedCosts
+from grpo_core.planning.passes import HALF, longest_sequence
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ForecastError, ModelShape, PromptLengths, adapter_parameters
 
-# A GPU that is neither here nor known from earlier runs is assumed to reach ASSUMED_UTILISATION of its dense bf16
-# FLOP/s: of an H200 as measured, of an H100 (SXM) by its data sheet.
-PEAK_FLOPS = {"H200": 790e12, "H100": 989e12}
-ASSUMED_UTILISATION = 0.11
-UTILISATION_SOURCE = "published for RL training on one H100 by prime-rl, Qwen3-0.6B"
-FLOPS_TRAINED = 6  # per parameter and token, forward and backward
-FLOPS_SAMPLED = 2
-FLOPS_REPEATED = 2  # gradient_checkpointing repeats the forward pass; lora_dropout computes one without dropout
+# A GPU that is neither here nor known from earlier runs is assumed to reach these shares of its data sheet, best and
+# worst. tests/grpo_core/planning/test_published.py counts the published updates that lie between.
+UTILISATION = (0.535, 0.215)  # of FLOP/s, in passes
+NEW = {"B200": (0.2, 0.08)}  # the same of GPUs whose published updates had kernels made for earlier ones
+BANDWIDTH_SHARE = (0.85, 0.35)  # of the memory's bytes per second, when sampling
+TOKEN_STEP_SECONDS = (0.004, 0.01)  # of a token step that reads little: 0.5B took 3.6 to 9.5 ms on an H200 or H100
+UPDATE_SECONDS = (0.06, 0.15)  # per update, beside passes and sampling: 0.09 to 0.12 s on an H200
+VLLM_ROWS = 256  # sampled together by default; LARGE_ROWS on an H100 or newer
+LARGE_ROWS, LARGE_BANDWIDTH = 1024, 3e12
+ATTENTION_BACKWARD = 2.5  # forward passes that a backward pass of fused attention takes
 FORWARD = 1 / 3  # of the time of a forward and backward pass
 WEIGHT_BYTES = 4  # per parameter of a saved model, or trained one of a checkpoint; there AdamW's moments come on top
 TURNS = 2  # of a conversation, assumed until a run tells: one that calls a tool, and one after its answer
@@ -40,13 +46,17 @@ def wall_time(
     *,
     costs: ValidatedCosts = NOT_VALIDATED,
     silent_share: float | None = None,
+    communication: float = 0.0,
 ) -> dict[str, Any]:
     """Hours of the probe, if there is one, and of the whole training, of each part, and GPU hours on a GPU: at the pace
-    of earlier runs, at the one measured, or without either at one assumed for `gpu`.
+    of earlier runs, at the one measured, or without either at one assumed for `gpu`. What is assumed is an interval
+    (`interval_hours`), and the other figures are its geometric middle.
 
-    `silent_share`: of the groups, replaced in dynamic sampling; None if not known. Raises ForecastError if no pace is
-    known or can be assumed.
+    `silent_share`: of the groups, replaced in dynamic sampling; None if not known. `communication`: seconds per update
+    between GPUs, which a pace that is known or measured holds. Raises ForecastError if no pace is known or can be
+    assumed.
     """
+    ends: list[float] = []
     if isinstance(source, Throughput):
         length = min(source.completion_tokens, config.rollout.max_completion_length)
         pace = source.tokens_per_second * plan.num_processes
@@ -63,7 +73,11 @@ def wall_time(
         parts = _measured(config, plan, source, shape, gpu, rounds, costs, talk, taught)
         how = "; ".join([source.how, *talk.said, *said, *_left_out(config, costs)])
     else:
-        parts, how = _assumed(config, plan, lengths, shape, gpu, teachers)
+        rounds, said = _rounds(config, plan, silent_share)
+        each, how = _assumed(config, plan, lengths, shape, gpu, teachers, rounds, communication)
+        how = "; ".join([how, *said])
+        parts = {name: math.sqrt(low * high) for name, (low, high) in each.items()}
+        ends = [sum(seconds) / 3600 for seconds in zip(*each.values(), strict=True)]
     if config.teacher.url and not isinstance(source, Throughput):
         how += "; without the time in which the teacher's server answers, which is not known"
     hours = sum(parts.values()) / 3600
@@ -72,6 +86,7 @@ def wall_time(
         "parts_hours": {name: seconds / 3600 for name, seconds in parts.items()},
         "how": f"{how}; prompts of {lengths.mean:.0f} tokens ({lengths.how})",
     }
+    found |= {"interval_hours": ends} if ends else {}
     return found | ({"gpu_hours": hours * (plan.num_processes + config.rollout.server_gpus)} if gpu else {})
 
 
@@ -225,6 +240,56 @@ def _left_out(config: RunConfig, costs: ValidatedCosts) -> Sequence[str]:
     return [f"without {' and '.join(missing)}, known once the data are validated"] if missing else []
 
 
+def update_flops(
+    config: RunConfig, plan: Plan, lengths: PromptLengths, shape: ModelShape, teachers: Mapping[str, ModelShape] = {}
+) -> float:
+    """FLOPs of one process in all passes of a training: products with the weights that a token passes, and attention
+    by the keys that it sees. A packed prompt counts once per group; recurrences count by their weights alone."""
+    prompt, longest, lora = lengths.mean, config.rollout.max_completion_length, config.model.use_peft
+    rows = plan.completions / plan.num_processes
+    groups = rows / (plan.num_generations if shape.packs(longest_sequence(config, lengths)) else 1)
+
+    def keys(part: Part, tokens: float) -> float:
+        """Pairs of a token and a key that it sees, in a sequence of so many tokens."""
+        seen = min(part.window or tokens, tokens)
+        return seen * tokens - seen**2 / 2
+
+    prompts, completions = (
+        sum(2 * number * part.scored * (keys(part, tokens) - keys(part, before)) for part, number in shape.parts)
+        for tokens, before in ((prompt, 0.0), (prompt + longest, prompt))
+    )
+    layer = 2.0 * (shape.active - shape.outside)
+    layers, attention = layer * (groups * prompt + rows * longest), groups * prompts + rows * completions
+    head = 2.0 * shape.vocabulary * shape.hidden * rows * longest
+    forward = layers + head + attention
+    again, backward = config.train.gradient_checkpointing, 1 if lora else 2  # a frozen weight has no gradient
+    trained = forward * (1 + (config.model.lora_dropout > 0)) + (again + backward) * layers + backward * head
+    trained += (again + ATTENTION_BACKWARD) * attention
+    scored = scorings(config, plan) + teacher_passes(config, plan, lengths, longest, shape, teachers)
+    prefill = groups * (layer * prompt + prompts) * (config.rollout.engine != "recorded")
+    return plan.num_iterations * trained + scored * forward + prefill
+
+
+def sampling_seconds(
+    config: RunConfig, lengths: PromptLengths, shape: ModelShape, rows: float, bandwidth: float
+) -> tuple[float, float]:
+    """Ends of the seconds in which one engine samples so many completions of full length: each token step reads the
+    weights and every sequence's cache."""
+    rollout, engine = config.rollout, config.rollout.engine_on(has_gpu=True)
+    sharing = 1 if engine == "transformers" else rollout.vllm_tensor_parallel_size
+    by_default = LARGE_ROWS if bandwidth > LARGE_BANDWIDTH else VLLM_ROWS
+    together = MAX_ROWS if engine == "transformers" else rollout.vllm_args.get("max_num_seqs", by_default)
+    steps = math.ceil(rows / together) * rollout.max_completion_length
+    mean = round(lengths.mean + rollout.max_completion_length / 2)
+    weights = HALF * (shape.parameters - shape.vocabulary * shape.hidden * (not shape.is_tied))
+    cache = rows * rollout.max_completion_length * cache_bytes(config, shape, mean)
+    read = (steps * weights + cache) / sharing / bandwidth
+    low, high = (
+        max(steps * least, read / share) for least, share in zip(TOKEN_STEP_SECONDS, BANDWIDTH_SHARE, strict=True)
+    )
+    return low, high
+
+
 def _assumed(
     config: RunConfig,
     plan: Plan,
@@ -232,32 +297,54 @@ def _assumed(
     shape: ModelShape | None,
     gpu: Gpu | None,
     teachers: Mapping[str, ModelShape],
-) -> tuple[dict[str, float], str]:
+    rounds: float,
+    communication: float,
+) -> tuple[dict[str, tuple[float, float]], str]:
+    """Ends of the seconds of the probe, if there is one, and of the updates, and how they were made."""
     if gpu is None:
         raise ForecastError("no earlier run of this model on this hardware is known, and nothing was measured")
-    name, peak = next(((name, peak) for name, peak in PEAK_FLOPS.items() if name in gpu.name.upper()), ("", 0.0))
-    if not name:
+    if (speed := by_name(SPEEDS, gpu.name)) is None:
         raise ForecastError(
             f"no earlier run of this model on this hardware ({gpu.name}) is known, and a pace is assumed only for "
-            f"{', '.join(PEAK_FLOPS)}"
+            f"{', '.join(SPEEDS)}"
         )
     if config.train.mixed_precision != "bf16":
         raise ForecastError("no earlier run is known, and a pace is assumed only with train.mixed_precision = 'bf16'")
     if shape is None:
         raise ForecastError("neither an earlier run nor the model's size is known")
-    repeated = config.train.gradient_checkpointing + (config.model.lora_dropout > 0)
-    sampled = FLOPS_SAMPLED * (config.rollout.engine != "recorded")
-    flops = shape.active * (FLOPS_TRAINED + sampled + FLOPS_REPEATED * repeated)
-    longest = config.rollout.max_completion_length
-    flops += FLOPS_SAMPLED * shape.active * teacher_passes(config, plan, lengths, longest, shape, teachers)
-    tokens, speed = plan.completions * (lengths.mean + longest) / plan.num_processes, peak * ASSUMED_UTILISATION
-    parts = {}
-    if own := _probed(config, plan):
-        parts[PROBE] = own * (lengths.mean + longest) * shape.active * FLOPS_SAMPLED / speed
-    return parts | {"updates": tokens * flops / speed}, (
-        f"no earlier run is known; assumed, not measured: {ASSUMED_UTILISATION:.0%} ({UTILISATION_SOURCE}) of the "
-        f"{peak / 1e12:.0f} TFLOP/s of one {gpu.name} per process, completions of full length ({longest} tokens), "
-        f"without start, evaluations{', environments' if config.environment.is_used else ''} and checkpoints"
-        + ("; communication may come on top" if plan.num_processes > 1 else "")
+    new = by_name(NEW, gpu.name)
+    if new and shape.has_experts:
+        raise ForecastError(
+            f"no earlier run is known, and no pace is assumed for a mixture of experts on one {gpu.name}: the "
+            "utilisation of published ones differs by five times"
+        )
+    (flops, bandwidth), shares, rollout = speed, new or UTILISATION, config.rollout
+    engine, longest = rollout.engine_on(has_gpu=True), rollout.max_completion_length
+    sharing = 1 if engine == "transformers" else rollout.vllm_tensor_parallel_size
+    servers = rollout.server_gpus // sharing or len(rollout.vllm_server_base_urls)
+    engines = servers or max(plan.num_processes // sharing, 1)
+
+    def sampled(completions: float) -> tuple[float, float]:
+        return sampling_seconds(config, lengths, shape, completions / engines, bandwidth)
+
+    parts = {PROBE: sampled(probed * plan.num_processes)} if (probed := _probed(config, plan)) else {}
+    each = sampled(rounds * plan.generation_batch_size) if engine != "recorded" else (0.0, 0.0)
+    passes, between = update_flops(config, plan, lengths, shape, teachers), plan.max_steps * communication
+    low, high = (
+        passes / (share * flops) + plan.rollouts * seconds + between + plan.max_steps * beside
+        for share, seconds, beside in zip(shares, each, UPDATE_SECONDS, strict=True)
+    )
+    return parts | {"updates": (low, high)}, (
+        f"no earlier run is known; assumed, not measured: passes at {shares[1]:.1%} to {shares[0]:.1%} of the "
+        f"{flops / 1e12:.0f} TFLOP/s of one {gpu.name} per process, with attention"
+        + (
+            f", sampling at {BANDWIDTH_SHARE[1]:.0%} to {BANDWIDTH_SHARE[0]:.0%} of its {bandwidth / 1e12:.3g} TB/s"
+            if engine != "recorded"
+            else ""
+        )
+        + (", communication that nothing hides" if communication else "")
+        + (", nothing sampled ahead" if rollout.max_staleness else "")
+        + f", completions of full length ({longest} tokens), without start, evaluations"
+        + f"{', environments' if config.environment.is_used else ''} and checkpoints"
         + ("; without what a base of 4 bits takes" if config.model.load_in_4bit else "")
     )

@@ -63,6 +63,7 @@ def describe_warm_start(config: RunConfig, demonstrations: int, sizes: Sizes | N
     memory, time = found.get("memory", {}), found.get("time", {})
     if "peak_memory_gib" in memory:
         said += f", {gib_text(memory['peak_memory_gib'])} per GPU"
-    if "wall_time_hours" in time:
-        said += f", {60 * time['wall_time_hours']:.1f} min (assumed, not measured)"
+    if "interval_hours" in time:
+        low, high = time["interval_hours"]
+        said += f", {60 * low:.1f} to {60 * high:.1f} min (assumed, not measured)"
     return "; ".join([said, *(memory[name] for name in ["warning"] if name in memory)])

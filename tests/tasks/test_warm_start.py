@@ -121,7 +121,7 @@ def test_the_plan_refuses_what_the_stage_would_and_says_what_it_takes(values: di
     (tmp_path / "qwen" / "config.json").write_text(json.dumps(QWEN["1.5B"]))
     shaped = with_keys(values, name_or_path=str(tmp_path / "qwen"), mixed_precision="bf16")
     text = describe_warm_start(parse_config(shaped), 1000, Sizes(1000, 300, 200, 250.0), named_gpu("H100"))
-    assert re.fullmatch(r"warm start: 500 .*, about 250,000 tokens, [\d.]+ GiB per GPU, [\d.]+ min .*", text)
+    assert re.fullmatch(r"warm start: 500 .*, about 250,000 tokens, [\d.]+ GiB per GPU, [\d.]+ to [\d.]+ min .*", text)
 
 
 def _validate(context: Context) -> dict[str, Any]:

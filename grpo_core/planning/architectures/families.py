@@ -153,6 +153,7 @@ def _attention(it: Family, c: Config, window: int | None) -> Part:
         half=q * (1 if eager else 2 + it.gated),
         single=heads * (1 + it.sinks),
         keys=2 * kv * (groups if eager else 1),
+        scored=2 * q,
         score_bytes=heads * (8 if capped else 2 * it.sinks),  # in bfloat16
         window=window,
         cached=2 * kv,
@@ -176,6 +177,7 @@ def _latent_attention(c: Config, biased: bool) -> Part:
         half=q + out,
         single=heads,
         keys=q + out,
+        scored=q + out,
         cached=rank + rotated,
     )
 

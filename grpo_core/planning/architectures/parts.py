@@ -33,6 +33,7 @@ class Part:
     half: float = 0  # kept in the precision of the pass, beside inputs of linear layers
     single: float = 0  # kept in float32
     keys: int = 0  # kept per key
+    scored: int = 0  # products of queries with a key, and of its weight with the value, per token that attends to it
     score_bytes: int = 0  # kept per token and key, where attention is not fused
     widest: float = 0  # that a token passes, in an MLP or experts
     recurred: float = 0  # float32 gradients in a recurrence's backward pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -141,22 +140,57 @@ def test_conversations_are_taken_to_have_two_turns_at_a_measured_pace(
     assert "without the environment, known once the data are validated" in unknown["how"]
 
 
+# Qwen2.5-32B by its config.json: 64 layers, 40 heads of 128 and 8 of keys and values; the head has 152,064 · 5,120.
+LAYERS_32B = 64 * (5120 * (5120 + 2 * 1024) + 5120**2 + 3 * 5120 * 27648 + 7168 + 2 * 5120)
+HEAD_32B = 152_064 * 5120
+# 10 updates of 16 completions of 100 tokens, in 4 groups after prompts of 6 tokens; FLOPs of one forward pass.
+LAYERS = 10 * 2 * LAYERS_32B * (4 * 6 + 16 * 100)
+HEAD = 10 * 2 * HEAD_32B * 16 * 100
+ATTENTION = 10 * 64 * 2 * 2 * 5120 * (4 * 6**2 / 2 + 16 * (106**2 - 6**2) / 2)  # by queries, then by weights
+PREFILL = 10 * 4 * (2 * LAYERS_32B * 6 + 64 * 2 * 2 * 5120 * 6**2 / 2)
+
+
 @pytest.mark.parametrize(
-    ("keys", "operations"), [({}, 8), ({"gradient_checkpointing": True}, 10), (RECORDED, 6)], ids=str
+    ("keys", "layers", "head", "attention"),
+    [
+        ({}, 3, 3, 3.5),
+        ({"gradient_checkpointing": True}, 4, 3, 4.5),
+        ({"use_peft": True, "lora_dropout": 0.0}, 2, 2, 3.5),  # frozen weights have no gradient
+        ({"beta": 0.1}, 4, 4, 4.5),  # the reference's log-probabilities
+        (RECORDED, 3, 3, 3.5),
+    ],
+    ids=str,
 )
-def test_time_without_earlier_runs_names_the_gpu_it_assumes_and_the_source(
-    keys: dict[str, Any], operations: int
+def test_a_time_without_earlier_runs_is_an_interval_by_flops_and_bytes(
+    keys: dict[str, Any], layers: float, head: float, attention: float
 ) -> None:
     config = config_with(max_steps=10, max_completion_length=100, mixed_precision="bf16", **keys)
-    billion = dataclasses.replace(qwen("7B"), kinds=(), outside=10**9)
-    lengths = PromptLengths(6.0, 9, "given")
-    found = wall_time(config, plan_of(config), lengths, None, billion, Gpu("NVIDIA H200 NVL"))
-    assert "assumed, not measured: 11% (published for RL training on one H100 by prime-rl" in found["how"]
-    assert "of the 790 TFLOP/s of one NVIDIA H200 NVL" in found["how"]
-    # 16 completions of 106 tokens an update, so many floating-point operations a parameter and token.
-    assert found["gpu_hours"] == pytest.approx(10 * 16 * 106 * operations * 1e9 / (0.11 * 790e12) / 3600)
-    with pytest.raises(ForecastError, match=r"a pace is assumed only with train\.mixed_precision = 'bf16'"):
-        wall_time(config_with(), plan_of(config_with()), lengths, None, billion, Gpu("NVIDIA H200"))
+    lengths, gpu = PromptLengths(6.0, 9, "given"), Gpu("NVIDIA H200 NVL")  # 835 TFLOP/s, 4.8 TB/s
+    found = wall_time(config, plan_of(config), lengths, None, qwen("32B"), gpu, communication=2.0)
+    samples, flops = keys != RECORDED, layers * LAYERS + head * HEAD + attention * ATTENTION
+    # A token step reads all weights except the embedding's, and 16 caches of 56 tokens in the mean, in bf16.
+    read = 100 * 2 * (LAYERS_32B + HEAD_32B + 5120 + 16 * 56 * 64 * 2 * 1024) / 4.8e12
+    for hours, utilisation, bandwidth, beside in zip(
+        found["interval_hours"], (0.535, 0.215), (0.85, 0.35), (0.06, 0.15), strict=True
+    ):
+        seconds = (flops + samples * PREFILL) / (utilisation * 835e12) + 10 * (samples * read / bandwidth + beside + 2)
+        assert hours * 3600 == pytest.approx(seconds)
+    low, high = found["interval_hours"]
+    assert found["wall_time_hours"] == found["gpu_hours"] == pytest.approx((low * high) ** 0.5)
+    assert "assumed, not measured: passes at 21.5% to 53.5% of the 835 TFLOP/s of one NVIDIA H200 NVL" in found["how"]
+    assert ("sampling at 35% to 85% of its 4.8 TB/s" in found["how"]) == samples
+    rows = {what: value for what, value, _ in forecast_rows({"time": found})}
+    assert rows["GPU hours"] == f"{low:.2f} to {high:.2f}"
+
+
+def test_no_time_is_assumed_where_nothing_supports_one() -> None:
+    config, half = config_with(), config_with(mixed_precision="bf16")
+    for keys, gpu, said in (
+        (config, "NVIDIA H200", r"a pace is assumed only with train\.mixed_precision = 'bf16'"),
+        (half, "NVIDIA L4", "a pace is assumed only for B200, H200 NVL"),
+    ):
+        with pytest.raises(ForecastError, match=said):
+            wall_time(keys, plan_of(keys), PromptLengths(6.0, 9, "given"), None, qwen("32B"), Gpu(gpu))
 
 
 @pytest.mark.parametrize("gpu", [None, Gpu("NVIDIA L4", 22.5)])
