@@ -1,9 +1,9 @@
-"""Wall time of a run's probe and training: the updates, and what comes on top of them. Imports no torch."""
+"""Wall time of a run's probe, warm start and training: the updates, and what comes on top of them. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_core.config.run import RunConfig
@@ -25,8 +25,17 @@ FLOPS_REPEATED = 2  # gradient_checkpointing repeats the forward pass; lora_drop
 FORWARD = 1 / 3  # of the time of a forward and backward pass
 WEIGHT_BYTES = 4  # per parameter of a saved model, or trained one of a checkpoint; there AdamW's moments come on top
 TURNS = 2  # of a conversation, assumed until a run tells: one that calls a tool, and one after its answer
-PROBE = "probe"  # the part that is not training
+PROBE, WARM_START = "probe", "warm-start"  # the parts that are not training
 VLLM_START_SECONDS = 60.0  # assumed: nothing short of starting vLLM measures it
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """A warm start's own configuration and plan, and the mean of the tokens of a demonstration with its prompt."""
+
+    config: RunConfig
+    plan: Plan
+    tokens: float
 
 
 def wall_time(
@@ -40,12 +49,13 @@ def wall_time(
     *,
     costs: ValidatedCosts = NOT_VALIDATED,
     silent_share: float | None = None,
+    warm: WarmStart | None = None,
 ) -> dict[str, Any]:
-    """Hours of the probe, if there is one, and of the whole training, of each part, and GPU hours on a GPU: at the pace
-    of earlier runs, at the one measured, or without either at one assumed for `gpu`.
+    """Hours of the probe and the warm start, if there are any, and the whole training, of each part, and GPU hours on a
+    GPU: at the pace of earlier runs, at the one measured, or without either at one assumed for `gpu`.
 
-    `silent_share`: of the groups, replaced in dynamic sampling; None if not known. Raises ForecastError if no pace is
-    known or can be assumed.
+    `silent_share`: of the groups, replaced in dynamic sampling; None if not known. `warm`: None if there is no warm
+    start, or its demonstrations' sizes are not known. Raises ForecastError if no pace is known or can be assumed.
     """
     if isinstance(source, Throughput):
         length = min(source.completion_tokens, config.rollout.max_completion_length)
@@ -66,13 +76,20 @@ def wall_time(
         parts, how = _assumed(config, plan, lengths, shape, gpu, teachers)
     if config.teacher.url and not isinstance(source, Throughput):
         how += "; without the time in which the teacher's server answers, which is not known"
-    hours = sum(parts.values()) / 3600
+    if warm:
+        parts[WARM_START], said = _warm_start(config, lengths, source, shape, gpu, warm)
+        how += said
+    elif config.warm_start.is_used:
+        made = "sampled" if config.warm_start.from_probe else "validated"
+        how += f"; without the warm start, known once its demonstrations are {made}"
+    hours, warming = sum(parts.values()) / 3600, parts.get(WARM_START, 0.0) / 3600
     found = {
         "wall_time_hours": hours,
         "parts_hours": {name: seconds / 3600 for name, seconds in parts.items()},
         "how": f"{how}; prompts of {lengths.mean:.0f} tokens ({lengths.how})",
     }
-    return found | ({"gpu_hours": hours * (plan.num_processes + config.rollout.server_gpus)} if gpu else {})
+    held = hours * plan.num_processes + (hours - warming) * config.rollout.server_gpus
+    return found | ({"gpu_hours": held} if gpu else {})
 
 
 def scorings(config: RunConfig, plan: Plan) -> int:
@@ -199,6 +216,30 @@ def _measured(
         saved = (plan.max_steps - 1) // config.train.save_steps * size
         parts["checkpoints"] = (saved + WEIGHT_BYTES * shape.parameters) * pace.byte_seconds
     return parts
+
+
+def _warm_start(
+    config: RunConfig,
+    lengths: PromptLengths,
+    source: Throughput | Pace | None,
+    shape: ModelShape | None,
+    gpu: Gpu | None,
+    warm: WarmStart,
+) -> tuple[float, str]:
+    """Seconds of the warm start, whose passes take as long per token as the training's, and a note on it."""
+    own, plan = warm.config, warm.plan
+    if isinstance(source, Throughput):
+        each = lengths.mean + source.completion_tokens
+        updated, sampled = each / source.tokens_per_second, source.sample_seconds or 0.0
+        is_known = 0 < sampled < updated
+        seconds = plan.completions / plan.num_processes * warm.tokens / each * (updated - sampled * is_known)
+        return seconds, f"; the warm start {'' if is_known else 'at most, as if it sampled too, and '}without its start"
+    if isinstance(source, Pace):
+        measured = config.train.per_device_train_batch_size * (lengths.mean + source.completion_tokens)
+        longer = _Conversation(trained=plan.per_device_train_batch_size * warm.tokens / measured)
+        return sum(_measured(own, plan, source, shape, gpu, 1.0, NOT_VALIDATED, longer, 0.0).values()), ""
+    prompts = replace(lengths, mean=warm.tokens - own.rollout.max_completion_length)
+    return _assumed(own, plan, prompts, shape, gpu, {})[0]["updates"], "; demonstrations of their mean length"
 
 
 def _rounds(config: RunConfig, plan: Plan, silent_share: float | None) -> tuple[float, Sequence[str]]:
