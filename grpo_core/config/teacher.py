@@ -123,6 +123,12 @@ class TeacherConfig(Section):
         return self.template is not None and self.model is None and self.url is None
 
     @property
+    def recorded_as(self) -> str:
+        """Column of a recording with a served teacher's log-probabilities; "" if another teaches, and for a template,
+        whose prompts follow from more than the recording."""
+        return f"teacher_logprobs/{self.model or self.url}" if self.url and self.template is None else ""
+
+    @property
     def read_at_most(self) -> str:
         """What the longest sequence is that the teacher reads, for messages."""
         made = "" if self.template is None else " that teacher.template makes,"

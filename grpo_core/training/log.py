@@ -107,7 +107,9 @@ class TrainingLog:
         if self.session.sampler and self.session.sampler.lookahead:
             columns["scheduled_batch"] = [sample.turn for sample in samples]
             columns["ages"] = pa.array([sample.completion.ages for sample in samples], pa.list_(pa.int64()))
-        columns |= token_columns(samples, with_routes=self.session.config.algorithm.routing_replay)
+        config = self.session.config
+        taught = {config.teacher.recorded_as: rollout.teacher_logprobs} if config.teacher.recorded_as else {}
+        columns |= token_columns(samples, with_routes=config.algorithm.routing_replay, taught=taught)
         columns |= conversation_columns(samples)
         for position, reward in enumerate(self.session.config.rewards):
             values = [sample.rewards[position] for sample in samples]
