@@ -81,6 +81,7 @@ def _work(context: Context) -> dict[str, Any]:
     source: Throughput | Pace | str | None = earlier_throughput(config, "" if handed_to else name_hardware(gpu))
     if source is None and not handed_to:
         source = measured_pace(config, plan, lengths, gpu, data.prompts, get_run_logger().info)
+    warm = None
     if config.warm_start.is_used:
         (shown,) = WARM_START.inputs(config)
         sizes = demonstrated_sizes(shown.read_receipt(context.run))
@@ -89,13 +90,14 @@ def _work(context: Context) -> dict[str, Any]:
                 f"run {context.run.name!r} has a probe of an earlier version, which kept no completions to train on; "
                 f"first run: grpo stage probe --run {context.run.name} --force"
             )
-        get_run_logger().info(describe_warm_start(config, sizes.rows, sizes, gpu))
+        text, warm = describe_warm_start(config, sizes.rows, sizes, gpu)
+        get_run_logger().info(text)
     rates, taken = _first_epoch(config, plan, context.run)
     pass_rates = rates or validated_pass_rates(data.prompts)
     for note in silent_notes(config, pass_rates):
         get_run_logger().warning(note)
     # Without `sampling`: this run's configuration has already taken the place of its last training's.
-    forecasts = forecast(config, plan, lengths, source, pass_rates, gpu, costs=data.costs)
+    forecasts = forecast(config, plan, lengths, source, pass_rates, gpu, costs=data.costs, warm=warm)
     figures, sources = asdict(plan), source_counts(plan, config.seed)
     table = [{"quantity": name, "value": value, "how": ""} for name, value in plan_rows(figures)]
     for source, counts in sources.items():

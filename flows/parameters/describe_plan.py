@@ -84,6 +84,20 @@ def describe_plan(
     check_model(resolved, lengths.longest if lengths is not ASSUMED else 1, hardware, say)
     if pace is None and gpu is None:
         pace = measure(resolved, figures, lengths, hardware, data.prompts if data else None, say)
+    said = [*notes(inputs, figures), *curriculum_notes(config, figures), *sampling_notes(config)]
+    said += silent_notes(config, pass_rates)
+    warm = None
+    if config.warm_start.is_used and known_prompts is None:
+        (stage,) = WARM_START.inputs(config)
+        receipt = stage.read_receipt(run_folder(config.name))
+        sizes = demonstrated_sizes(receipt)
+        # The keys hash the base, and import the run's own modules, which is not done for another machine.
+        if config.warm_start.from_probe and sizes:
+            is_known = gpu is None and receipt["lineage_key"] == lineage_keys(config)[stage.name]
+            sizes = sizes if is_known else None
+        count = sizes.rows if sizes else count_demonstrations(config)
+        text, warm = describe_warm_start(resolved, count, sizes, hardware)
+        said.append(text)
     may_sample_ahead = gpu is None and config.rollout.engine == "vllm-server" and not config.environment.is_used
     forecasts = forecast(
         resolved,
@@ -94,22 +108,11 @@ def describe_plan(
         hardware,
         costs=data.costs if data else NOT_VALIDATED,
         sampling=earlier_sampling(run_folder(config.name)) if may_sample_ahead else None,
+        warm=warm,
     )
     if "error" in forecasts["time"] and not history:
         elsewhere = "" if gpu else ", --gpu H200 forecasts for that GPU"
         forecasts["time"]["error"] += f"; --history looks for one in MLflow{elsewhere}"
-    said = [*notes(inputs, figures), *curriculum_notes(config, figures), *sampling_notes(config)]
-    said += silent_notes(config, pass_rates)
-    if config.warm_start.is_used and known_prompts is None:
-        (stage,) = WARM_START.inputs(config)
-        receipt = stage.read_receipt(run_folder(config.name))
-        sizes = demonstrated_sizes(receipt)
-        # The keys hash the base, and import the run's own modules, which is not done for another machine.
-        if config.warm_start.from_probe and sizes:
-            is_known = gpu is None and receipt["lineage_key"] == lineage_keys(config)[stage.name]
-            sizes = sizes if is_known else None
-        count = sizes.rows if sizes else count_demonstrations(config)
-        said.append(describe_warm_start(resolved, count, sizes, hardware))
     said += [*hardware_notes(config, hardware, named=bool(gpu)), *base_notes(config.model)]
     if gpu is None:
         said += [problem] if (problem := problem_of_driver()) else []

@@ -3,6 +3,7 @@ completions."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
@@ -122,6 +123,12 @@ class TeacherConfig(Section):
         return self.template is not None and self.model is None and self.url is None
 
     @property
+    def recorded_as(self) -> str:
+        """Column of a recording with a served teacher's log-probabilities; "" if another teaches, and for a template,
+        whose prompts follow from more than the recording."""
+        return f"teacher_logprobs/{self.model or self.url}" if self.url and self.template is None else ""
+
+    @property
     def read_at_most(self) -> str:
         """What the longest sequence is that the teacher reads, for messages."""
         made = "" if self.template is None else " that teacher.template makes,"
@@ -165,11 +172,14 @@ def teaches_alone(config: RunConfig) -> bool:
 
 
 def source_teachers(config: RunConfig) -> dict[str, str]:
-    """Name of the model that teaches each source, "" where none does; empty if no source names a teacher."""
-    sources = config.data.sources
+    """Name of the model that teaches each source, "" where none does; empty if no source names a teacher. A folder that
+    is spelled in several ways has its first spelling."""
+    sources, model = config.data.sources, config.teacher.model or ""
     if all(source.teacher is None for source in sources):
         return {}
-    return {it.name: config.teacher.model or "" if it.teacher is None else it.teacher for it in sources}
+    named = {it.name: model if it.teacher is None else it.teacher for it in sources}
+    first = {Path(model).resolve(): model}
+    return {source: name and first.setdefault(Path(name).resolve(), name) for source, name in named.items()}
 
 
 def loaded_teachers(config: RunConfig) -> dict[str, ModelConfig]:
@@ -177,10 +187,9 @@ def loaded_teachers(config: RunConfig) -> dict[str, ModelConfig]:
     if not config.teacher.is_loaded:
         return {}
     found = {config.teacher.model: ("teacher.model", config.teacher.as_model)}
-    for place, source in enumerate(config.data.sources):
-        if source.teacher:
-            named = f"data.sources.{place}.teacher", ModelConfig(name_or_path=source.teacher)
-            found.setdefault(source.teacher, named)
+    for place, name in enumerate(source_teachers(config).values()):
+        if name:
+            found.setdefault(name, (f"data.sources.{place}.teacher", ModelConfig(name_or_path=name)))
     return dict(found.values())
 
 

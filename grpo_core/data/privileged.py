@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_core.config.columns import template_parts
-from grpo_core.config.teacher import PROMPT
+from grpo_core.config.teacher import BETTER, ERROR, PROMPT
 from grpo_core.data.chat import is_conversation, without_gaps
 
 LINES = "\n"  # between the texts of a list
+STAND_INS = dict.fromkeys((BETTER, ERROR), "x")  # for texts that are not known before the sampling
 
 
 def shown_prompt(template: str, row: Mapping[str, Any], found: Mapping[str, str]) -> Any:

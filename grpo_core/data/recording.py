@@ -58,7 +58,7 @@ def write_batch(table: pa.Table, known: Mapping[str, Any], path: Path) -> None:
     repeated = [
         f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name
         for field in table.schema
-        if field.name != "sampling_logprobs"
+        if "_logprobs" not in field.name
     ]
     table = table.replace_schema_metadata({KEY: json.dumps(known)})
     pq.write_table(table, path, use_dictionary=repeated)

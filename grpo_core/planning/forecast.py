@@ -27,7 +27,7 @@ from grpo_core.planning.passes import FLOAT, passes_per_update, per_machine, sha
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.remedies import NOTHING_FITS, remedies
 from grpo_core.planning.shapes import ForecastError, PromptLengths, adapter_parameters, load_shape, load_teachers
-from grpo_core.planning.wall_time import scorings, wall_time
+from grpo_core.planning.wall_time import WarmStart, scorings, wall_time
 from grpo_core.system.memory import GIB, gib_text
 
 TITLES = {
@@ -51,14 +51,16 @@ def forecast(
     *,
     costs: ValidatedCosts = NOT_VALIDATED,
     sampling: EarlierSampling | str | None = None,
+    warm: WarmStart | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Time, useful groups and, on GPUs, memory and communication: each with `how` it was made, or with the `error` that
     prevented it; with vLLM servers the GPUs too. If memory does not suffice, it has the `remedies` that would fit.
 
     `source`: the pace of earlier runs, or the one measured, or the reason why there is neither. `gpu`: the GPU to train
     on; None for a CPU. `sampling`: an earlier training's, from which to say how far to sample ahead, or the reason why
-    it is not known; None if the run cannot sample ahead. Raises ConfigError if there are certainly too few GPUs for the
-    servers, or too little memory: in vLLM's share of the GPU, or in the host for what is offloaded.
+    it is not known; None if the run cannot sample ahead. `warm`: as `wall_time` takes it. Raises ConfigError if there
+    are certainly too few GPUs for the servers, or too little memory: in vLLM's share of the GPU, or in the host for
+    what is offloaded.
     """
     found: dict[str, dict[str, Any]] = {}
     shape, teachers = None, {}
@@ -91,6 +93,7 @@ def forecast(
                 *sizes,
                 costs=costs,
                 silent_share=silent,
+                warm=warm,
                 communication=found.get("communication", {}).get("seconds_per_update", 0.0),
             )
         except ForecastError as error:

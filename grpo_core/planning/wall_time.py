@@ -1,10 +1,10 @@
-"""Wall time of a run's probe and training: the updates, and what comes on top of them. Imports no torch."""
+"""Wall time of a run's probe, warm start and training: the updates, and what comes on top of them. Imports no torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_core.config.memory_bounds import MAX_ROWS
@@ -31,8 +31,17 @@ ATTENTION_BACKWARD = 2.5  # forward passes that a backward pass of fused attenti
 FORWARD = 1 / 3  # of the time of a forward and backward pass
 WEIGHT_BYTES = 4  # per parameter of a saved model, or trained one of a checkpoint; there AdamW's moments come on top
 TURNS = 2  # of a conversation, assumed until a run tells: one that calls a tool, and one after its answer
-PROBE = "probe"  # the part that is not training
+PROBE, WARM_START = "probe", "warm-start"  # the parts that are not training
 VLLM_START_SECONDS = 60.0  # assumed: nothing short of starting vLLM measures it
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """A warm start's own configuration and plan, and the mean of the tokens of a demonstration with its prompt."""
+
+    config: RunConfig
+    plan: Plan
+    tokens: float
 
 
 def wall_time(
@@ -46,17 +55,17 @@ def wall_time(
     *,
     costs: ValidatedCosts = NOT_VALIDATED,
     silent_share: float | None = None,
+    warm: WarmStart | None = None,
     communication: float = 0.0,
 ) -> dict[str, Any]:
-    """Hours of the probe, if there is one, and of the whole training, of each part, and GPU hours on a GPU: at the pace
-    of earlier runs, at the one measured, or without either at one assumed for `gpu`. What is assumed is an interval
-    (`interval_hours`), and the other figures are its geometric middle.
+    """Hours of the probe and the warm start, if there are any, and the whole training, of each part, and GPU hours on a
+    GPU: at the pace of earlier runs, at the one measured, or without either at one assumed for `gpu`. What is assumed
+    is an interval (`interval_hours`), and the other figures are its geometric middle.
 
-    `silent_share`: of the groups, replaced in dynamic sampling; None if not known. `communication`: seconds per update
-    between GPUs, which a pace that is known or measured holds. Raises ForecastError if no pace is known or can be
-    assumed.
+    `silent_share`: of the groups, replaced in dynamic sampling; None if not known. `warm`: None if there is no warm
+    start, or its demonstrations' sizes are not known. `communication`: seconds per update between GPUs, which a pace
+    that is known or measured holds. Raises ForecastError if no pace is known or can be assumed.
     """
-    ends: list[float] = []
     if isinstance(source, Throughput):
         length = min(source.completion_tokens, config.rollout.max_completion_length)
         pace = source.tokens_per_second * plan.num_processes
@@ -65,29 +74,40 @@ def wall_time(
             "updates": plan.completions * (lengths.mean + length) / pace,
             "start, evaluations, checkpoints": source.other_seconds,
         }
-        how = "; ".join([source.how, *said])
+        each, said = _as_intervals(parts), [source.how, *said]
     elif isinstance(source, Pace):
-        rounds, said = _rounds(config, plan, silent_share)
+        rounds, replaced = _rounds(config, plan, silent_share)
         talk = _conversation(config, lengths, source, costs.environment)
         taught = teacher_passes(config, plan, lengths, source.completion_tokens, shape, teachers)
-        parts = _measured(config, plan, source, shape, gpu, rounds, costs, talk, taught)
-        how = "; ".join([source.how, *talk.said, *said, *_left_out(config, costs)])
+        each = _as_intervals(_measured(config, plan, source, shape, gpu, rounds, costs, talk, taught))
+        said = [source.how, *talk.said, *replaced, *_left_out(config, costs)]
     else:
-        rounds, said = _rounds(config, plan, silent_share)
+        rounds, replaced = _rounds(config, plan, silent_share)
         each, how = _assumed(config, plan, lengths, shape, gpu, teachers, rounds, communication)
-        how = "; ".join([how, *said])
-        parts = {name: math.sqrt(low * high) for name, (low, high) in each.items()}
-        ends = [sum(seconds) / 3600 for seconds in zip(*each.values(), strict=True)]
+        said = [how, *replaced]
     if config.teacher.url and not isinstance(source, Throughput):
-        how += "; without the time in which the teacher's server answers, which is not known"
-    hours = sum(parts.values()) / 3600
-    found = {
+        said.append("without the time in which the teacher's server answers, which is not known")
+    if warm:
+        each[WARM_START], note = _warm_start(config, lengths, source, shape, gpu, warm, communication)
+        said += note
+    elif config.warm_start.is_used:
+        made = "sampled" if config.warm_start.from_probe else "validated"
+        said.append(f"without the warm start, known once its demonstrations are {made}")
+    parts = {name: math.sqrt(low * high) / 3600 for name, (low, high) in each.items()}
+    hours = sum(parts.values())
+    found: dict[str, Any] = {
         "wall_time_hours": hours,
-        "parts_hours": {name: seconds / 3600 for name, seconds in parts.items()},
-        "how": f"{how}; prompts of {lengths.mean:.0f} tokens ({lengths.how})",
+        "parts_hours": parts,
+        "how": "; ".join([*said, f"prompts of {lengths.mean:.0f} tokens ({lengths.how})"]),
     }
-    found |= {"interval_hours": ends} if ends else {}
-    return found | ({"gpu_hours": hours * (plan.num_processes + config.rollout.server_gpus)} if gpu else {})
+    if source is None or isinstance(source, str):
+        found["interval_hours"] = [sum(ends) / 3600 for ends in zip(*each.values(), strict=True)]
+    held = hours * plan.num_processes + (hours - parts.get(WARM_START, 0.0)) * config.rollout.server_gpus
+    return found | ({"gpu_hours": held} if gpu else {})
+
+
+def _as_intervals(parts: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    return {name: (seconds, seconds) for name, seconds in parts.items()}
 
 
 def scorings(config: RunConfig, plan: Plan) -> int:
@@ -214,6 +234,36 @@ def _measured(
         saved = (plan.max_steps - 1) // config.train.save_steps * size
         parts["checkpoints"] = (saved + WEIGHT_BYTES * shape.parameters) * pace.byte_seconds
     return parts
+
+
+def _warm_start(
+    config: RunConfig,
+    lengths: PromptLengths,
+    source: Throughput | Pace | None,
+    shape: ModelShape | None,
+    gpu: Gpu | None,
+    warm: WarmStart,
+    communication: float,
+) -> tuple[tuple[float, float], list[str]]:
+    """Ends of the seconds of the warm start, whose passes take as long per token as the training's, and notes on it."""
+    own, plan = warm.config, warm.plan
+    if isinstance(source, Throughput):
+        each = lengths.mean + source.completion_tokens
+        updated, sampled = each / source.tokens_per_second, source.sample_seconds or 0.0
+        is_known = 0 < sampled < updated
+        seconds = plan.completions / plan.num_processes * warm.tokens / each * (updated - sampled * is_known)
+        note = f"the warm start {'' if is_known else 'at most, as if it sampled too, and '}without its start"
+        return (seconds, seconds), [note]
+    if isinstance(source, Pace):
+        measured = config.train.per_device_train_batch_size * (lengths.mean + source.completion_tokens)
+        longer = _Conversation(trained=plan.per_device_train_batch_size * warm.tokens / measured)
+        seconds = sum(_measured(own, plan, source, shape, gpu, 1.0, NOT_VALIDATED, longer, 0.0).values())
+        return (seconds, seconds), []
+    learnt = min(own.rollout.max_completion_length, max(round(warm.tokens), 1))
+    own = own.model_copy(update={"rollout": own.rollout.model_copy(update={"max_completion_length": learnt})})
+    prompts = replace(lengths, mean=max(warm.tokens - learnt, 0.0))
+    ends, _ = _assumed(own, plan, prompts, shape, gpu, {}, 1.0, communication)
+    return ends["updates"], ["demonstrations of their mean length"]
 
 
 def _rounds(config: RunConfig, plan: Plan, silent_share: float | None) -> tuple[float, Sequence[str]]:

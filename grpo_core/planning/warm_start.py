@@ -12,6 +12,7 @@ from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths
 from grpo_core.planning.tokens_per_pass import with_tokens_per_pass
+from grpo_core.planning.wall_time import WarmStart
 from grpo_core.run_files import is_run
 from grpo_core.system.memory import gib_text
 
@@ -44,26 +45,25 @@ class Sizes:
     mean: float
 
 
-def describe_warm_start(config: RunConfig, demonstrations: int, sizes: Sizes | None, gpu: Gpu | None) -> str:
-    """What the warm start will do and, if the demonstrations' sizes are known, what it takes, in a sentence. Raises
-    ConfigError if there are too few, or one is longer than train.max_tokens_per_pass.
+def describe_warm_start(
+    config: RunConfig, demonstrations: int, sizes: Sizes | None, gpu: Gpu | None
+) -> tuple[str, WarmStart | None]:
+    """What the warm start will do and, if the demonstrations' sizes are known, what it takes, in a sentence and for the
+    wall time. Raises ConfigError if there are too few, or one is longer than train.max_tokens_per_pass.
 
-    `config`: with the precision that its device has. On a GPU, the time is by the FLOPs that training assumes.
+    `config`: with the precision that its device has.
     """
     plan = plan_warm_start(config, demonstrations, sizes.longest_completion if sizes else 1)
     said = f"{plan.max_steps:,} updates of {plan.effective_batch_size} demonstrations before the training"
     if sizes is None:
-        return f"warm start: {'at most ' * config.warm_start.from_probe}{said}"
+        return f"warm start: {'at most ' * config.warm_start.from_probe}{said}", None
     said = f"warm start: {said}"
     own, others = supervised(config, sizes.longest_completion), sizes.longest - sizes.longest_completion
     lengths = PromptLengths(max(sizes.mean - sizes.longest_completion, 0), others, "of the demonstrations")
     plan = with_tokens_per_pass(own, plan, lengths, gpu)
     said += f", about {plan.completions * sizes.mean:,.0f} tokens"
-    found = forecast(own, plan, lengths, None, [], gpu) if gpu else {}
-    memory, time = found.get("memory", {}), found.get("time", {})
+    memory = forecast(own, plan, lengths, None, [], gpu).get("memory", {}) if gpu else {}
     if "peak_memory_gib" in memory:
         said += f", {gib_text(memory['peak_memory_gib'])} per GPU"
-    if "interval_hours" in time:
-        low, high = time["interval_hours"]
-        said += f", {60 * low:.1f} to {60 * high:.1f} min (assumed, not measured)"
-    return "; ".join([said, *(memory[name] for name in ["warning"] if name in memory)])
+    said = "; ".join([said, *(memory[name] for name in ["warning"] if name in memory)])
+    return said, WarmStart(own, plan, sizes.mean)

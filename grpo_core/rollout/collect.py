@@ -63,6 +63,7 @@ class Sample:
     place: int = 0  # index among all completions that its process has asked for
     turn: int = 0  # the generation batch whose turn the row was
     logged: Logged = field(default_factory=Logged)  # by the rewards
+    taught: list[float] | None = None  # a served teacher's log-probabilities, if the recording has them
 
 
 @dataclass(frozen=True)

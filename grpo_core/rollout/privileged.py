@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ import numpy as np
 from grpo_core.config.run import RunConfig
 from grpo_core.config.teacher import BETTER, ERROR
 from grpo_core.data.chat import encode_prompts
-from grpo_core.data.privileged import shown_prompt
-from grpo_core.data.prompts import AT_ONCE, Row, rows_at
+from grpo_core.data.privileged import STAND_INS, shown_prompt
+from grpo_core.data.prompts import Encoded, Row, rows_at
 from grpo_core.environments.calls import ERROR as SAID
 from grpo_core.environments.setting import Setting
 from grpo_core.rewards.composition import weighted_sum
@@ -36,9 +35,9 @@ def load_privileged(
 ) -> Privileged | None:
     """What a teacher is shown in a training on these rows; None without a template. All are tokenized once, for the
     length of the longest."""
-    template = config.teacher.template
-    if template is None:
+    if config.teacher.template is None:
         return None
+    template: str = config.teacher.template
 
     def encode(shown: Sequence[Shown]) -> list[list[int]]:
         if setting is not None:
@@ -46,11 +45,11 @@ def load_privileged(
         prompts = [prompt for prompt, *_ in shown]
         return encode_prompts(prompts, tokenizer, config.data.chat_template_kwargs) if prompts else []
 
-    longest, left = 0, iter(rows)
-    stand_ins = dict.fromkeys((BETTER, ERROR), "x")
-    while batch := [*islice(left, AT_ONCE)]:
-        shown = [(shown_prompt(template, row, stand_ins), row, "") for row in batch]
-        longest = max([longest, *map(len, encode([each for each in shown if each[0]]))])
+    def encode_rows(rows: Sequence[Row]) -> list[list[int]]:
+        shown = [(shown_prompt(template, row, STAND_INS), row, "") for row in rows]
+        return encode([each for each in shown if each[0]])
+
+    longest = max(map(len, Encoded(rows, encode_rows)), default=0)
     completions = 1 + config.teacher.shown_completions
     return Privileged(config, encode, longest + completions * config.rollout.max_completion_length)
 

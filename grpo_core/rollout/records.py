@@ -24,10 +24,13 @@ from grpo_core.system.progress import phase
 OPTIONAL = ("trained_tokens", "ages", "routed_experts")
 
 
-def token_columns(samples: Sequence[Sample], *, with_routes: bool) -> dict[str, pa.Array]:
+def token_columns(
+    samples: Sequence[Sample], *, with_routes: bool, taught: Mapping[str, torch.Tensor]
+) -> dict[str, pa.Array]:
     """Columns that training on the samples needs beside texts and rewards. `sampling_logprobs`: the engine's, float32;
     `trained_tokens`: of conversations, 1 per token that the policy sampled, 0 per token of the environment;
-    `routed_experts`: the engine's, token by token of prompt and completion, layer by layer."""
+    `routed_experts`: the engine's, token by token of prompt and completion, layer by layer. `taught`: a served
+    teacher's log-probabilities, by their column."""
     completions = [sample.completion for sample in samples]
     found = {
         "row": pa.array([sample.row for sample in samples], pa.int64()),
@@ -39,6 +42,9 @@ def token_columns(samples: Sequence[Sample], *, with_routes: bool) -> dict[str, 
         found["trained_tokens"] = _lists(masks, np.int8)  # of all, since all are conversations
     if with_routes:
         found["routed_experts"] = _lists([each.routes.ravel() for each in completions], np.int16)  # type: ignore
+    for name, logprobs in taught.items():
+        rows = zip(logprobs.tolist(), completions, strict=True)
+        found[name] = _lists([row[: len(each.ids)] for row, each in rows], np.float32)
     return found
 
 
@@ -83,15 +89,17 @@ def replay(index: int, config: RunConfig, plan: Plan) -> tuple[GenerationBatch, 
     """
     table = read_batch(config.rollout, index)
     names = ["row", "prompt_ids", "completion", "completion_ids", "sampling_logprobs", "truncated"]
-    kept = [table[name].to_pylist() if name in table.column_names else None for name in OPTIONAL]
-    masks, ages, routes = (found or [None] * len(table) for found in kept)
+    optional = (*OPTIONAL, config.teacher.recorded_as)
+    kept = [table[name].to_pylist() if name in table.column_names else None for name in optional]
+    masks, ages, routes, taught = (found or [None] * len(table) for found in kept)
     scores = np.array([table[f"rewards/{it.name}"].to_numpy() for it in config.rewards], dtype=np.float64)  # null → NaN
     lengths = (len(ids) + len(more) for ids, more in zip(*(table[name] for name in names[1:4:2]), strict=True))
     routes = [it and np.array(it, np.int16).reshape(n, -1) for it, n in zip(routes, lengths, strict=True)]
-    rows = zip(*(table[name].to_pylist() for name in names), masks, ages, routes, scores.T.tolist(), strict=True)
+    said = (table[name].to_pylist() for name in names)
+    rows = zip(*said, masks, ages, routes, taught, scores.T.tolist(), strict=True)
     samples = [
-        Sample(row, prompt_ids, Completion(ids, logprobs, truncated, mask, age, routes=experts), text, rewards)
-        for row, prompt_ids, text, ids, logprobs, truncated, mask, age, experts, rewards in rows
+        Sample(row, prompt, Completion(ids, logprobs, cut, mask, age, routes=experts), text, rewards, taught=told)
+        for row, prompt, text, ids, logprobs, cut, mask, age, experts, told, rewards in rows
     ]
     seconds = {"time/generate": 0.0, "time/score": 0.0}
     return generation_batch(index, Schedule(plan, config.seed), config, samples, samples, seconds), samples

@@ -107,7 +107,10 @@ class TrainingLog:
         if self.session.sampler and self.session.sampler.lookahead:
             columns["scheduled_batch"] = [sample.turn for sample in samples]
             columns["ages"] = pa.array([sample.completion.ages for sample in samples], pa.list_(pa.int64()))
-        columns |= token_columns(samples, with_routes=self.session.config.algorithm.routing_replay)
+        config = self.session.config
+        name, logprobs = config.teacher.recorded_as, rollout.teacher_logprobs
+        taught = {name: logprobs} if name and logprobs is not None else {}
+        columns |= token_columns(samples, with_routes=config.algorithm.routing_replay, taught=taught)
         columns |= conversation_columns(samples)
         for position, reward in enumerate(self.session.config.rewards):
             values = [sample.rewards[position] for sample in samples]

@@ -20,6 +20,7 @@ from grpo_core.errors import EngineError
 from grpo_core.model.loading import as_reference
 from grpo_core.model.logprobs import Floor
 from grpo_core.model.policy import PassInputs, Policy
+from grpo_core.model.sequences import pad
 from grpo_core.model.to_device import move
 from grpo_core.planning.sampling_ahead import batches_ahead
 from grpo_core.planning.sampling_notes import truncating_keys
@@ -155,7 +156,10 @@ def _teacher_logprobs(
                 found += compute_logprobs(session, teacher, batch, own)[0]
         return found, torch.tensor([float(each != "") for each in by])
     if session.privileged is None:
-        return _read_by_teacher(session, batch, needed), None
+        known = pad([sample.taught or [0.0] * len(sample.completion.ids) for sample in samples], torch.float32)
+        missing = needed & ~known.any(1)  # a recording has 0 where no teacher was asked
+        found = _read_by_teacher(session, batch, missing) if missing.any() else known
+        return torch.where(missing[:, None], found, known * needed[:, None]), None
     shown = shown_prompts(session.privileged, samples, session.prompts.rows)
     taught = torch.tensor([ids is not None for ids in shown])
     prompt_ids = [ids or own for ids, own in zip(shown, batch.prompt_ids, strict=True)]

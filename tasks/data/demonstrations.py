@@ -50,6 +50,9 @@ def load_demonstrations(config: RunConfig) -> Rows:
     if run_files.is_run(source.data):
         if run_folder(config.name).resolve() == Path(source.data).resolve():
             raise SourceError(f"{source} is the folder of this run, whose training would replace it; change the name")
+        if given := config.warm_start.model_dump(include={"split", "revision"}, exclude_defaults=True):
+            keys = " and ".join(f"warm_start.{key}={value!r}" for key, value in given.items())
+            raise SourceError(f"{source} is a run, which has neither splits nor revisions: remove {keys}")
         return _right_completions(source)
     path = Path(source.data).resolve()
     if (run := next(filter(run_files.is_run, map(str, path.parents)), "")) and (

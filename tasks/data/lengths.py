@@ -11,9 +11,8 @@ import polars as pl
 
 from grpo_core.config.inputs import ModelConfig, quantisation_problem
 from grpo_core.config.run import RunConfig
-from grpo_core.config.teacher import BETTER, ERROR
 from grpo_core.data.chat import NO_OPTIONS, encode_prompts, is_conversation, turns, without_gaps
-from grpo_core.data.privileged import shown_prompt
+from grpo_core.data.privileged import STAND_INS, shown_prompt
 from grpo_core.data.prompts import load_tokenizer
 from grpo_core.errors import GrpoError
 from grpo_core.system.processes import importing
@@ -246,10 +245,10 @@ def longest_shown(
     """Tokens of the longest prompt that teacher.template makes of these rows, of which completions may be a part.
     Raises ModelError if the policy is its own teacher, and takes too few `positions` to read it."""
     teacher, completion = config.teacher, config.rollout.max_completion_length
-    template, stand_ins = teacher.template or "", dict.fromkeys((BETTER, ERROR), "x")
+    template = teacher.template or ""
 
     def shown(frame: pl.DataFrame) -> pl.DataFrame:
-        prompts = [shown_prompt(template, row, stand_ins) or row["prompt"] for row in frame.iter_rows(named=True)]
+        prompts = [shown_prompt(template, row, STAND_INS) or row["prompt"] for row in frame.iter_rows(named=True)]
         return frame.with_columns(prompt=pl.Series(prompts, dtype=frame.schema["prompt"]))
 
     texts = teacher.shown_completions

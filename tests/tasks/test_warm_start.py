@@ -30,6 +30,7 @@ from tasks.stages.lineage import lineage_keys
 from tasks.stages.run import Context
 from tasks.stages.table import PROBE, WARM_START, stages_of
 from tests.conftest import config_values, make_tokenizer, with_keys, write_data
+from tests.grpo_core.planning.test_forecast import PACE
 from tests.qwen import QWEN
 from tests.rows import write_lines
 from tests.tasks.stages import small_stages
@@ -114,14 +115,13 @@ def test_the_plan_refuses_what_the_stage_would_and_says_what_it_takes(values: di
     ):
         with pytest.raises(ConfigError, match=said):
             parse_config(broken)
-    assert describe_warm_start(parse_config(values), 4, None, None) == (
-        "warm start: 2 updates of 2 demonstrations before the training"
-    )
+    said = "warm start: 2 updates of 2 demonstrations before the training"
+    assert describe_warm_start(parse_config(values), 4, None, None) == (said, None)
     (tmp_path / "qwen").mkdir()
     (tmp_path / "qwen" / "config.json").write_text(json.dumps(QWEN["1.5B"]))
     shaped = with_keys(values, name_or_path=str(tmp_path / "qwen"), mixed_precision="bf16")
-    text = describe_warm_start(parse_config(shaped), 1000, Sizes(1000, 300, 200, 250.0), named_gpu("H100"))
-    assert re.fullmatch(r"warm start: 500 .*, about 250,000 tokens, [\d.]+ GiB per GPU, [\d.]+ to [\d.]+ min .*", text)
+    text, _ = describe_warm_start(parse_config(shaped), 1000, Sizes(1000, 300, 200, 250.0), named_gpu("H100"))
+    assert re.fullmatch(r"warm start: 500 .*, about 250,000 tokens, [\d.]+ GiB per GPU.*", text)
 
 
 def _validate(context: Context) -> dict[str, Any]:
@@ -232,6 +232,8 @@ def test_too_few_completions_for_a_warm_start_from_the_probe_are_refused_as_soon
     for key, said in (("another", "at most 12 updates"), (lineage_keys(config)["probe"], "2 updates of 8 .* 128 tok")):
         receipt.write_text(json.dumps({"lineage_key": key, "demonstrations": probed}))
         assert re.match(f"warm start: {said}", planned())
+        parts = describe_plan(config, measure=lambda *_: PACE)["forecasts"]["time"]["parts_hours"]
+        assert ("warm-start" in parts) == (key != "another")
     receipt.write_text(json.dumps({"lineage_key": key, "demonstrations": {**probed, "rows": 7}}))
     with pytest.raises(ConfigError, match="batch_size=8 with 7 right completions of the probe"):
         describe_plan(config)

@@ -237,6 +237,9 @@ def test_a_run_of_another_tokenizer_the_run_itself_and_too_few_right_completions
     with pytest.raises(GrpoError, match=rf"batch_size={number + 1} with {number} right completions in the run '"):
         refuse_early(parse_config(values))
     values["warm_start"]["batch_size"] = 4
+    for key, value in (("split", "test"), ("revision", "main")):
+        with pytest.raises(SourceError, match=f"neither splits nor revisions: remove warm_start.{key}='{value}'"):
+            refuse_early(parse_config({**values, "warm_start": {**values["warm_start"], key: value}}))
     monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "trained").symlink_to(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 from flows.parameters.early_refusals import refuse_early
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
+from grpo_core.config.teacher import loaded_teachers, source_teachers
 from grpo_core.data.prompts import check_teacher_tokenizer
 from grpo_core.data.teacher import check_teacher, check_tokenizers, silent_notes
 from grpo_core.errors import ConfigError
@@ -260,6 +262,13 @@ def test_a_run_is_known_by_its_teachers_content_and_weight_and_not_by_its_name(
         assert found["validate"] == first["validate"]
     alone = lineage_keys(parse_config(by_source(model_folder, tmp_path, teacher, None)))
     assert lineage_keys(parse_config(by_source(model_folder, tmp_path, teacher, teacher))) == alone
+    for spelled in (os.path.relpath(teacher), f"{other}/../{teacher.name}/"):
+        again = by_source(model_folder, tmp_path, teacher, spelled)
+        again["data"]["sources"][0]["teacher"] = f"{teacher}/"  # so that no source names teacher.model as it is there
+        config = parse_config(again)
+        assert lineage_keys(config) == alone
+        assert {key: it.name_or_path for key, it in loaded_teachers(config).items()} == {"teacher.model": str(teacher)}
+        assert {*source_teachers(config).values()} == {str(teacher)}
     first = lineage_keys(parse_config(by_source(model_folder, tmp_path, teacher, other)))
     copy = shutil.copytree(other, tmp_path / "copy")
     assert lineage_keys(parse_config(by_source(model_folder, tmp_path, same, copy))) == first

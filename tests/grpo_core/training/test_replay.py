@@ -19,11 +19,12 @@ from grpo_core.errors import ConfigError, NotFiniteError
 from grpo_core.training import loop as trainer
 from grpo_core.training import session as sessions
 from grpo_core.training.loop import train
-from tests.conftest import config_values, make_run, with_keys, write_sums
+from tests.conftest import config_values, make_model, make_run, with_keys, write_sums
 from tests.grpo_core.training import killing
 from tests.grpo_core.training.plain_training import assert_plain
 from tests.grpo_core.training.several import in_two_processes
 from tests.grpo_core.training.training import assert_same, figures_of, metrics_of, result_of, trained_run
+from tests.teacher_server import teacher_server
 
 MODEL = Path("training/model/model.safetensors")
 # Everything that follows from what was sampled: old log-probabilities, KL, entropies, masks.
@@ -96,6 +97,41 @@ def test_a_training_on_a_recording_does_what_the_recorded_one_did(
     assert_replayed(run, recorded)
     again = replayed(tmp_path / "again", run, values, **keys)
     assert_replayed(again, recorded)
+
+
+@pytest.mark.slow
+def test_a_teacher_behind_a_server_is_asked_only_for_what_the_recording_lacks(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its answers are bit for bit those of a training that asks for all of them, also in a recording of a recording."""
+    with teacher_server(make_model(tmp_path / "teacher", hidden_size=32, initializer_range=0.1)) as server:
+
+        def asked(start: int) -> set[tuple[int, ...]]:
+            """Sequences, without that of the check before a training."""
+            bodies = [body for path, body in server.said[start:] if path == "/v1/completions"]
+            return {tuple(body["prompt"]) for body in bodies if len({*body["prompt"]}) > 1}
+
+        def after(name: str, recording: Path, **keys: Any) -> tuple[Path, set[tuple[int, ...]]]:
+            start = len(server.said)
+            return replayed(tmp_path / name, recording, values, max_steps=2, **keys), asked(start)
+
+        values["teacher"] = {"url": server.url, "weight": 0.5}
+        masked = {"mask_truncated_completions": True}
+        recorded = trained_run(tmp_path / "recorded", values, max_steps=2, **masked)
+        sampled = [row for index in range(2) for row in completions_of(recorded, index)]
+        cut = {(*row["prompt_ids"], *row["completion_ids"]) for row in sampled if row["truncated"]}
+        whole = {(*row["prompt_ids"], *row["completion_ids"]) for row in sampled if not row["truncated"]}
+        assert cut and asked(0) == whole
+        run, again = after("run", recorded, **masked)
+        assert_replayed(run, recorded)
+        more, missing = after("more", run)
+        less, none = after("less", more, **masked)
+        assert_replayed(less, recorded)
+        assert (again, missing, none) == (set(), cut, set())
+        values["teacher"]["model"] = server.name
+        fresh, everything = after("fresh", more)
+        assert everything == cut | whole, "known by another name"
+        assert_replayed(fresh, more)
 
 
 @pytest.mark.slow

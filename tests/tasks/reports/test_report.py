@@ -167,15 +167,18 @@ def test_the_page_names_code_and_data_and_a_time_only_where_it_was_forecast(bare
     assert "timeinupdates36sforecast50s1.4×theforecast" in text
     assert "timeofthewholetraining1min12sforecast1min03s0.9×theforecast" in text
     time = bare.plan["forecasts"]["time"]
-    parts = {"probe": 0.01, **time["parts_hours"]}
-    with_probe = {**bare.plan, "forecasts": {"time": {**time, "parts_hours": parts, "wall_time_hours": 0.03}}}
+    parts = {"probe": 0.01, **time["parts_hours"], "warm-start": 0.02}
+    with_probe = {**bare.plan, "forecasts": {"time": {**time, "parts_hours": parts, "wall_time_hours": 0.05}}}
     rates = {"scored": 40, "never": 12, "always": 3, "mean": 0.4375, "histogram": [12, *[3] * 8, 4]}
-    probed = replace(without_curves, plan=with_probe, seconds={**bare.seconds, "probe": 18.0}, probe=rates)
+    probed = replace(
+        without_curves, plan=with_probe, seconds={**bare.seconds, "probe": 18.0, "warm-start": 36.0}, probe=rates
+    )
     text = "".join(Page(_html(probed)).text.split())
     assert "of 40 prompts 12 are never solved and 3 always; mean 43.8%".replace(" ", "") in text
     assert "Pass rates of the base" not in page
     assert "timeofthewholetraining1min12sforecast1min03s0.9×theforecast" in text
     assert "timeoftheprobe36sforecast18s0.5×theforecast" in text
+    assert "timeofthewarm-start1min12sforecast36s0.5×theforecast" in text
 
 
 @pytest.mark.slow
