@@ -245,7 +245,7 @@ def test_a_reward_that_draws_random_numbers_draws_the_same_ones_again(values: di
 
 PLACES = {  # where the signal comes, and at which call
     "sampling": ("grpo_core.rollout.rows.draw", 30),
-    "weights of the average": ("grpo_core.model.loading.load_trainable_state", 8),  # as its pass is done
+    "weights of the average": ("grpo_core.model.loading.load_trainable_state", 10),  # in the pass after step 5
     "scoring": ("grpo_core.rollout.collect.score_arriving", 9),
     "backward pass": ("torch.Tensor.backward", 20),
     "optimizer step": ("torch.optim.AdamW.step", 5),
