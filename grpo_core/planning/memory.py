@@ -308,14 +308,15 @@ def check_teacher_memory(run: PlannedRun) -> None:
     if total > run.gpu.memory_gib:
         named = [f"{key} = {it.name_or_path!r}" for key, it in loaded_teachers(run.config).items()]
         whose, way_out = ("their" if len(named) > 1 else "its"), "take a smaller teacher"
-        if rate:
-            named, whose, way_out = [f"teacher.update_rate = {rate:g}"], "the average's", "remove it"
+        halves = width(run.config) == FLOAT
+        if rate:  # float32 in any precision
+            named, whose, way_out, halves = [f"teacher.update_rate = {rate:g}"], "the average's", "remove it", False
         raise ConfigError(
             f"{', '.join(named)}: {whose} weights are "
             f"{gib_text(held['teacher'] / GIB)} per GPU, "
             f"{gib_text(total)} with what else is always held, and one {run.gpu.name} has "
             f"{gib_text(run.gpu.memory_gib)}; {way_out}, share the models among more processes "
-            "(train.sharding = 'full')" + ", or set train.mixed_precision = 'bf16'" * (width(run.config) == FLOAT)
+            "(train.sharding = 'full')" + ", or set train.mixed_precision = 'bf16'" * halves
         )
 
 
