@@ -68,7 +68,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder, updates = Path(place), 2 if options.tiny else max(SHOWN)
         prompts = make(folder, 1 if options.tiny else STEPS)
-        averages = [(f"average at {rate}", {"update_rate": rate}) for rate in RATES]
+        rates = RATES[:1] if options.tiny else RATES
+        averages = [(f"average at {rate}", {"update_rate": rate}) for rate in rates]
         for name, teacher in (("itself", {}), *averages, ("base", {"model": str(folder / "base")})):
             steps = trained(folder, name, teacher, prompts, updates)
             print(f"\ntaught by {name}: accuracy on held-out prompts {steps[-1]['eval_accuracy']:.1%}")
