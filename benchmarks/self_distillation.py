@@ -1,5 +1,5 @@
-"""Measures what a policy learns from a text that its prompt does not show: taught by itself as it is now, or by the
-base that it began as.
+"""Measures what a policy learns from a text that its prompt does not show: taught by itself as it is now, by a
+moving average of its weights, or by the base that it began as.
 
     python -m benchmarks.self_distillation [--tiny]
 
@@ -29,6 +29,7 @@ from grpo_core.training.loop import train
 
 TEMPLATE = "{answer}|{prompt}"
 STEPS = 600  # of the base
+RATES = (0.1, 0.01)
 SHOWN = (1, 10, 20, 30, 40, 50, 60)  # updates
 
 
@@ -67,7 +68,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder, updates = Path(place), 2 if options.tiny else max(SHOWN)
         prompts = make(folder, 1 if options.tiny else STEPS)
-        for name, teacher in (("itself", {}), ("base", {"model": str(folder / "base")})):
+        rates = RATES[:1] if options.tiny else RATES
+        averages = [(f"average at {rate}", {"update_rate": rate}) for rate in rates]
+        for name, teacher in (("itself", {}), *averages, ("base", {"model": str(folder / "base")})):
             steps = trained(folder, name, teacher, prompts, updates)
             print(f"\ntaught by {name}: accuracy on held-out prompts {steps[-1]['eval_accuracy']:.1%}")
             for update in (update for update in SHOWN if update <= updates):

@@ -35,6 +35,10 @@ class TeacherConfig(Section):
     braces: `{prompt}`, that message; columns such as `{answer}`; `{better}`, the best other completion of the group, if
     its reward is higher; `{error}`, errors of the conversation's tools. Without `model` and `url`, the policy teaches
     itself (self-distillation). Default: the teacher reads what the policy reads."""
+    update_rate: float | None = Field(None, gt=0, lt=1)
+    """A policy that teaches itself does so with a moving average of its weights, which each update moves: average ← (1
+    − update_rate) · average + update_rate · policy (TRL's teacher_update_rate, 0.05 in SDPO). It is kept in float32.
+    Default: with the weights from before the first update on the batch."""
     weight: float = Field(1.0, gt=0)
     """λ of the advantage of each token, A − λ·(log π_old − log π_teacher): what the reverse KL to the teacher counts
     beside the rewards. Rewards of weight 0 are measured, and the teacher teaches alone: rollout.num_generations may
@@ -49,6 +53,11 @@ class TeacherConfig(Section):
 
     @model_validator(mode="after")
     def _keys_need_a_teacher(self) -> TeacherConfig:
+        if self.update_rate is not None and not self.is_policy:
+            raise ValueError(
+                f"update_rate={self.update_rate:g} averages a policy that teaches itself: set template, without model "
+                "and url, or remove update_rate"
+            )
         given = [key for key in type(self).model_fields if getattr(self, key) != type(self).model_fields[key].default]
         if given and not self.is_used:
             raise ValueError(

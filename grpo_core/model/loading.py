@@ -278,16 +278,11 @@ def adapter_dropouts(model: nn.Module) -> list[nn.Dropout]:
 
 
 @contextmanager
-def as_reference(model: Any, start: dict[str, Tensor] | None) -> Iterator[None]:
-    """Inside, a model under an adapter is the reference policy, with no second copy of the base: the base alone, or the
-    base under the adapter that the training started from, `start`."""
-    if start is None:
-        with model.disable_adapter():
-            yield
-        return
+def other_weights(model: nn.Module, state: dict[str, Tensor]) -> Iterator[None]:
+    """Inside, the model has the weights of a `trainable_state` instead of its own."""
     own = copy_of_trainable_state(model)
-    load_trainable_state(model, start)
     try:
+        load_trainable_state(model, state)
         yield
     finally:
         load_trainable_state(model, own)

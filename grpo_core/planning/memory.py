@@ -146,7 +146,7 @@ def beside_training(run: PlannedRun) -> tuple[dict[str, float], dict[str, float]
             cache = max(share * gpu.memory_gib * GIB - engine_weights, 0.0)
         else:
             sampled += f"a memory that is not known; counted is a cache for {in_flight} completions"
-    trained, each = _trained(run)
+    (trained, each), averages = _trained(run), config.teacher.update_rate is not None
     shared = engine == "vllm" and not sharded and config.rollout.vllm_tensor_parallel_size == 1
     if lora:  # what is shared is the frozen base
         shared = shared and alone and not config.model.load_in_4bit
@@ -155,7 +155,7 @@ def beside_training(run: PlannedRun) -> tuple[dict[str, float], dict[str, float]
         "weights": each * (lora or half or not shared) + base / sharing * (not half and not shared),
         "optimizer": moments(run) * (config.train.offload == "none"),
         "reference": _reference(config, shape) / sharing,
-        "teacher": w * sum(teacher.parameters for teacher in run.teachers.values()) / sharing,
+        "teacher": w * sum(teacher.parameters for teacher in run.teachers.values()) / sharing + each * averages,
         # What is gathered layer by layer needs no copy.
         "bf16_copy": (base / sharing * (not shared) + HALF * trained * (lora or not (sharded or shared))) * half,
         "engine_weights": engine_weights,
@@ -207,7 +207,10 @@ def training_parts(run: PlannedRun, size: Pass) -> dict[str, float]:
         there = {"gradients": gradients} if config.teacher.diverges and not size.alone else {}
         shown = run.lengths.shown and run.lengths.shown + config.rollout.max_completion_length
         least = Pass(max(size.tokens, shown), max(size.keys, shown), size.completions, longest=max(size.longest, shown))
-        worst.append(there | {"teacher_pass": max(scoring_pass(config, each, least) for each in run.teaching)})
+        taught = max(scoring_pass(config, each, least) for each in run.teaching)
+        if config.teacher.update_rate is not None:  # the policy's own weights, while it has the average's
+            taught += gradients * (w / FLOAT if config.train.sharding == "none" else 1)
+        worst.append(there | {"teacher_pass": taught})
     return max(worst, key=lambda parts: sum(parts.values()))
 
 
@@ -287,9 +290,9 @@ def check_engine_memory(run: PlannedRun) -> None:
 
 
 def check_teacher_memory(run: PlannedRun) -> None:
-    """Raises ConfigError if the GPU cannot hold the teachers' weights beside what is always there. Both are exact; what
-    passes need comes on top; or if the divergence from one cannot be computed in chunks. Passes without a teacher, and
-    if the GPU's memory is not known."""
+    """Raises ConfigError if the GPU cannot hold the weights of the teachers, or the policy's average, beside what is
+    always there. Both are exact; what passes need comes on top; or if the divergence from one cannot be computed in
+    chunks. Passes without a teacher, and if the GPU's memory is not known."""
     if run.config.teacher.diverges:
         for name, shape in ((run.config.model.name_or_path, run.shape), *run.teachers.items()):
             if shape.own_logits:
@@ -297,18 +300,23 @@ def check_teacher_memory(run: PlannedRun) -> None:
                     f"teacher.divergence_beta={run.config.teacher.divergence_beta:g} with {name!r}: its logits are not "
                     "those of a linear layer alone; remove it"
                 )
-    if not run.teachers or run.gpu.memory_gib is None:
+    rate = run.config.teacher.update_rate
+    if not (run.teachers or rate) or run.gpu.memory_gib is None:
         return
     held, _, _ = beside_training(run)
     total = sum(held.values()) / GIB
     if total > run.gpu.memory_gib:
         named = [f"{key} = {it.name_or_path!r}" for key, it in loaded_teachers(run.config).items()]
+        whose, way_out = ("their" if len(named) > 1 else "its"), "take a smaller teacher"
+        halves = width(run.config) == FLOAT
+        if rate:  # float32 in any precision
+            named, whose, way_out, halves = [f"teacher.update_rate = {rate:g}"], "the average's", "remove it", False
         raise ConfigError(
-            f"{', '.join(named)}: {'their' if len(named) > 1 else 'its'} weights are "
+            f"{', '.join(named)}: {whose} weights are "
             f"{gib_text(held['teacher'] / GIB)} per GPU, "
             f"{gib_text(total)} with what else is always held, and one {run.gpu.name} has "
-            f"{gib_text(run.gpu.memory_gib)}; take a smaller teacher, share the models among more processes "
-            "(train.sharding = 'full')" + ", or set train.mixed_precision = 'bf16'" * (width(run.config) == FLOAT)
+            f"{gib_text(run.gpu.memory_gib)}; {way_out}, share the models among more processes "
+            "(train.sharding = 'full')" + ", or set train.mixed_precision = 'bf16'" * halves
         )
 
 

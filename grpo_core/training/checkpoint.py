@@ -132,6 +132,7 @@ class Checkpoints:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     reference: Policy | None  # saved where it moves
+    average: dict[str, Tensor] | None = None  # of the weights, if that teaches
     in_flight: _Write | None = field(default=None, init=False)
     newest: TrainingState | None = field(default=None, init=False)  # of those written since the start
     in_background: bool | None = field(default=None, init=False)  # how the last one was written
@@ -256,14 +257,16 @@ class Checkpoints:
         return state
 
     def _tensors(self) -> dict[str, Any]:
-        """Return all tensors that a training changes, by name: weights, the optimizer's moments, a moving reference."""
+        """Return all tensors that a training changes, by name: weights, the optimizer's moments, a moving reference,
+        the average of the weights."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         # Moments of 8 bits are no DTensors: those of each shard have their own names.
         apart = isinstance(self.optimizer, AdamW8bit)
         state = self.optimizer.state
         moments = {names[parameter] + shard_suffix(parameter) * apart: values for parameter, values in state.items()}
         reference = {} if self.reference is None else dict(self.reference.master.named_parameters())
-        return {"model": trainable_state(self.model), "optimizer": moments, "reference": reference}
+        found = {"model": trainable_state(self.model), "optimizer": moments, "reference": reference}
+        return found if self.average is None else {**found, "average": self.average}
 
     def best_steps(self) -> set[int]:
         """Steps that any checkpoint names as its best: their policies must be kept."""

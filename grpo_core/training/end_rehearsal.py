@@ -121,7 +121,8 @@ def disk_needed(config: RunConfig, model: Any, plan: Plan) -> int:
     trained = size * sum(weights.numel() for weights in trainable_state(model).values())
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     whole = size * base.num_parameters()
-    checkpoint = trained * (2 if config.algorithm.sync_ref_model else 1) + MOMENTS[keys.optim] * trained
+    moved = config.algorithm.sync_ref_model + (config.teacher.update_rate is not None)  # reference, average
+    checkpoint = (1 + moved + MOMENTS[keys.optim]) * trained
     # Those that are kept, a healthy one before them, and the one that is being written.
     checkpoints = min(keys.save_total_limit + 2, max(1, (plan.max_steps - 1) // keys.save_steps))
     best = 2 * trained if keys.eval_steps else 0  # the last one, and the one that takes its place

@@ -87,6 +87,14 @@ def commit() -> None:
     _told.may_raise = False
 
 
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let a stop wait for the end of the block, and for the next `stop_if_asked`."""
+    may_raise, _told.may_raise = _told.may_raise, False
+    yield
+    _told.may_raise = may_raise
+
+
 def _note(*_: object) -> None:
     again, _told.to_stop = _told.to_stop, True
     if _told.may_raise and not again:

@@ -37,7 +37,7 @@ from grpo_core.training.recovery import lower_staleness, must_roll_back, resume,
 from grpo_core.training.roll_out import arrange_epochs, roll_out
 from grpo_core.training.session import Session, load_session
 from grpo_core.training.state import TrainingState
-from grpo_core.training.update import adapt_entropy, move_reference, update
+from grpo_core.training.update import adapt_entropy, move_average, move_reference, update
 
 
 def train(run: Path, output: Path, *, warm_start: bool = False) -> dict[str, Any]:
@@ -61,6 +61,7 @@ def train(run: Path, output: Path, *, warm_start: bool = False) -> dict[str, Any
         session.model,
         session.optimizer,
         reference,
+        session.average,
     )
     rehearse_end(session.config, session.model, session.scoring.tokenizer, session.plan, output)
     state = resume(session, checkpoints)
@@ -140,6 +141,7 @@ def advance(session: Session, state: TrainingState, log: TrainingLog) -> Trainin
         raise broken
     state = adapt_entropy(config.algorithm, state, kept_entropy).with_update(seconds, session.memory.reduced)
     move_reference(session, state)
+    move_average(session)
     if state.rollout is not None and not config.algorithm.routing_replay:
         state = replace(state, rollout=replace(state.rollout, routes=None))  # they have been compared
     return replace(state, unrecorded=metrics)

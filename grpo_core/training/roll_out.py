@@ -3,7 +3,8 @@ epochs that a curriculum arranges as pass rates become known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from grpo_core.data.curriculum import arrange, describe, distance, known_batches
 from grpo_core.data.order import Group, Schedule, epoch_rows
 from grpo_core.distributed import failing_together, max_over_processes, sum_over_processes
 from grpo_core.errors import EngineError
-from grpo_core.model.loading import as_reference
+from grpo_core.model.loading import other_weights
 from grpo_core.model.logprobs import Floor
 from grpo_core.model.policy import PassInputs, Policy
 from grpo_core.model.sequences import pad
@@ -33,6 +34,7 @@ from grpo_core.rollout.types import GenerationBatch, Rollout
 from grpo_core.rollout.waiting import TEACHER
 from grpo_core.system.progress import moved, phase
 from grpo_core.training.batch import balance_rows, has_gradient, join
+from grpo_core.training.interrupt import uninterrupted
 from grpo_core.training.session import Sampler, Session
 from grpo_core.training.state import TrainingState
 from grpo_core.training.weight_sync import sync_weights
@@ -132,10 +134,18 @@ def _ref_logprobs(session: Session, batch: GenerationBatch) -> Tensor | None:
     if session.reference is not None:
         return compute_logprobs(session, session.reference, batch, in_loss)[0]
     if session.config.algorithm.beta > 0:
-        with as_reference(session.policy.model, session.start):
+        # The base alone, or under the adapter that the training started from.
+        with session.policy.model.disable_adapter() if session.start is None else _holding(session, session.start):
             whole = session.policy.whole(session.policy.temperature)
             return compute_logprobs(session, whole, batch, in_loss)[0]
     return None
+
+
+@contextmanager
+def _holding(session: Session, weights: dict[str, Tensor]) -> Iterator[None]:
+    """Inside, the policy computes with these weights, in the place of its own: a stop waits until they are back."""
+    with uninterrupted(), other_weights(session.policy.model, weights):
+        yield
 
 
 @phase(TEACHER)
@@ -144,8 +154,8 @@ def _teacher_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the teacher's log-probabilities, (B, T), over the whole vocabulary; and with a template which completions
     it has made a prompt for, (B,): behind that, they are computed, and are 0 for the others. Without a model of its
-    own or a server, the teacher is the policy as it is, before the batch's first update. With teachers of sources, each
-    reads its sources' completions, and (B,) says which have one."""
+    own or a server, the teacher is the policy as it is, before the batch's first update, or the average of its weights.
+    With teachers of sources, each reads its sources' completions, and (B,) says which have one."""
     needed = batch.completion_mask.sum(1) > 0
     if names := source_teachers(session.config):
         by = [names[source or ""] for source in sources_of(samples, session.plan)]
@@ -172,7 +182,8 @@ def _read_by_teacher(session: Session, batch: GenerationBatch, needed: Tensor) -
     if session.config.teacher.url is not None:
         return _served_logprobs(session, batch, needed)
     (teacher,) = session.teachers.values() or [session.policy.whole(session.policy.temperature)]
-    return compute_logprobs(session, teacher, batch, needed)[0]
+    with nullcontext() if session.average is None else _holding(session, session.average):
+        return compute_logprobs(session, teacher, batch, needed)[0]
 
 
 def _served_logprobs(session: Session, batch: GenerationBatch, needed: Tensor) -> Tensor:

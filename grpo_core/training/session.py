@@ -82,6 +82,7 @@ class Session:
     teachers: Mapping[str, Policy] = field(default_factory=dict)  # loaded, by name; none if policy or server teaches
     privileged: Privileged | None = None  # what a teacher is shown that the policy is not
     start: dict[str, Tensor] | None = None  # the adapter that the training started from, if the reference has it
+    average: dict[str, Tensor] | None = None  # of the policy's trained weights, if that teaches; moves with each update
     rates: PassRates | None = None  # at the start of the training; None if no reward tells what passes
     demonstrations: Demonstrations | None = None  # of a warm start
 
@@ -177,6 +178,7 @@ def _load(
     model = with_adapter(base, keys)
     policy = _policy(model, config, accelerator, read)
     start = copy_of_trainable_state(policy.model) if keys.adapter and config.algorithm.beta else None
+    average = None if config.teacher.update_rate is None else copy_of_trainable_state(model)
     engine = None if without_engine else make_engine(config, keys.name_or_path, policy.model, tokenizer, max_length)
     if engine is not None and config.warm_start.is_used and adapts:  # an adapter that the engine has not loaded
         engine.sync_weights(policy.model)
@@ -210,6 +212,7 @@ def _load(
         ),
         sampler=None if engine is None else _sampler(engine, config, setting, prompts, max_length),
         start=start,
+        average=average,
         rates=None if demonstrations else _first_rates(run, config, len(prompts.rows)),
         demonstrations=demonstrations,
     )

@@ -24,6 +24,7 @@ from grpo_core.distributed import (
     sum_over_processes,
 )
 from grpo_core.errors import NotFiniteError
+from grpo_core.model.loading import trainable_state
 from grpo_core.model.policy import PassInputs
 from grpo_core.model.routing import balance_loss, choice_counts
 from grpo_core.system.progress import moved, phase
@@ -128,6 +129,17 @@ def move_reference(session: Session, state: TrainingState) -> None:
     for old, new in zip(reference.master.parameters(), session.model.parameters(), strict=True):
         old.lerp_(new.to(old.device), algorithm.ref_model_mixup_alpha)
     reference.refresh()
+
+
+@torch.no_grad()
+def move_average(session: Session) -> None:
+    """Set average ← (1 − update_rate) · average + update_rate · policy, if the policy's average teaches (SDPO,
+    arXiv:2601.20802)."""
+    rate = session.config.teacher.update_rate
+    if rate is not None and session.average is not None:
+        policy = trainable_state(session.model)
+        averages = [own_shard(average) for average in session.average.values()]
+        torch._foreach_lerp_(averages, [own_shard(policy[name]) for name in session.average], rate)
 
 
 class _Tally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.privileged import shown_prompt
 from grpo_core.environments.conversation import Said
 from grpo_core.errors import ConfigError
-from grpo_core.planning.hardware import named_gpu
-from grpo_core.planning.memory import peak_memory
+from grpo_core.planning.hardware import Gpu, named_gpu
+from grpo_core.planning.memory import GIB, check_teacher_memory, peak_memory
 from grpo_core.planning.plan import make_plan, plan_inputs
-from grpo_core.planning.shapes import PromptLengths
+from grpo_core.planning.shapes import PromptLengths, adapter_parameters
 from grpo_core.planning.wall_time import wall_time
 from grpo_core.rollout import privileged
 from grpo_core.rollout.collect import Sample
@@ -135,6 +136,13 @@ def test_the_last_message_of_the_user_is_replaced_and_a_missing_value_shows_noth
     assert shown_prompt("{prompt}{answer}", {**row, "prompt": TALK[:1]}, {}) is None
 
 
+OTHERS: list[dict[str, Any]] = [
+    {},
+    {"model": "m", "template": "{prompt}!"},
+    {"url": "http://a:1", "template": "{prompt}!"},
+]
+
+
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
@@ -148,6 +156,7 @@ def test_the_last_message_of_the_user_is_replaced_and_a_missing_value_shows_noth
         ({"template": "{prompt}{answer}", "divergence_beta": 0.5}, "a divergence reads the teacher in each update"),
         ({"template": "{prompt}{answer}", "revision": "main"}, "revision='main' is of a model; set model"),
         ({"model": "self", "template": "{prompt}!"}, "the policy teaches itself where template is set; remove model"),
+        *(({**it, "update_rate": 0.1}, "update_rate=0.1 averages a policy that teaches itself: set") for it in OTHERS),
         ({"template": "{prompt}{error}"}, "{error} is what tools answer when they fail, and there are none"),
     ],
 )
@@ -216,8 +225,9 @@ def test_a_run_is_known_by_its_template_and_so_are_its_validated_prompts(
     for config in (told(values, "{prompt} {answer}"), parse_config(values)):
         found = lineage_keys(config)
         assert {name for name in first if found[name] != first[name]} >= {"validate", "plan", "train", "evaluate"}
-    weighed = lineage_keys(told(values, "{prompt}{answer}", weight=0.5))
-    assert weighed["validate"] == first["validate"] and weighed["train"] != first["train"]
+    for keys in ({"weight": 0.5}, {"update_rate": 0.5}):
+        other = lineage_keys(told(values, "{prompt}{answer}", **keys))
+        assert other["validate"] == first["validate"] and other["train"] != first["train"]
 
 
 def test_the_forecast_counts_a_pass_of_the_policy_over_what_it_is_shown_and_no_other_weights() -> None:
@@ -235,6 +245,38 @@ def test_the_forecast_counts_a_pass_of_the_policy_over_what_it_is_shown_and_no_o
         for keys, each in ((alone, lengths[0]), (config, lengths[1]), (config, lengths[2]))
     )
     assert small == same and large["teacher"] == 0 < large["teacher_pass"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "held", "lent"),
+    [
+        ({}, 4, 2),  # in a pass, the policy's bfloat16 copy waits
+        ({"sharding": "full", "num_processes": 8}, 4 / 8, 4 / 8),  # of the weights that are gathered
+        ({"use_peft": True, "lora_r": 8}, 4, 2),
+    ],
+    ids=["whole", "shares", "adapter"],
+)
+def test_the_forecast_counts_an_average_and_the_policys_own_weights_in_its_pass(
+    keys: dict[str, Any], held: float, lent: float
+) -> None:
+    """Bytes per trained parameter, of 1.54 billion or of an adapter's 9 million."""
+    values = config_values(Path("model"), Path("data"), mixed_precision="bf16", engine="transformers", **keys)
+    lengths = PromptLengths(140, 220, "given", 4_000_000)  # so that the pass is the worst moment
+    configs = [told(values, "{prompt}{answer}"), told(values, "{prompt}{answer}", update_rate=0.1)]
+    runs = [planned(config, "1.5B", lengths, named_gpu("H200")) for config in configs]
+    without, found = (peak_memory(run)["parts_gib"] for run in runs)
+    trained = adapter_parameters(runs[0].shape, configs[0]) if "use_peft" in keys else runs[0].shape.parameters
+    assert (without["teacher"], found["teacher"] * GIB) == (0, pytest.approx(held * trained))
+    assert (found["teacher_pass"] - without["teacher_pass"]) * GIB == pytest.approx(lent * trained)
+
+
+def test_an_average_that_a_gpu_cannot_hold_is_refused() -> None:
+    """1.5B: 5.8 GiB, and 25.9 with weights, moments and the copy in bfloat16."""
+    values = config_values(Path("model"), Path("data"), mixed_precision="bf16", engine="transformers")
+    run = planned(told(values, "{prompt}!", update_rate=0.05), "1.5B", PromptLengths(1, 1, "given"), Gpu("GPU", 24.0))
+    with pytest.raises(ConfigError, match=r"update_rate = 0\.05: the average's weights are 5\.8 GiB per GPU, 25\."):
+        check_teacher_memory(run)
+    check_teacher_memory(replace(run, gpu=Gpu("GPU", 28.0)))
 
 
 @pytest.mark.slow

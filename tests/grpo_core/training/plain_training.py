@@ -84,12 +84,14 @@ def plain_training(run: Path) -> tuple[list[tuple[float, float, list[float]]], A
         eps=keys.adam_epsilon,
     )
     current, steps = -1, list[tuple[float, float, list[float]]]()
+    average = copy.deepcopy(model)
     for step, micro_steps in enumerate(_updates(config, plan)):
         loss, routed = torch.zeros((), dtype=torch.float64), list[tuple[Tensor, ...]]()
         taught = list[float]()
         for index, place in micro_steps:
             if index != current:
-                current, batch = index, _Batch(run, config, plan, index, model, base)
+                current = index
+                batch = _Batch(run, config, plan, index, model, base, average if config.teacher.update_rate else model)
             loss = loss + batch.loss(model, place, len(micro_steps))
             taught += batch.teacher_kl(place)
             if config.algorithm.router_aux_loss_coef:
@@ -109,6 +111,9 @@ def plain_training(run: Path) -> tuple[list[tuple[float, float, list[float]]], A
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
+        for old, new in zip(average.parameters(), model.parameters(), strict=True):
+            share = config.teacher.update_rate or 0.0
+            old.data = (1 - share) * old.data + share * new.data
     return steps, model
 
 
@@ -134,7 +139,8 @@ def _updates(config: RunConfig, plan: Plan) -> Iterator[list[tuple[int, int]]]:
 class _Batch:
     """A generation batch: what was sampled, and what the policy said of it before the first update."""
 
-    def __init__(self, run: Path, config: RunConfig, plan: Plan, index: int, model: Any, base: Any):
+    def __init__(self, run: Path, config: RunConfig, plan: Plan, index: int, model: Any, base: Any, itself: Any):
+        """`itself`: what teaches where no other model does."""
         self.config, self.plan, algorithm = config, plan, config.algorithm
         self.rows = pq.read_table(run / "training" / "completions" / f"rollout-{index:06d}.parquet").to_pylist()
         self.order = training_order(plan, config.seed, index)
@@ -163,11 +169,11 @@ class _Batch:
         self.advantages = _advantages(config, self.rows)
         self.teacher: list[list[float] | None] = [None] * len(self.rows)
         self.taught_by: list[str | None] = [None] * len(self.rows)
-        self.teacher_model = load(config.teacher.model).double().eval() if config.teacher.model else model
+        self.teacher_model = load(config.teacher.model).double().eval() if config.teacher.model else itself
         if (config.teacher.model and config.teacher.divergence_beta is None) or config.teacher.template:
             shown = shown_prompts(run, config, self.rows) if config.teacher.template else None
             self.taught_by = names = teachers_of(run, config, self.rows)
-            models = {name: load(name).double().eval() for name in {*names} if name} or {None: model}
+            models = {name: load(name).double().eval() for name in {*names} if name} or {None: itself}
             with torch.no_grad():
                 for row, name in enumerate(names):
                     read = (shown or [record["prompt_ids"] for record in self.rows])[row]

@@ -166,9 +166,13 @@ def test_the_rehearsal_changes_nothing_that_is_drawn_later(
     [
         {"train": {"save_steps": 1, "save_total_limit": 2, "eval_steps": 2}},
         {"train": {"save_steps": 1, "save_total_limit": 1}, "model": {"use_peft": True}},
-        {"train": {"save_steps": 1}, "algorithm": {"beta": 0.1, "sync_ref_model": True}},
+        {
+            "train": {"save_steps": 1},
+            "algorithm": {"beta": 0.1, "sync_ref_model": True},
+            "teacher": {"template": "{prompt}{answer}", "update_rate": 0.1},
+        },
     ],
-    ids=["evaluated", "adapter", "reference"],
+    ids=["evaluated", "adapter", "reference and average"],
 )
 def test_the_disk_that_a_training_asks_for_is_what_it_comes_to_need(
     keys: dict[str, dict[str, Any]], values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

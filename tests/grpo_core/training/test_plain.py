@@ -203,6 +203,8 @@ def drawn_run(
             taught = values["teacher"] if number % 2 else {"weight": 0.5}  # by the policy itself
             values["teacher"] = {key: taught[key] for key in taught.keys() & {"model", "url", "weight"}}
             values["teacher"]["template"] = texts[number % len(texts)]
+            if number % 16 in (4, 6) and not values["teacher"].keys() & {"model", "url"}:  # by its average
+                values["teacher"]["update_rate"] = draw.choice([0.2, 0.6])
             if "{better}" in values["teacher"]["template"]:
                 options["dynamic_sample"] = replaces
     if alone:

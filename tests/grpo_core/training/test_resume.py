@@ -70,7 +70,7 @@ ALL_AT_ONCE = {
 # Groups whose rewards are equal are not replaced, since the teacher teaches there.
 TAUGHT = ALL_AT_ONCE | {"dynamic_sample": False}
 WARM = {"per_device_train_batch_size": 4, "save_steps": 1}
-ITSELF = {"template": "{answer}={prompt}{better}+"}
+ITSELF = {"template": "{answer}={prompt}{better}+", "update_rate": 0.3}
 DIVERGENCE = {"divergence_beta": 0.5, "divergence_top_k": 5}
 ADAPTER = {
     "use_peft": True,
@@ -123,7 +123,7 @@ def test_an_engine_that_fails_ends_the_training_with_a_checkpoint_from_which_it_
     [
         pytest.param(TAUGHT, 3, {}, id="taught, all at once", marks=pytest.mark.e2e),
         pytest.param(TAUGHT, 3, DIVERGENCE, id="taught by a divergence, all at once"),
-        pytest.param(TAUGHT, 3, ITSELF, id="taught by itself, all at once"),
+        pytest.param(TAUGHT, 3, ITSELF, id="taught by its average, all at once"),
         pytest.param(WARM, 3, {}, id="warm start"),
         pytest.param(ALL_AT_ONCE, 12, {}, id="all at once, often", marks=pytest.mark.e2e),
         pytest.param(ADAPTER, 4, {}, id="adapter", marks=pytest.mark.e2e),
@@ -245,6 +245,7 @@ def test_a_reward_that_draws_random_numbers_draws_the_same_ones_again(values: di
 
 PLACES = {  # where the signal comes, and at which call
     "sampling": ("grpo_core.rollout.rows.draw", 30),
+    "weights of the average": ("grpo_core.model.loading.load_trainable_state", 10),  # in the pass after step 5
     "scoring": ("grpo_core.rollout.collect.score_arriving", 9),
     "backward pass": ("torch.Tensor.backward", 20),
     "optimizer step": ("torch.optim.AdamW.step", 5),
@@ -257,7 +258,7 @@ RARER = ("backward pass", "optimizer step")  # in `make e2e`
 
 def _drawing(values: dict[str, Any]) -> dict[str, Any]:
     rewards = [{"function": "tests.grpo_core.training.test_resume:drawing"}]
-    return with_keys({**values, "rewards": rewards}, **ALL_AT_ONCE)
+    return with_keys({**values, "rewards": rewards, "teacher": {"weight": 0.5, **ITSELF}}, **ALL_AT_ONCE)
 
 
 @pytest.fixture(scope="module")

@@ -97,6 +97,7 @@ def test_a_sharded_training_that_was_killed_goes_on_bit_for_bit_and_by_other_num
     model = make_model(tmp_path / "model", **TIED)
     values = config_values(model, tmp_path, engine="transformers", save_steps=2, max_steps=6, sharding="full")
     values["rewards"] = [{"function": "tests.grpo_core.training.test_sharding:deadly"}]
+    values["teacher"] = {"template": "{answer}={prompt}", "update_rate": 0.3, "weight": 0.5}
     keys = {**CALM_ADAM, "steps_per_generation": 4, "gradient_accumulation_steps": 2, "eval_steps": 3, "beta": 0.1}
     keys |= {"sync_ref_model": True, "ref_model_sync_steps": 2, "load_best_model_at_end": True}
     values = with_keys(values, **keys, per_device_train_batch_size=6, num_processes=2)
