@@ -35,8 +35,7 @@ def load_privileged(
 ) -> Privileged | None:
     """What a teacher is shown in a training on these rows; None without a template. All are tokenized once, for the
     length of the longest."""
-    template = config.teacher.template
-    if template is None:
+    if not (template := config.teacher.template or ""):
         return None
 
     def encode(shown: Sequence[Shown]) -> list[list[int]]:

@@ -107,8 +107,8 @@ class TrainingLog:
         if self.session.sampler and self.session.sampler.lookahead:
             columns["scheduled_batch"] = [sample.turn for sample in samples]
             columns["ages"] = pa.array([sample.completion.ages for sample in samples], pa.list_(pa.int64()))
-        config = self.session.config
-        taught = {config.teacher.recorded_as: rollout.teacher_logprobs} if config.teacher.recorded_as else {}
+        config, logprobs = self.session.config, rollout.teacher_logprobs
+        taught = {} if logprobs is None else {name: logprobs for name in [config.teacher.recorded_as] if name}
         columns |= token_columns(samples, with_routes=config.algorithm.routing_replay, taught=taught)
         columns |= conversation_columns(samples)
         for position, reward in enumerate(self.session.config.rewards):
