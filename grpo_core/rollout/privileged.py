@@ -35,9 +35,8 @@ def load_privileged(
 ) -> Privileged | None:
     """What a teacher is shown in a training on these rows; None without a template. All are tokenized once, for the
     length of the longest."""
-    if config.teacher.template is None:
+    if not (template := config.teacher.template or ""):
         return None
-    template: str = config.teacher.template
 
     def encode(shown: Sequence[Shown]) -> list[list[int]]:
         if setting is not None:

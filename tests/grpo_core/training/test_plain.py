@@ -14,18 +14,21 @@ import torch
 from accelerate.state import AcceleratorState
 from torch.nn.attention import flex_attention
 
+from benchmarks.staleness_learning import VirtualServers
 from grpo_core.config import memory_bounds
 from grpo_core.config.inputs import ModelConfig
+from grpo_core.config.run import RunConfig
 from grpo_core.model import logprobs as head
 from grpo_core.model import packed_attention as packing
 from grpo_core.model.loading import load_model, trainable_state, with_adapter
 from grpo_core.model.saving import save_adapter
+from grpo_core.rollout.loading import make_engine
 from grpo_core.training import loop
 from tests.conftest import config_values, make_model, make_run, with_keys, write_sums
 from tests.grpo_core.algorithm.plain_losses import PLAIN_LOSSES, plain
 from tests.grpo_core.training.plain_training import assert_plain
 from tests.grpo_core.training.several import in_processes
-from tests.grpo_core.training.training import metrics_of
+from tests.grpo_core.training.training import metrics_of, result_of
 from tests.plain_kernels import plain_varlen
 from tests.sources import sources_run, two_sources
 from tests.teacher_server import teacher_server
@@ -111,6 +114,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found | {"adapter": folder / "adapter", "teacher": teacher, "other": other}
 
 
+def virtual_servers(config: RunConfig, name: str, model: Any, tokenizer: Any, max_length: int) -> Any:
+    """Make servers that sample half a token in the time of an update, if the run samples ahead."""
+    if not config.rollout.max_staleness:
+        return make_engine(config, name, model, tokenizer, max_length)
+    return VirtualServers(model, tokenizer, max_length, update_time=0.5)
+
+
 @contextlib.contextmanager
 def passes(number: int, draw: random.Random) -> Iterator[None]:
     """How the training's passes go through the model."""
@@ -126,7 +136,8 @@ def passes(number: int, draw: random.Random) -> Iterator[None]:
             session.policy.packs = attention != "rows"
             session.policy.attention = attention if attention in ("varlen", "flex") else "padded"
         if session.sampler:
-            session.sampler.engine.shares_cache &= way["shares_cache"]
+            engine = session.sampler.engine
+            (engine.engine if isinstance(engine, VirtualServers) else engine).shares_cache &= way["shares_cache"]
         session.memory.planned = session.memory.tokens = way["tokens"]
         return session
 
@@ -256,13 +267,18 @@ def test_a_training_with_a_teacher_behind_a_server_is_that_of_plain_loops(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [*NUMBERS[:4], *NUMBERS[FEW : 2 * FEW]])
 def test_a_training_with_teachers_of_sources_is_that_of_plain_loops(
-    number: int, models: dict[str, Path], tmp_path: Path
+    number: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Every other one samples ahead, from servers on a virtual clock."""
     draw = random.Random(4000 + number)
-    run = drawn_run(tmp_path, models, number, draw, by_source=True)
+    monkeypatch.setattr("grpo_core.training.session.make_engine", virtual_servers)
+    ahead = {"engine": "vllm-server", "max_staleness": 2, "vllm_importance_sampling_correction": True}
+    run = drawn_run(tmp_path, models, number, draw, by_source=True, **(ahead if number % 2 else {}))
     with passes(number, draw):
         loop.train(run, run / "training")
     AcceleratorState._reset_state(reset_partial_state=True)
+    is_ahead = number % 2 == 1 and result_of(run)["counted"]["rollouts"] > 1
+    assert any(step.get("sampling/staleness/max", 0) for step in metrics_of(run)) == is_ahead
     assert_plain(run)
 
 

@@ -33,6 +33,7 @@ from grpo_core.training.loop import train
 from grpo_core.training.state import random_state, set_random_state
 from tests.conftest import config_values, make_model, make_run, with_keys, write_sums
 from tests.grpo_core.training import killing
+from tests.grpo_core.training.test_plain import add_teachers
 from tests.grpo_core.training.training import (
     are_close,
     assert_same,
@@ -42,6 +43,7 @@ from tests.grpo_core.training.training import (
     result_of,
     trained_run,
 )
+from tests.sources import sources_run, two_sources
 
 ROOT = Path(__file__).parents[3]
 
@@ -71,6 +73,7 @@ ALL_AT_ONCE = {
 TAUGHT = ALL_AT_ONCE | {"dynamic_sample": False}
 WARM = {"per_device_train_batch_size": 4, "save_steps": 1}
 ITSELF = {"template": "{answer}={prompt}{better}+", "update_rate": 0.3}
+BY_SOURCE: dict[str, Any] = {}
 DIVERGENCE = {"divergence_beta": 0.5, "divergence_top_k": 5}
 ADAPTER = {
     "use_peft": True,
@@ -121,7 +124,7 @@ def test_an_engine_that_fails_ends_the_training_with_a_checkpoint_from_which_it_
 @pytest.mark.parametrize(
     ("keys", "kills", "teacher"),
     [
-        pytest.param(TAUGHT, 3, {}, id="taught, all at once", marks=pytest.mark.e2e),
+        pytest.param(TAUGHT, 3, BY_SOURCE, id="taught by source, all at once", marks=pytest.mark.e2e),
         pytest.param(TAUGHT, 3, DIVERGENCE, id="taught by a divergence, all at once"),
         pytest.param(TAUGHT, 3, ITSELF, id="taught by its average, all at once"),
         pytest.param(WARM, 3, {}, id="warm start"),
@@ -132,6 +135,11 @@ def test_an_engine_that_fails_ends_the_training_with_a_checkpoint_from_which_it_
 def test_a_training_killed_at_any_micro_step_ends_with_the_same_weights(
     values: dict[str, Any], tmp_path: Path, keys: dict[str, Any], kills: int, teacher: dict[str, Any]
 ) -> None:
+    if teacher is BY_SOURCE:
+        values = two_sources(Path(values["model"]["name_or_path"]), tmp_path)
+        add_teachers(values, {"other": make_model(tmp_path / "other", hidden_size=48)}, tmp_path)
+        final = {"name": "final", "data": str(write_sums(tmp_path / "final.parquet", 80, 86)), "source": "sums"}
+        values["evaluation"] = {"sets": [final]}
     values = with_keys(values, **keys)
     if keys is TAUGHT:
         model = {} if teacher is ITSELF else {"model": str(make_model(tmp_path / "teacher", hidden_size=32))}
@@ -140,6 +148,8 @@ def test_a_training_killed_at_any_micro_step_ends_with_the_same_weights(
         values["warm_start"] = {"demonstrations": "shown.parquet", "batch_size": 6, "max_steps": 6}
 
     def made(name: str) -> Path:
+        if teacher is BY_SOURCE:
+            return sources_run(tmp_path / name, values)
         run = make_run(tmp_path / name, values, killing.NUMBER_OF_PROMPTS)
         if keys is WARM:  # in the place where `assert_same` looks
             demonstrate(run, random.Random(1), output="training")
