@@ -25,7 +25,7 @@ from accelerate import PartialState
 from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
-from grpo_core.distributed import failing_together, from_main, shard_count
+from grpo_core.distributed import failing_together, from_main, leave_word, shard_count, word_of_main
 from grpo_core.errors import EngineError
 from grpo_core.model.four_bit import is_quantised
 from grpo_core.model.loading import base_weights, copy_of_whole_weights, in_checkpoint_layout
@@ -37,13 +37,14 @@ from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of
 from grpo_core.rollout.vllm.client import NO_WEIGHTS, OVER_4BIT, OVER_BASE, Server, Weights, token_versions
 from grpo_core.rollout.vllm.logprobs import HEAD, LOGPROBS_MODE
-from grpo_core.rollout.vllm.router import Router
+from grpo_core.rollout.vllm.router import Router, States
 from grpo_core.rollout.vllm.serve import max_adapter_rank, read_addresses, wrong_vllm
 from grpo_core.rollout.vllm.snapshot import take_snapshot
 
 # vLLM must sample a token to score a prompt; greedy, it draws no random number for it.
 SCORE = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 TURN_SECONDS = 0.05  # after which a caller that waits for completions may do something else
+TELL_SECONDS = 0.5  # between two looks whether the other processes have to be told of servers
 FOLLOW_SECONDS = 2.0  # between two looks for new addresses of servers
 NOT_A_NUMBER = -9999.0  # in vLLM's answers, for a log-probability of NaN or -inf
 
@@ -97,7 +98,8 @@ class VLLMServerEngine:
 
         sharing = process.num_processes
         self.servers = [
-            Server(url, config.rollout, self.token, holder, partial(objection, url), send, sharing) for url in urls
+            Server(url, config.rollout, self.token, holder, partial(objection, url), send, sharing, leases=self.sends)
+            for url in urls
         ]
         # The other processes wait for a server that is back while the main process sends it the weights.
         sending = 0.0 if self.sends else config.rollout.vllm_request_timeout
@@ -110,11 +112,17 @@ class VLLMServerEngine:
         self.begun: dict[tuple[Any, ...], _Begun] = {}
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.keepers = [self._start(self.router.keep_lease(server)) for server in self.servers]
+        if self.sends:
+            watching = [*map(self.router.keep_lease, self.servers), _tell(self.router, self.token)]
+        else:
+            watching = [self.router.follow(partial(_told, self.token))]
+        self.keepers = [*map(self._start, watching)]
         if not config.rollout.vllm_server_base_urls:
             self.keepers.append(self._start(_follow_addresses(self.servers)))
         try:
-            self._run(self.router.connect())
+            with failing_together(kind=EngineError):
+                if self.sends:
+                    self._run(self.router.connect())
             self.sync_weights(model)
         except BaseException:  # after a refusal, nothing may go on asking for the lease
             self._stop_keeping()
@@ -159,19 +167,20 @@ class VLLMServerEngine:
     def _hand_over(self, weights: Weights) -> None:
         """Bring the weights to the servers that are up. The main process sends them; the others then sample at those
         servers that have them. Raises EngineError in every process if one finds none."""
-        numbers = [number for number, server in enumerate(self.servers) if not server.problem]
         with failing_together(kind=EngineError):
             if self.sends:
-                numbers = self._bring(weights, numbers)
-        numbers = from_main(numbers)
+                self._want(weights)
+                self._run(self.router.hand_over())
+                leave_word(self.token, json.dumps(self.router.states))
+        states = from_main(self.router.states)
         with failing_together(kind=EngineError):
             if not self.sends:
-                self._bring(weights, numbers)
+                self._want(weights)
+                self._run(self.router.adopt(states))
 
-    def _bring(self, weights: Weights, numbers: list[int]) -> list[int]:
+    def _want(self, weights: Weights) -> None:
         for server in self.servers:
             server.wanted = weights
-        return self._run(self.router.hand_over(numbers))
 
     def begin(self, requests: Sequence[Request], sampling: Sampling, max_staleness: int) -> None:
         for request in requests:
@@ -289,6 +298,20 @@ def _made(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     return tensors
+
+
+async def _tell(router: Router, token: str) -> None:
+    """Leave word for the other processes, until cancelled, which servers are up."""
+    told: States = []
+    while True:
+        if (states := router.states) != told:
+            await asyncio.to_thread(leave_word, token, json.dumps(states))
+            told = states
+        await asyncio.sleep(TELL_SECONDS)
+
+
+def _told(token: str) -> States:
+    return json.loads(word_of_main(token) or "[]")
 
 
 async def _follow_addresses(servers: Sequence[Server]) -> None:
