@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -128,11 +129,20 @@ class Router:
         self._assign()
         await self.wait_for_server()
 
-    async def follow(self, read: Callable[[], States]) -> None:
+    async def tell(self, write: Callable[[str], None]) -> None:
+        """Tell the other processes of changes of `states`, until cancelled."""
+        told = ""
+        while True:
+            if (states := json.dumps(self.states)) != told:
+                await asyncio.to_thread(write, states)
+                told = states
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def follow(self, read: Callable[[], str]) -> None:
         """Leave out the servers that the main process has left out, until cancelled: it notices those that hang."""
         while True:
             await asyncio.sleep(client.LEASE_SECONDS / client.RENEWALS)
-            states = await asyncio.to_thread(read)
+            states = json.loads(await asyncio.to_thread(read) or "[]")
             if all(server.wanted.version for server in self.servers):  # no hand-over, which brings newer states
                 self._note(states)
 

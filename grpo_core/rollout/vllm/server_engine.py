@@ -37,14 +37,13 @@ from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of
 from grpo_core.rollout.vllm.client import NO_WEIGHTS, OVER_4BIT, OVER_BASE, Server, Weights, token_versions
 from grpo_core.rollout.vllm.logprobs import HEAD, LOGPROBS_MODE
-from grpo_core.rollout.vllm.router import Router, States
+from grpo_core.rollout.vllm.router import Router
 from grpo_core.rollout.vllm.serve import max_adapter_rank, read_addresses, wrong_vllm
 from grpo_core.rollout.vllm.snapshot import take_snapshot
 
 # vLLM must sample a token to score a prompt; greedy, it draws no random number for it.
 SCORE = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 TURN_SECONDS = 0.05  # after which a caller that waits for completions may do something else
-TELL_SECONDS = 0.5  # between two looks whether the other processes have to be told of servers
 FOLLOW_SECONDS = 2.0  # between two looks for new addresses of servers
 NOT_A_NUMBER = -9999.0  # in vLLM's answers, for a log-probability of NaN or -inf
 
@@ -113,9 +112,9 @@ class VLLMServerEngine:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         if self.sends:
-            watching = [*map(self.router.keep_lease, self.servers), _tell(self.router, self.token)]
+            watching = [*map(self.router.keep_lease, self.servers), self.router.tell(partial(leave_word, self.token))]
         else:
-            watching = [self.router.follow(partial(_told, self.token))]
+            watching = [self.router.follow(partial(word_of_main, self.token))]
         self.keepers = [*map(self._start, watching)]
         if not config.rollout.vllm_server_base_urls:
             self.keepers.append(self._start(_follow_addresses(self.servers)))
@@ -232,6 +231,15 @@ class VLLMServerEngine:
                 future.cancel()  # which closes the connection, and that ends the request
 
     def compute_logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """Called by every process with the same sequences: the main process asks for all, since the servers are the
+        same. Raises EngineError in every process."""
+        found: list[list[float]] = []
+        with failing_together(kind=EngineError):
+            if self.sends:
+                found = self._score(sequences)
+        return from_main(found)
+
+    def _score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         bodies = [self._body(ids, SCORE, self.urgent) for ids in sequences]
         version = self.version
 
@@ -298,20 +306,6 @@ def _made(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     return tensors
-
-
-async def _tell(router: Router, token: str) -> None:
-    """Leave word for the other processes, until cancelled, which servers are up."""
-    told: States = []
-    while True:
-        if (states := router.states) != told:
-            await asyncio.to_thread(leave_word, token, json.dumps(states))
-            told = states
-        await asyncio.sleep(TELL_SECONDS)
-
-
-def _told(token: str) -> States:
-    return json.loads(word_of_main(token) or "[]")
 
 
 async def _follow_addresses(servers: Sequence[Server]) -> None:

@@ -52,6 +52,7 @@ def test_the_main_process_alone_asks_servers_for_leases_and_weights(
             monkeypatch.setattr(Server, "_request", counted)
             with connected(tmp_path, monkeypatch, servers, model()) as engine:
                 engine.sync_weights(model(2.0))
+                assert engine.compute_logprobs([[3, 4]]) == [[0.0], [0.0]]  # the weights stay here
                 if rank == 0:
                     assert renewed.wait(60)
                 distributed.wait_for_all()
