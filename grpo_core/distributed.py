@@ -15,7 +15,7 @@ import functools
 import os
 import resource
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -154,6 +154,25 @@ def from_main(value: T) -> T:
     if PartialState().num_processes > 1:
         dist.broadcast_object_list(values, src=0, group=_control)
     return values[0]
+
+
+def leave_word(name: str, word: str) -> None:
+    """Leave a word of the main process in the processes' store, in place of its last one by this name. Waits for
+    nobody, and any thread may call it; so with `word_of_main`."""
+    if PartialState().num_processes > 1:
+        _store().set(name, word)
+
+
+def word_of_main(name: str) -> str:
+    """Return the main process's last word by this name; "" if there is none, or the store is gone with it."""
+    with suppress(dist.DistError):
+        if PartialState().num_processes > 1 and _store().check([name]):
+            return _store().get(name).decode()
+    return ""
+
+
+def _store() -> dist.Store:
+    return dist.PrefixStore("words", dist.distributed_c10d._get_default_store())
 
 
 @waiting()

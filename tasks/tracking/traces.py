@@ -106,19 +106,22 @@ def _follow(
     given_up: threading.Event,
 ) -> None:
     pause, answers = SECONDS_BETWEEN_BATCHES, True
+    waiting: list[tuple[int, Path]] = []
     while not given_up.is_set():
         ended.wait(pause)
         is_last, start = ended.is_set(), time.monotonic()
         try:
-            waiting = _unsent(folder)
+            if is_last or not waiting:
+                waiting = _unsent(folder)
             for written, file in _spread(waiting) if is_last else waiting[:1]:
                 if not given_up.is_set():
                     _send_batch(file, written, folder, tracked, config)
+            waiting = waiting[1:]
             answers, pause = True, max(SECONDS_BETWEEN_BATCHES, (time.monotonic() - start) / SHARE)
         except Exception as error:  # failed traces must neither end a training nor keep its figures from MLflow
             if answers and not given_up.is_set():
                 log.warning("MLflow does not accept rollouts as traces; trying again: %s", first_cause(error))
-            answers, pause = False, SECONDS_AFTER_FAILURE
+            answers, pause, waiting = False, SECONDS_AFTER_FAILURE, []  # its file may be gone
         if is_last:
             return
 

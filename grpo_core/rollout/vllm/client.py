@@ -79,8 +79,8 @@ class Server:
     """A server, and the weights that it must have: `wanted`.
 
     `send` brings them there and blocks until they have arrived. `objection`: sentence on why a server started with
-    these options cannot be used, "" if it can. `processes`: how many share the server. The router maintains
-    `problem`, `refuses` and `in_flight`.
+    these options cannot be used, "" if it can. `processes`: how many share the server; `leases`: whether this one holds
+    the lease for all. The router maintains `problem`, `refuses` and `in_flight`.
     """
 
     def __init__(
@@ -92,8 +92,10 @@ class Server:
         objection: Callable[[Mapping[str, Any]], str],
         send: Callable[[Server, Weights], None],
         processes: int = 1,
+        *,
+        leases: bool = True,
     ):
-        self.url, self.token, self.holder = url.rstrip("/"), token, holder
+        self.url, self.token, self.holder, self.leases = url.rstrip("/"), token, holder, leases
         self.seconds = config.vllm_request_timeout
         self.objection, self.send = objection, send
         self.wanted, self.given = NO_WEIGHTS, ""  # the weights, and the version that was brought there last
@@ -105,9 +107,9 @@ class Server:
         self.problem = ""  # why it gets no requests; "" if it is up and has the wanted weights
         self.refuses = False  # whether the problem will not go away by waiting
         self.receiving = False  # whether weights are on their way to it
-        # This process's part of the completions that the server works on concurrently, by its `sequences` per copy of
-        # the model: more would wait there, which counts towards the server's time for an answer.
-        self.processes, self.sequences, self.capacity, self.in_flight = processes, 0, 1, 0
+        # `capacity`: this process's part of the completions that the server works on concurrently (`room`), by its
+        # `sequences` per copy of the model: more would wait there, which counts towards its time for an answer.
+        self.processes, self.sequences, self.room, self.in_flight = processes, 0, 0, 0
         self.abandoned: asyncio.Future[str] | None = None  # gets the reason why its answers are not waited for
         # One connection per request: an idle one may be closed by the server just when it is used again.
         limits = httpx2.Limits(max_keepalive_connections=0)
@@ -118,6 +120,10 @@ class Server:
             headers=with_secret(),
             trust_env=False,  # through no proxy
         )
+
+    @property
+    def capacity(self) -> int:
+        return max(math.ceil(self.room / self.processes), 1)
 
     @property
     def has_room(self) -> bool:
@@ -155,7 +161,8 @@ class Server:
         """Make sure that the server is up, leased, and has the wanted weights. Raises Unavailable if it is not up,
         EngineError if it cannot be used."""
         async with self.restoring:
-            await self.take_lease()
+            if self.leases:
+                await self.take_lease()
             await self.bring_up_to_date()
 
     async def bring_up_to_date(self) -> None:
@@ -222,7 +229,7 @@ class Server:
             )
         self.backend = given["server"]["weight_transfer"]
         if (sequences := given["server"]["max_num_seqs"]) != self.sequences:
-            self.capacity = math.ceil(sequences * await self._copies() / self.processes)
+            self.room = sequences * await self._copies()
             self.sequences = sequences
 
     async def release(self) -> None:

@@ -5,6 +5,9 @@ Requests wait here until a server has room for them. What the training waits for
 
 A server that fails is left out: another is asked for its answers, with the same seeds, so that they stay the same.
 Meanwhile it is brought back, and then gets work again. Everything here runs in one event loop.
+
+The main process alone leases servers, looks whether they answer and sends weights; it tells the others what it finds
+(`states`), so that servers are asked as often whatever the number of processes.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -24,6 +28,7 @@ from grpo_core.rollout.waiting import ATTEMPTS
 POLL_SECONDS = 0.5
 
 Result = TypeVar("Result")
+States = list[tuple[str, int]]  # of each server: why it is left out, "" if it is up; and its `room`
 
 
 @dataclass(order=True)
@@ -53,6 +58,11 @@ class Router:
         self.waiting: dict[Server | None, list[_Waiting]] = {None: [], **{server: [] for server in servers}}
         self.bringing_back: dict[Server, asyncio.Task[None]] = {}
         self.none_since = 0.0  # when the last server that was up was left out
+        self.away: set[Server] = set()  # those that the main process has left out, in the others
+
+    @property
+    def states(self) -> States:
+        return [(server.problem, server.room) for server in self.servers]
 
     @property
     def up(self) -> list[Server]:
@@ -103,20 +113,38 @@ class Router:
             if error is not None:
                 self._leave_out(server, error)
 
-    async def hand_over(self, numbers: Iterable[int]) -> list[int]:
-        """Bring the wanted weights to these servers, and leave out the others, until one has them. Returns the
-        numbers of those that have."""
-        self.homes.clear()
-        for server in self.servers:
-            while self.waiting[server]:
-                heapq.heappush(self.waiting[None], self.waiting[server].pop())
-        chosen = [self.servers[number] for number in numbers]
-        for server in self.servers:
-            if server not in chosen and not server.problem:
-                self._leave_out(server, Unavailable("it has not got the weights"))
-        await asyncio.gather(*map(self._restore, chosen))
+    async def hand_over(self) -> None:
+        """Bring the wanted weights to the servers that are up, until one has them."""
+        self._forget_homes()
+        await asyncio.gather(*map(self._restore, self.up))
         await self.wait_for_server()
-        return [number for number, server in enumerate(self.servers) if not server.problem]
+
+    async def adopt(self, states: States) -> None:
+        """Use the servers to which the main process has brought the wanted weights, without asking them."""
+        self._forget_homes()
+        self._note(states)
+        for server in self.servers:
+            if server not in self.away:
+                self._take_back(server)
+        self._assign()
+        await self.wait_for_server()
+
+    async def tell(self, write: Callable[[str], None]) -> None:
+        """Tell the other processes of changes of `states`, until cancelled."""
+        told = ""
+        while True:
+            if (states := json.dumps(self.states)) != told:
+                await asyncio.to_thread(write, states)
+                told = states
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def follow(self, read: Callable[[], str]) -> None:
+        """Leave out the servers that the main process has left out, until cancelled: it notices those that hang."""
+        while True:
+            await asyncio.sleep(client.LEASE_SECONDS / client.RENEWALS)
+            states = json.loads(await asyncio.to_thread(read) or "[]")
+            if all(server.wanted.version for server in self.servers):  # no hand-over, which brings newer states
+                self._note(states)
 
     async def wait_for_server(self) -> None:
         """Wait until a server is up. Raises EngineError if all refuse, or none is up after vllm_server_timeout."""
@@ -215,9 +243,20 @@ class Router:
             if server not in self.bringing_back or self.bringing_back[server].done():
                 self.bringing_back[server] = asyncio.create_task(self._bring_back(server))
 
+    def _note(self, states: States) -> None:
+        """Take in what the main process has found."""
+        for server, (problem, room) in zip(self.servers, states, strict=False):
+            server.room = room
+            (self.away.add if problem else self.away.discard)(server)
+            if problem and not server.problem:
+                self._leave_out(server, Unavailable(problem))
+                if self.up:
+                    server.abandon("the main process has left it out")
+
     async def _bring_back(self, server: Server) -> None:
         while server.problem:
-            await self._restore(server)
+            if server not in self.away:
+                await self._restore(server)
             if hopeless := self._hopeless():
                 for queue in self.waiting.values():
                     for request in queue:
@@ -234,10 +273,20 @@ class Router:
         except Exception as error:  # unforeseen errors too are reported when no server is left
             self._leave_out(server, error)
         else:
-            if server.problem:
-                server.problem = ""
-                self._report("is back", server)
+            self._take_back(server)
             self._assign()
+
+    def _take_back(self, server: Server) -> None:
+        if server.problem:
+            server.problem = ""
+            self._report("is back", server)
+
+    def _forget_homes(self) -> None:
+        """New weights have emptied the caches: no request waits for one server."""
+        self.homes.clear()
+        for server in self.servers:
+            while self.waiting[server]:
+                heapq.heappush(self.waiting[None], self.waiting[server].pop())
 
     def _hopeless(self) -> str:
         """Sentence on why no server is up, if waiting for one is over; otherwise ""."""

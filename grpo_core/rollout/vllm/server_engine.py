@@ -25,7 +25,7 @@ from accelerate import PartialState
 from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
-from grpo_core.distributed import failing_together, from_main, shard_count
+from grpo_core.distributed import failing_together, from_main, leave_word, shard_count, word_of_main
 from grpo_core.errors import EngineError
 from grpo_core.model.four_bit import is_quantised
 from grpo_core.model.loading import base_weights, copy_of_whole_weights, in_checkpoint_layout
@@ -97,7 +97,8 @@ class VLLMServerEngine:
 
         sharing = process.num_processes
         self.servers = [
-            Server(url, config.rollout, self.token, holder, partial(objection, url), send, sharing) for url in urls
+            Server(url, config.rollout, self.token, holder, partial(objection, url), send, sharing, leases=self.sends)
+            for url in urls
         ]
         # The other processes wait for a server that is back while the main process sends it the weights.
         sending = 0.0 if self.sends else config.rollout.vllm_request_timeout
@@ -110,11 +111,17 @@ class VLLMServerEngine:
         self.begun: dict[tuple[Any, ...], _Begun] = {}
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.keepers = [self._start(self.router.keep_lease(server)) for server in self.servers]
+        if self.sends:
+            watching = [*map(self.router.keep_lease, self.servers), self.router.tell(partial(leave_word, self.token))]
+        else:
+            watching = [self.router.follow(partial(word_of_main, self.token))]
+        self.keepers = [*map(self._start, watching)]
         if not config.rollout.vllm_server_base_urls:
             self.keepers.append(self._start(_follow_addresses(self.servers)))
         try:
-            self._run(self.router.connect())
+            with failing_together(kind=EngineError):
+                if self.sends:
+                    self._run(self.router.connect())
             self.sync_weights(model)
         except BaseException:  # after a refusal, nothing may go on asking for the lease
             self._stop_keeping()
@@ -159,19 +166,20 @@ class VLLMServerEngine:
     def _hand_over(self, weights: Weights) -> None:
         """Bring the weights to the servers that are up. The main process sends them; the others then sample at those
         servers that have them. Raises EngineError in every process if one finds none."""
-        numbers = [number for number, server in enumerate(self.servers) if not server.problem]
         with failing_together(kind=EngineError):
             if self.sends:
-                numbers = self._bring(weights, numbers)
-        numbers = from_main(numbers)
+                self._want(weights)
+                self._run(self.router.hand_over())
+                leave_word(self.token, json.dumps(self.router.states))
+        states = from_main(self.router.states)
         with failing_together(kind=EngineError):
             if not self.sends:
-                self._bring(weights, numbers)
+                self._want(weights)
+                self._run(self.router.adopt(states))
 
-    def _bring(self, weights: Weights, numbers: list[int]) -> list[int]:
+    def _want(self, weights: Weights) -> None:
         for server in self.servers:
             server.wanted = weights
-        return self._run(self.router.hand_over(numbers))
 
     def begin(self, requests: Sequence[Request], sampling: Sampling, max_staleness: int) -> None:
         for request in requests:
@@ -223,6 +231,15 @@ class VLLMServerEngine:
                 future.cancel()  # which closes the connection, and that ends the request
 
     def compute_logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """Called by every process with the same sequences: the main process asks for all, since the servers are the
+        same. Raises EngineError in every process."""
+        found: list[list[float]] = []
+        with failing_together(kind=EngineError):
+            if self.sends:
+                found = self._score(sequences)
+        return from_main(found)
+
+    def _score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         bodies = [self._body(ids, SCORE, self.urgent) for ids in sequences]
         version = self.version
 

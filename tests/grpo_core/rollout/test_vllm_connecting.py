@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -127,10 +126,9 @@ def test_a_server_that_dies_while_it_gets_weights_is_left_out(serving: Serving) 
 
 
 @pytest.mark.slow
-def test_other_processes_sample_where_the_main_process_brought_the_weights(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_processes_sample_where_the_main_process_brought_the_weights(serving: Serving) -> None:
     with serving(128, 128) as (servers, engine):
-        monkeypatch.setattr(engine.servers[0], "restore", mock.AsyncMock(side_effect=Unavailable("not there yet")))
-        assert engine._run(engine.router.hand_over([1])) == [1]
+        states = [("it is away", 128), ("", 64)]
+        engine._run(engine.router.adopt(states))
         assert [server.url for server in engine.router.up] == [servers[1].url]
+        assert engine.servers[1].capacity == 64

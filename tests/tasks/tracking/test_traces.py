@@ -244,6 +244,23 @@ def test_while_a_training_runs_traces_take_at_most_their_share_of_the_time(secon
         assert worked <= 0.01 * pause * (1 + 1e-9)
 
 
+def test_batches_that_wait_are_listed_once_and_not_before_each() -> None:
+    files, listed, sent = [(number, Path(f"{number}")) for number in range(50)], list[int](), list[Path]()
+
+    def unsent(_: Path) -> list[tuple[int, Path]]:
+        listed.append(len(sent))
+        return files[len(sent) :]
+
+    ended: Any = SimpleNamespace(wait=lambda _: None, is_set=lambda: len(sent) == len(files))
+    with (
+        mock.patch.object(module, "_unsent", unsent),
+        mock.patch.object(module, "_send_batch", lambda file, *_: sent.append(file)),
+    ):
+        module._follow(Path(), {}, _config(), LOG, ended, threading.Event())
+    assert sent == [file for _, file in files]
+    assert listed == [0, 50]  # and at the end
+
+
 @pytest.mark.slow
 def test_no_failure_of_traces_ends_a_training_and_zero_sends_none(
     tracked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
