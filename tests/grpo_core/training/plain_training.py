@@ -39,7 +39,8 @@ def assert_plain(run: Path) -> None:
     config = load_config(run / "config.toml")
     before, trained = load_policy(config), load(run / "training" / "model")
     steps, after = plain_training(run)
-    bound = 2e-5 / min(2 * config.rollout.temperature, 1.0)  # float32 rounds logits before they are divided by it
+    # Each update begins with the rounding of those before it; float32 rounds logits before they are divided by this.
+    bound = 5e-5 / min(2 * config.rollout.temperature, 1.0)
     for found, (loss, norm, taught) in zip(metrics_of(run), steps, strict=True):
         if taught:
             mean, atol = statistics.mean(taught), 1e-4 / min(config.rollout.temperature, 1)

@@ -168,6 +168,8 @@ def drawn_run(
     needs = {key: [value] for key, value in plain(loss_type).needs.items()}
     choices = OPTIONS | needs | {key: [*values] for key, values in plain(loss_type).drawn.items()}
     options = {key: draw.choice(values) for key, values in choices.items()} | keys
+    if options["temperature"] < 0.1:  # the KL of so sharp policies is a power of e whose exponent is in the hundreds
+        options["beta"] = 0.0
     teaches = draw.random() < 0.5 or bool(teacher_url) or by_source
     replaces = options["dynamic_sample"]
     if teaches:
@@ -177,7 +179,10 @@ def drawn_run(
     if alone := teaches and draw.random() < 0.5 and not by_source:
         options["num_generations"] = draw.choice([1, 2])
     w, g = options.get("num_processes", 1), options["num_generations"]
-    sizes = {steps: [n for n in range(1, 9) if n * w * steps % g == 0 and n * w * steps <= 32] for steps in range(1, 5)}
+    most = min(32, 24 * g)  # of 24 prompts
+    sizes = {
+        steps: [n for n in range(1, 9) if n * w * steps % g == 0 and n * w * steps <= most] for steps in range(1, 5)
+    }
     steps = draw.choice([steps for steps, found in sizes.items() if found])
     b = draw.choice(sizes[steps])
     base = models["plain" if kind == "adapter" else kind]
