@@ -167,6 +167,9 @@ class _Batch:
         entropies = [entropy for _, entropy in old]
         least = torch.cat(entropies).quantile(1 - algorithm.top_entropy_quantile) if sum(self.lengths) else 0
         kept = algorithm.top_entropy_quantile < 1
+        gaps = (torch.cat(entropies) - least).abs()
+        if kept and ((gaps > 0) & (gaps < 1e-5)).any():
+            pytest.skip("which of two tokens is kept for its entropy is a matter of rounding")
         self.keep = [((entropy >= least - 1e-5) | (not kept)).double() for entropy in entropies]
         self.advantages = _advantages(config, self.rows)
         self.teacher: list[list[float] | None] = [None] * len(self.rows)
