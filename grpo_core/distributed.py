@@ -157,8 +157,8 @@ def from_main(value: T) -> T:
 
 
 def leave_word(name: str, word: str) -> None:
-    """Leave a word of the main process in the processes' store, in place of its last one by this name. Waits for
-    nobody, and any thread may call it; so with `word_of_main`."""
+    """Leave a word of the main process in the processes' store, in place of its last one by this name. Any thread may
+    call it, and it waits for no other process; so with `word_of_main`."""
     if PartialState().num_processes > 1:
         _store().set(name, word)
 

@@ -191,7 +191,8 @@ def forecast_rows(forecasts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[
             ends = found.get("interval_hours", [found["wall_time_hours"]])
             yield title, " to ".join(map(_duration, ends)), found["how"]
             parts, least = found["parts_hours"], PARTS_FROM * found["wall_time_hours"]
-            yield from ((f"  {part}", _duration(hours), "") for part, hours in parts.items() if hours >= least)
+            middle = "middle of the interval" if "interval_hours" in found else ""
+            yield from ((f"  {part}", _duration(hours), middle) for part, hours in parts.items() if hours >= least)
             if "gpu_hours" in found:
                 gpus = found["gpu_hours"] / found["wall_time_hours"]
                 yield "GPU hours", " to ".join(f"{gpus * hours:.2f}" for hours in ends), ""

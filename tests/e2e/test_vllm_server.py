@@ -144,9 +144,10 @@ def test_a_servers_log_probabilities_are_over_what_can_be_drawn_at_the_sampling_
     found: dict[str, Any],
 ) -> None:
     assert len(found["plain"]) == 32
-    for sample, plain in zip(found["undisturbed"], found["plain"], strict=True):
-        # Rounding decides about a token at the edge of the set, whose probability is small.
-        assert sample["logprobs"] == pytest.approx(plain, abs=2e-3)
+    pairs = zip(found["undisturbed"], found["plain"], strict=True)
+    gaps = [abs(said - plain) for sample, row in pairs for said, plain in zip(sample["logprobs"], row, strict=True)]
+    # Rounding decides about a token at the edge of the set, whose probability is small.
+    assert sum(gap > 1e-4 for gap in gaps) < 0.01 * len(gaps) and max(gaps) < 2e-3
 
 
 def test_a_second_trainer_is_refused_with_the_name_of_the_first_until_that_one_is_gone(found: dict[str, Any]) -> None:

@@ -39,9 +39,10 @@ def assert_plain(run: Path) -> None:
     config = load_config(run / "config.toml")
     before, trained = load_policy(config), load(run / "training" / "model")
     steps, after = plain_training(run)
-    # Each update begins with the rounding of those before it; float32 rounds logits before they are divided by this.
-    bound = 5e-5 / min(2 * config.rollout.temperature, 1.0)
-    for found, (loss, norm, taught) in zip(metrics_of(run), steps, strict=True):
+    bound = 2e-5 / min(2 * config.rollout.temperature, 1.0)  # float32 rounds logits before they are divided by it
+    for step, (found, (loss, norm, taught)) in enumerate(zip(metrics_of(run), steps, strict=True)):
+        if step == 1:
+            bound *= 2.5  # from here on, an update begins with the rounding of those before it
         if taught:
             mean, atol = statistics.mean(taught), 1e-4 / min(config.rollout.temperature, 1)
             assert found["teacher_kl"] == pytest.approx(mean, rel=bound, abs=atol)
@@ -167,9 +168,6 @@ class _Batch:
         entropies = [entropy for _, entropy in old]
         least = torch.cat(entropies).quantile(1 - algorithm.top_entropy_quantile) if sum(self.lengths) else 0
         kept = algorithm.top_entropy_quantile < 1
-        gaps = (torch.cat(entropies) - least).abs()
-        if kept and ((gaps > 0) & (gaps < 1e-5)).any():
-            pytest.skip("which of two tokens is kept for its entropy is a matter of rounding")
         self.keep = [((entropy >= least - 1e-5) | (not kept)).double() for entropy in entropies]
         self.advantages = _advantages(config, self.rows)
         self.teacher: list[list[float] | None] = [None] * len(self.rows)
