@@ -78,6 +78,8 @@ $(STAMP): pyproject.toml requirements/$(HARDWARE).txt
 		$(INSTALL) --no-deps $(TORCH) -r requirements/$(HARDWARE).txt; \
 	fi
 	$(INSTALL) --no-deps --editable .
+	@echo "preparing what a first run needs, once: half a minute"
+	@-$(BIN)/python -m flows.serving.prepare >/dev/null 2>&1  # what it leaves undone, the run does itself
 	@touch $@
 
 peer: $(PEER) ## install what benchmarks measure against
@@ -89,8 +91,7 @@ $(PEER): $(STAMP) requirements/bench.txt
 
 quickstart: setup ## build the example's inputs, run the pipeline, say what happened
 	@start=$$SECONDS; \
-	test -e storage/examples/arithmetic || $(BIN)/python -m flows.serving.prepare >/dev/null 2>&1 & \
-	$(BIN)/python examples/arithmetic/make.py && wait && \
+	$(BIN)/python -m examples.arithmetic.make && \
 	$(BIN)/grpo run configs/quickstart.toml --set rollout.engine=$(ENGINE) && \
 	echo "make quickstart took $$((SECONDS - start)) s after installation"
 

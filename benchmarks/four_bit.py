@@ -19,7 +19,7 @@ SUMS = Path("storage/examples/arithmetic")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--sums", type=Path, default=SUMS, help=f"what examples/arithmetic/make.py wrote; default {SUMS}"
+        "--sums", type=Path, default=SUMS, help=f"what python -m examples.arithmetic.make wrote; default {SUMS}"
     )
     parser.add_argument("--updates", type=int, default=40)
     arguments = parser.parse_args()

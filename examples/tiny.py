@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_core.system.libraries import quiet_libraries
+
 if TYPE_CHECKING:
     import torch
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
@@ -176,9 +178,7 @@ def run(script: str, make: Callable[[Path], None]) -> None:
         return
     if made_by is None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SystemExit(f"{out} holds something this script did not make; choose another --out")
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
+    quiet_libraries()
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
         new = Path(scratch, "new")

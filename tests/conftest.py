@@ -10,7 +10,6 @@ import gc
 import itertools
 import json
 import os
-import runpy
 import shutil
 import sys
 import tempfile
@@ -159,12 +158,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneWorkerPer
     return OneWorkerPerFile(config, log)
 
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic" / "make.py"
-
-
 def make_tokenizer() -> Any:
     """The quickstart's: one token a character of "0123456789+="."""
-    return runpy.run_path(str(EXAMPLE))["make_tokenizer"]()
+    from examples.arithmetic import teach
+
+    return teach.make_tokenizer()
+
+
+def make_sums(project: Path) -> Path:
+    """The quickstart's inputs, where its configuration expects them in a project's folder."""
+    from examples.arithmetic.make import make
+
+    folder = project / "storage" / "examples" / "arithmetic"
+    folder.mkdir(parents=True)
+    make(folder)
+    return folder
 
 
 def make_model(folder: Path, architecture: str = "Qwen2", **changes: Any) -> Path:

@@ -245,7 +245,7 @@ def test_the_quickstart_s_inputs_are_where_its_configuration_reads_them_wherever
     done = _make(ROOT, "--dry-run", "quickstart", **{**os.environ, "GRPO_STORAGE": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     made, ran = (
-        line for line in done.stdout.splitlines() if "examples/arithmetic/make.py" in line or "grpo run" in line
+        line for line in done.stdout.splitlines() if "examples.arithmetic.make" in line or "grpo run" in line
     )
     assert "--out" not in made and str(tmp_path) not in made + ran
     config = load_config(ROOT / "configs" / "quickstart.toml")

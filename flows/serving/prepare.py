@@ -1,5 +1,5 @@
 """`python -m flows.serving.prepare`: what a machine's and a storage's first run does once: compiled Python modules, and
-the databases of Prefect and MLflow. Meant to run beside other work."""
+the databases of Prefect and MLflow."""
 
 from __future__ import annotations
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
@@ -20,7 +17,7 @@ from playwright.sync_api import Page, expect
 
 from tasks.rendering.markdown import escape, table
 from tasks.tracking.traces import LONGEST_TEXT, Told, send, trace_id
-from tests.conftest import EXAMPLE
+from tests.conftest import make_sums
 from tests.e2e.browsing import (
     FINAL,
     field,
@@ -40,7 +37,7 @@ from tests.web import Quiet, answering
 
 pytestmark = pytest.mark.e2e
 
-INPUTS = Path("storage", "examples", "arithmetic")  # where the preset expects them, relative to where `grpo up` runs
+ROOT = Path(__file__).parents[2]
 
 # What a page of another server tries, though it knows every id: JSON, which asks permission first, requests that ask
 # none, a form, websockets. Answers what it could read or open.
@@ -73,13 +70,11 @@ ATTACK = """async ({url, id, changed}) => {
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """`grpo up` in a folder with the quickstart's inputs, as `make quickstart` builds and keeps them."""
-    built = EXAMPLE.parents[2] / INPUTS
-    subprocess.run([sys.executable, EXAMPLE, "--out", built], check=True)
     folder = tmp_path_factory.mktemp("project")
-    shutil.copytree(built, folder / INPUTS)
+    make_sums(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        with serving(folder / "storage", GRPO_CONFIGS=str(EXAMPLE.parents[2] / "configs")) as servers:
+        with serving(folder / "storage", GRPO_CONFIGS=str(ROOT / "configs")) as servers:
             yield servers
 
 

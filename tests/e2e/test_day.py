@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from playwright.sync_api import Page, expect
 from tasks.stages.table import STAGES as TABLE
 from tasks.tracking.runs import TRAINING_MODE
 from tasks.tracking.view import RESULT, VIEW
-from tests.conftest import EXAMPLE
+from tests.conftest import make_sums
 from tests.e2e.browsing import (
     MILLISECONDS,
     choose,
@@ -42,7 +41,7 @@ from tests.serving import Served, serving
 
 pytestmark = pytest.mark.e2e
 
-INPUTS = Path("storage", "examples", "arithmetic")  # where the preset expects them, relative to where `grpo up` runs
+ROOT = Path(__file__).parents[2]
 STAGES = [stage.name for stage in TABLE]
 SWEEP = "sums.sweep"
 RATES = [3e-06, 1e-05, 0.0001]
@@ -63,13 +62,10 @@ approval = true
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """`grpo up` with the quickstart's inputs, and a preset `sums` whose versions are judged on sums of their own, and
     by a person."""
-    root = EXAMPLE.parents[2]
-    subprocess.run([sys.executable, EXAMPLE, "--out", root / INPUTS], check=True)
     folder = tmp_path_factory.mktemp("project")
-    shutil.copytree(root / INPUTS, folder / INPUTS)
-    _write_final(folder / INPUTS)
+    _write_final(make_sums(folder))
     (folder / "configs").mkdir()
-    quickstart = (root / "configs" / "quickstart.toml").read_text()
+    quickstart = (ROOT / "configs" / "quickstart.toml").read_text()
     (folder / "configs" / "quickstart.toml").write_text(quickstart)
     sums = quickstart.replace('name = "quickstart"', 'name = "sums"') + FINAL
     (folder / "configs" / "sums.toml").write_text(sums)

@@ -20,7 +20,7 @@ from nbclient import NotebookClient
 
 from grpo_core.system.tables import read_parquet
 from tests.command_line import fenced
-from tests.conftest import EXAMPLE
+from tests.conftest import make_sums
 from tests.e2e.commands import SECONDS, run
 from tests.readme import ENVIRONMENTS, FIRST_RUN, ROOT, commands_of, write_files
 from tests.serving import free_ports, served_model
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.e2e
 
 
 def test_the_first_run_ends_with_a_champion(tmp_path: Path) -> None:
-    _do(tmp_path, "python", str(EXAMPLE))
+    make_sums(tmp_path)
     write_files(FIRST_RUN, tmp_path)
     said = ""
     for program, *arguments in commands_of(FIRST_RUN):
@@ -103,7 +103,7 @@ def test_the_pages_around_the_quickstart_can_be_followed_in_their_order(tmp_path
         assert done.returncode in allowed, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
         return done.stdout
 
-    do("python", str(EXAMPLE))
+    make_sums(tmp_path)
     do("grpo", "run", "configs/quickstart.toml")  # what `make quickstart` does
     followed = [words for page in PAGES for words in commands_of(page) if words[0] in ("grpo", "mlflow")]
     followed = [words for words in followed if not LEFT_OUT & {*words}]

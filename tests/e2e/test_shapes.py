@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from examples import tiny
-from examples.arithmetic.make import make_rows, make_tokenizer
+from examples.arithmetic.make import make_rows
+from examples.arithmetic.teach import make_tokenizer
 from tests.e2e.commands import run
 from tests.gguf_files import write_llama
 

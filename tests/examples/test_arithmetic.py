@@ -1,20 +1,27 @@
-"""The arithmetic example's data and tokenizer; its training is exercised by the quickstart itself."""
+"""The arithmetic example's data, and its base: the one that is kept, and how it was taught."""
 
+import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "arithmetic" / "make.py"
-make = runpy.run_path(str(SCRIPT))
+from examples.arithmetic import make, teach
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_in(folder):
+    command = [sys.executable, "-m", "examples.arithmetic.make", "--out", folder]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return make["make_tokenizer"]()
+    return teach.make_tokenizer()
 
 
 def operands(row):
@@ -22,25 +29,25 @@ def operands(row):
 
 
 def test_every_answer_is_the_sum():
-    train, held = make["make_rows"]()
+    train, held = make.make_rows()
     assert (len(train), len(held)) == (5000, 500)
     assert all(row["answer"] == str(sum(operands(row))) for row in train + held)
 
 
 def test_no_held_out_sum_is_trained_on_in_either_order():
-    train, held = (set(map(operands, rows)) for rows in make["make_rows"]())
+    train, held = (set(map(operands, rows)) for rows in make.make_rows())
     assert (len(train), len(held)) == (5000, 500)  # no duplicates either
     assert not train & (held | {(b, a) for a, b in held})
 
 
 def test_rows_depend_on_the_seed_alone():
-    assert make["make_rows"](1) == make["make_rows"](1) != make["make_rows"](2)
+    assert make.make_rows(1) == make.make_rows(1) != make.make_rows(2)
 
 
 def test_tokenizer_read_beside_its_model_is_the_one_written(tokenizer, tmp_path):
     from transformers import AutoTokenizer
 
-    make["make_model"](tokenizer).config.save_pretrained(tmp_path)  # the model's type decides the tokenizer's class
+    teach.make_model(tokenizer).config.save_pretrained(tmp_path)  # the model's type decides the tokenizer's class
     tokenizer.save_pretrained(tmp_path)
     read = AutoTokenizer.from_pretrained(tmp_path)
     assert read.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
@@ -56,7 +63,7 @@ def test_tokenizer_read_beside_its_model_is_the_one_written(tokenizer, tmp_path)
 
 def test_loss_looks_at_the_answer_and_its_end_only(tokenizer):
     rows = [{"prompt": "12+34=", "answer": "46"}, {"prompt": "99+99=", "answer": "198"}]
-    inputs, labels = make["encode"](rows, tokenizer)
+    inputs, labels = teach.encode(rows, tokenizer)
     assert tokenizer.batch_decode(inputs) == ["12+34=46<eos><pad>", "99+99=198<eos>"]
     assert [tokenizer.decode(row[row != -100]) for row in labels] == ["46<eos>", "198<eos>"]
 
@@ -65,30 +72,54 @@ def test_measured_greedy_accuracy_is_that_of_generating(tokenizer):
     import torch
 
     torch.manual_seed(0)
-    model = make["make_model"](tokenizer).eval()
+    model = teach.make_model(tokenizer).eval()
     prompt = tokenizer("12+34=", return_tensors="pt")
     written = tokenizer.decode(model.generate(**prompt, max_new_tokens=3)[0, 6:])
     for answer, expected in [(written, 1.0), ("0" if written[0] != "0" else "1", 0.0)]:
-        inputs, labels = make["encode"]([{"prompt": "12+34=", "answer": answer}], tokenizer)
+        inputs, labels = teach.encode([{"prompt": "12+34=", "answer": answer}], tokenizer)
         # the end of the text is left out: an untrained model does not write it
-        figures = make["measure"](model, inputs[:, :-1], labels[:, :-1])
+        figures = teach.measure(model, inputs[:, :-1], labels[:, :-1])
         assert figures["greedy_accuracy"] == expected
         assert 0 < figures["sampled_accuracy"] < figures["pass_at_8"] < 1
 
 
 def test_folder_it_did_not_make_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
-    run = subprocess.run([sys.executable, SCRIPT, "--out", tmp_path], capture_output=True, text=True)
+    run = make_in(tmp_path)
     assert run.returncode != 0 and "did not make" in run.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_second_run_does_nothing(tmp_path):
-    import hashlib
-    import json
+def test_the_second_run_leaves_what_the_first_made(tmp_path):
+    said = [make_in(tmp_path / "out").stdout for _ in range(2)]
+    assert "up to date" not in said[0] and "up to date" in said[1]
+    made = {path.name for path in (tmp_path / "out").iterdir()}
+    assert made == {"base", "train.parquet", "eval.parquet", "info.json"}
 
-    source = hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
-    (tmp_path / "info.json").write_text(json.dumps({"source": source}))
-    run = subprocess.run([sys.executable, SCRIPT, "--out", tmp_path], capture_output=True, text=True, check=True)
-    assert "up to date" in run.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["info.json"]
+
+def test_the_base_that_is_kept_is_of_this_tokenizer_and_gets_some_of_the_held_out_sums_right(tokenizer):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    kept = AutoTokenizer.from_pretrained(make.BASE)
+    assert kept.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    model = AutoModelForCausalLM.from_pretrained(make.BASE)
+    assert {weights.dtype for weights in model.parameters()} == {torch.float32}
+    accuracy = teach.measure(model, *teach.encode(make.make_rows()[1], kept))["greedy_accuracy"]
+    assert accuracy == pytest.approx(0.422, abs=0.01)  # sums whose two likeliest digits are nearly as likely
+
+
+def test_a_base_is_taught_and_written_as_the_one_that_is_kept(tmp_path, monkeypatch):
+    from safetensors import safe_open
+
+    monkeypatch.setattr(teach, "TARGET", 0.0)
+    monkeypatch.setattr(teach, "EVAL_EVERY", 1)
+    teach.write(*teach.train_base(*make.make_rows()), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in make.BASE.iterdir()}
+    shapes = []
+    for folder in (tmp_path, make.BASE):
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            shapes.append(
+                {name: (file.get_slice(name).get_shape(), file.get_slice(name).get_dtype()) for name in file.keys()}
+            )
+    assert shapes[0] == shapes[1]
