@@ -244,9 +244,7 @@ def test_the_set_that_is_installed_stays_until_another_one_is_asked_for(folder: 
 def test_the_quickstart_s_inputs_are_where_its_configuration_reads_them_wherever_the_storage_is(tmp_path: Path) -> None:
     done = _make(ROOT, "--dry-run", "quickstart", **{**os.environ, "GRPO_STORAGE": str(tmp_path)})
     assert done.returncode == 0, done.stderr
-    made, ran = (
-        line for line in done.stdout.splitlines() if "examples.arithmetic.make" in line or "grpo run" in line
-    )
+    made, ran = (line for line in done.stdout.splitlines() if "examples.arithmetic.make" in line or "grpo run" in line)
     assert "--out" not in made and str(tmp_path) not in made + ran
     config = load_config(ROOT / "configs" / "quickstart.toml")
     assert {Path(it).parent for it in (config.data.train, config.data.eval, config.model.name_or_path)} == {

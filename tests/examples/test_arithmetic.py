@@ -119,7 +119,5 @@ def test_a_base_is_taught_and_written_as_the_one_that_is_kept(tmp_path, monkeypa
     shapes = []
     for folder in (tmp_path, make.BASE):
         with safe_open(folder / "model.safetensors", "pt") as file:
-            shapes.append(
-                {name: (file.get_slice(name).get_shape(), file.get_slice(name).get_dtype()) for name in file.keys()}
-            )
+            shapes.append({name: (file.get_slice(name).get_shape(), file.get_slice(name).get_dtype()) for name in file})
     assert shapes[0] == shapes[1]
