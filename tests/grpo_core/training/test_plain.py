@@ -187,9 +187,8 @@ def drawn_run(
     steps = draw.choice([steps for steps, found in sizes.items() if found])
     b = draw.choice(sizes[steps])
     base = models["plain" if kind == "adapter" else kind]
-    if kind == "adapter":  # which a sharded training cannot start from
-        given = {} if options.get("sharding", "none") != "none" else {"adapter": str(models["adapter"])}
-        options |= LORA | given
+    if kind == "adapter":
+        options |= LORA | {"adapter": str(models["adapter"])}
     if kind == "experts":
         options |= {"router_aux_loss_coef": 0.3, "mask_truncated_completions": False}  # else no token may be trained
         if not keys:  # over a frozen base, routers included
