@@ -92,12 +92,6 @@ class RunConfig(Section):
                 "algorithm.sync_ref_model=true with model.use_peft=true: the reference policy is the base model under "
                 "the adapter, which does not move; remove one of the two"
             )
-        if self.model.adapter and self.train.sharding != "none":
-            raise ValueError(
-                f"model.adapter={self.model.adapter!r} with train.sharding={self.train.sharding!r}: evaluations could "
-                "not hold the model that the training starts from; set train.sharding to 'none', or model.name_or_path "
-                "to the base with this adapter merged (an earlier run's training/model)"
-            )
         if self.model.lora_modules_to_save and self.train.sharding != "none":
             raise ValueError(
                 f"model.lora_modules_to_save={self.model.lora_modules_to_save} with train.sharding="

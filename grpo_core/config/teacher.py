@@ -217,12 +217,6 @@ def teacher_problem(config: RunConfig) -> str:
             "gives the teacher's log-probabilities at temperature 1, and the policy's would be at another one; set it "
             "to 1, or let the training load the teacher (teacher.model without url)"
         )
-    if config.teacher.diverges and config.train.sharding != "none":
-        return (
-            f"teacher.divergence_beta={config.teacher.divergence_beta:g} with train.sharding="
-            f"{config.train.sharding!r}: a divergence reads the output layers of both models, whole, also in the "
-            "backward pass; remove one of the two"
-        )
     return _template_problem(config)
 
 
@@ -233,11 +227,11 @@ def _source_problem(config: RunConfig) -> str:
     named = {key: source for key, source in sources.items() if source.teacher is not None}
     if not named:
         return ""
-    for other, value in {"url": keys.url, "template": keys.template, "divergence_beta": keys.divergence_beta}.items():
+    for other, value in {"url": keys.url, "template": keys.template}.items():
         if value is not None:
             return (
                 f"{next(iter(named))} with teacher.{other}={value!r}: the teachers of sources are loaded by the "
-                "training, read what the policy reads, and teach by the advantage; remove one of the two"
+                "training, and read what the policy reads; remove one of the two"
             )
     if keys.model is None:
         return (

@@ -78,12 +78,6 @@ def warm_start_problem(config: RunConfig) -> str:
             f"warm_start.batch_size={keys.batch_size} is not a multiple of train.num_processes={train.num_processes}, "
             f"which share each update; set it to {-(-keys.batch_size // train.num_processes) * train.num_processes}"
         )
-    if keys.is_used and config.model.use_peft and train.sharding != "none":
-        return (
-            f"warm_start.demonstrations={keys.demonstrations!r} with model.use_peft=true and train.sharding="
-            f"{train.sharding!r}: a sharded training does not begin from an adapter, which a warm start leaves; set "
-            "train.sharding to 'none', or use_peft to false"
-        )
     return ""
 
 

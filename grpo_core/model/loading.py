@@ -258,7 +258,8 @@ def load_starting_policy(
     config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, shard: Any = None
 ) -> Any:
     """Load the policy that a training starts from, without an adapter: the base as it was given, or the base that the
-    training holds with `config.adapter` merged in float32 and then rounded to `dtype`."""
+    training holds with `config.adapter` merged in float32 and then rounded to `dtype`; a sharded one is rounded as its
+    weights are gathered."""
     merges = config.adapter is not None
     held = torch.float32 if merges else dtype
     model = load_model(config.name_or_path, config.revision, dtype=held, device=device, shard=shard)
@@ -267,8 +268,18 @@ def load_starting_policy(
             take_dequantised(
                 model, load_model(config.name_or_path, config.revision, dtype=dtype, device=device, in_4bit=True)
             )
-        model = with_adapter(model, config).merge_and_unload()
-    return make_bfloat16(model) if merges and dtype == torch.bfloat16 else model
+        adapted = with_adapter(model, config)
+        model = adapted.merge_and_unload() if shard is None else _merge_into_shards(adapted)
+    return make_bfloat16(model) if merges and dtype == torch.bfloat16 and shard is None else model
+
+
+@torch.no_grad()
+def _merge_into_shards(adapted: Any) -> Any:
+    """Return the base of a sharded model, with the adapter's changes in each process's shards."""
+    for _, tensor, changes in _named_weights(adapted):
+        for change in changes:
+            tensor += shard_like(tensor, change())
+    return adapted.unload()
 
 
 def adapter_dropouts(model: nn.Module) -> list[nn.Dropout]:

@@ -7,7 +7,7 @@ implementation for CPUs; that for GPUs is in `fused_logprobs`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,9 +101,10 @@ def divergence(
 
 @dataclass(frozen=True)
 class Taught:
-    """What the policy's distributions of N tokens are compared with: a frozen teacher's, and how."""
+    """What the policy's distributions of n tokens are compared with: a frozen teacher's, and how."""
 
-    hidden: Float[Tensor, "N other_h"]
+    places: Int[Tensor, " n"]  # of the tokens among the policy's
+    hidden: Float[Tensor, "n other_h"]
     weight: Float[Tensor, "W other_h"]  # W ≥ V: rows beyond the policy's are left out
     beta: float  # see `generalised_jsd`
     top_k: int  # 0: the whole vocabulary
@@ -114,10 +115,11 @@ def teacher_divergence(
     weight: Float[Tensor, "V h"],
     targets: Int[Tensor, " N"],
     temperature: float,
-    taught: Taught,
+    taught: Sequence[Taught],
 ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
-    """Return the divergence of the policy's distribution softmax(h Wᵀ / temperature) from the teacher's, which alone
-    has a gradient, and the teacher's log-probability of each target. No more than a chunk's logits exist at a time."""
+    """Return the divergence of the policy's distribution softmax(h Wᵀ / temperature) from its teacher's, which alone
+    has a gradient, and the teacher's log-probability of each target; 0 for tokens that no teacher reads. No more than a
+    chunk's logits exist at a time."""
     return _TeacherDivergence.apply(hidden, weight, targets, temperature, taught)
 
 
@@ -215,14 +217,14 @@ class _TeacherDivergence(torch.autograd.Function):
         weight: Float[Tensor, "V h"],
         targets: Int[Tensor, " N"],
         temperature: float,
-        taught: Taught,
+        taught: Sequence[Taught],
     ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
-        found, chosen = (torch.empty(len(targets), device=hidden.device) for _ in range(2))
-        for part in _chunks(len(targets), len(weight)):
-            top, log_q, whole = _taught_outcomes(taught, part, len(weight), temperature)
-            log_p = outcomes(float32_product(hidden[part], weight).div_(temperature), top)
-            found[part] = generalised_jsd(log_p, log_q, taught.beta)
-            chosen[part] = whole.gather(1, targets[part, None]).squeeze(1)
+        found, chosen = (torch.zeros(len(targets), device=hidden.device) for _ in range(2))
+        for of_teacher, part, places in _taught_chunks(taught, len(weight)):
+            top, log_q, whole = _taught_outcomes(of_teacher, part, len(weight), temperature)
+            log_p = outcomes(float32_product(hidden[places], weight).div_(temperature), top)
+            found[places] = generalised_jsd(log_p, log_q, of_teacher.beta)
+            chosen[places] = whole.gather(1, targets[places, None]).squeeze(1)
         ctx.save_for_backward(hidden, weight)
         ctx.temperature, ctx.taught = temperature, taught
         ctx.mark_non_differentiable(chosen)
@@ -233,20 +235,27 @@ class _TeacherDivergence(torch.autograd.Function):
         ctx: Any, grad: Float32[Tensor, " N"], _: Tensor
     ) -> tuple[Float[Tensor, "N h"], Float[Tensor, "V h"] | None, None, None, None]:
         hidden, weight = ctx.saved_tensors
-        grad_hidden, grad_weight = torch.empty_like(hidden), None
+        grad_hidden, grad_weight = torch.zeros_like(hidden), None
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # the sum over the chunks
-        for part in _chunks(len(hidden), len(weight)):
-            top, log_q, _ = _taught_outcomes(ctx.taught, part, len(weight), ctx.temperature)
-            logits = float32_product(hidden[part], weight).requires_grad_()
+        for of_teacher, part, places in _taught_chunks(ctx.taught, len(weight)):
+            top, log_q, _ = _taught_outcomes(of_teacher, part, len(weight), ctx.temperature)
+            logits = float32_product(hidden[places], weight).requires_grad_()
             with torch.enable_grad():
-                found = generalised_jsd(outcomes(logits / ctx.temperature, top), log_q, ctx.taught.beta)
-            (of_logits,) = torch.autograd.grad(found, logits, grad[part])
+                found = generalised_jsd(outcomes(logits / ctx.temperature, top), log_q, of_teacher.beta)
+            (of_logits,) = torch.autograd.grad(found, logits, grad[places])
             of_logits = of_logits.to(hidden.dtype)
-            grad_hidden[part] = of_logits @ weight
+            grad_hidden[places] = of_logits @ weight
             if grad_weight is not None:
-                grad_weight += of_logits.T @ hidden[part]
+                grad_weight += of_logits.T @ hidden[places]
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _taught_chunks(taught: Sequence[Taught], vocabulary: int) -> Iterator[tuple[Taught, slice, Tensor]]:
+    """Yield chunks of each teacher's tokens: the teacher's, their part of its tokens, and places of the policy's."""
+    for of_teacher in taught:
+        for part in _chunks(len(of_teacher.places), vocabulary):
+            yield of_teacher, part, of_teacher.places[part]
 
 
 def _taught_outcomes(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -38,8 +38,8 @@ from grpo_core.model.packed_rows import takes_rows
 from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.routing import Routers, Seen, difference, reading
 from grpo_core.model.sequences import Sequences
-from grpo_core.model.sharded import call_as_forward, forward, is_sharded
-from grpo_core.model.to_device import to_device
+from grpo_core.model.sharded import call_as_forward, calling_as_forward, forward, is_sharded
+from grpo_core.model.to_device import move, to_device
 
 OWN_LOGITS = "its logits are not those of a linear layer alone"
 _scoring = ContextVar("_scoring", default=False)
@@ -179,10 +179,10 @@ class Policy(nn.Module):
         return to_device(inputs, next(self.model.parameters()).device)
 
     def forward(
-        self, inputs: PassInputs, *, entropy_gradient: bool = False, taught: Taught | None = None
+        self, inputs: PassInputs, *, entropy_gradient: bool = False, taught: Sequence[Taught] | None = None
     ) -> tuple[Float32[Tensor, "B T"], ...]:
         """Log-probability of each completion token, at the sampling temperature, and the entropy there, both over the
-        tokens that can be sampled. With a teacher, also `teacher_divergence`, over the whole vocabulary.
+        tokens that can be sampled. With `taught`, also `teacher_divergence`, over the whole vocabulary.
 
         float32 whatever the model's dtype; 0 past a completion's end. The entropy has a gradient only when asked to.
         """
@@ -206,13 +206,19 @@ class Policy(nn.Module):
             entropy = entropy.detach()
         return tuple(_in_rows(values, inputs) for values in (logprobs, entropy, *others))
 
-    @torch.no_grad()
-    def as_teacher(self, sequences: Sequences, beta: float, top_k: int) -> Taught:
-        """Return what another policy's distributions of the completion tokens are compared with."""
+    @contextmanager
+    def as_teacher(self, sequences: Sequences, rows: Tensor, beta: float, top_k: int) -> Iterator[Taught]:
+        """Yield what another policy's distributions of the completion tokens of these rows are compared with, also in a
+        backward pass inside the block: a sharded model's output layer is whole there. With such a model, all processes
+        call this, also those without rows."""
         assert self.output_layer is not None
-        inputs = self.prepare(sequences)
-        with compiled():
-            return Taught(self.hidden_states(inputs.tokens), self.output_layer.weight, beta, top_k)
+        reads = torch.zeros(len(sequences.lengths), dtype=torch.bool).index_fill(0, rows, True)
+        places = reads.repeat_interleave(sequences.completion_lengths).nonzero().flatten()
+        shortest = sequences.lengths.argmin()[None]
+        inputs = self.prepare(sequences.take(rows if len(rows) else shortest))
+        with calling_as_forward(self.model, self.hidden_states, inputs.tokens) as hidden:
+            (places,) = move([places], hidden.device)
+            yield Taught(places, hidden[: len(places)], self.output_layer.weight, beta, top_k)
 
     @torch.no_grad()
     def over_logits(self, inputs: PassInputs, figure: Figure) -> Float32[Tensor, "B T"]:

@@ -7,7 +7,8 @@ in a layer (embedding, last norm, head) is one more unit, gathered around a call
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -59,34 +60,57 @@ def is_sharded(model: Any) -> bool:
 def call_as_forward(model: Any, work: Callable[..., T], *arguments: Any) -> T:
     """Call `work(*arguments)` as if it were the model's forward pass: inside, weights outside the layers are whole, and
     may be used directly. With a sharded model all processes call it, and make the same calls inside."""
+    found = _call_as_forward(model, work, *arguments)
+    _give_back(model)
+    return found
+
+
+@contextmanager
+def calling_as_forward(model: Any, work: Callable[..., T], *arguments: Any) -> Iterator[T]:
+    """Yield what `call_as_forward` returns without gradients. Inside, weights outside the layers stay whole."""
+    with torch.no_grad():
+        found = _call_as_forward(model, work, *arguments)
+    try:
+        yield found
+    finally:
+        with torch.no_grad():
+            _give_back(model)
+
+
+def forward(model: Any, **inputs: Any) -> Any:
+    """Run the model's own forward pass. With a sharded model all processes call it."""
+    found = _call(_base(model), model, **inputs)
+    _give_back(model)
+    return found
+
+
+def _call_as_forward(model: Any, work: Callable[..., T], *arguments: Any) -> T:
     root = _base(model)
     if not isinstance(root, FSDPModule):
         return work(*arguments)
     called: Any = root
     called.forward = lambda _, *given: work(*given)
     try:
-        return _call_and_reshard(root, called, None, *arguments)  # on a GPU, torch 2.11 refuses a call without any
+        return _call(root, called, None, *arguments)  # on a GPU, torch 2.11 refuses a call without any
     finally:
         del called.forward
 
 
-def forward(model: Any, **inputs: Any) -> Any:
-    """Run the model's own forward pass. With a sharded model all processes call it."""
-    root = _base(model)
-    return _call_and_reshard(root, model, **inputs) if isinstance(root, FSDPModule) else model(**inputs)
-
-
-def _call_and_reshard(root: FSDPModule, call: Callable[..., T], *arguments: Any, **inputs: Any) -> T:
-    """Return the result of a call that gathers the root's weights. They are given back after it or, with gradients, at
-    the end of the backward pass."""
+def _call(root: Any, call: Callable[..., T], *arguments: Any, **inputs: Any) -> T:
+    """Return the result of a call that gathers the root's weights, which are still whole then."""
     try:
-        found = call(*arguments, **inputs)
+        return call(*arguments, **inputs)
     except BaseException:
-        leave_forward(root)
+        if isinstance(root, FSDPModule):
+            leave_forward(root)
         raise
-    if not torch.is_grad_enabled():
+
+
+def _give_back(model: Any) -> None:
+    """Let each process hold its shard alone again. With gradients, that happens at the end of the backward pass."""
+    root = _base(model)
+    if isinstance(root, FSDPModule) and not torch.is_grad_enabled():
         root.reshard()
-    return found
 
 
 def _base(model: Any) -> Any:

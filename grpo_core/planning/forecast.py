@@ -226,7 +226,8 @@ def communication(run: PlannedRun, passes: int) -> dict[str, Any]:
     memory and go back. A pass gathers the layers twice (forward, backward) and the rest once, and reduces all
     gradients; without sharding, and of an adapter, they are reduced once per update. The pass without an adapter's
     dropout gathers every weight once more. Scoring
-    (old, reference and each teacher's log-probabilities) and the hand-over to the engine gather every weight once.
+    (old, reference and each teacher's log-probabilities) and the hand-over to the engine gather every weight once; with
+    a divergence, each pass gathers the teachers'.
     """
     config, plan, shape, gpu = run.config, run.plan, run.shape, run.gpu
     lora, sharding = config.model.use_peft, config.train.sharding
@@ -239,7 +240,8 @@ def communication(run: PlannedRun, passes: int) -> dict[str, Any]:
         numbers: float = passes * (2 * shape.parameters - shape.outside)
         numbers += passes * shape.parameters * (config.model.lora_dropout > 0)
         numbers += rollouts * (scored + (not lora)) * shape.parameters
-        numbers += rollouts * plan.steps_per_generation * sum(it.parameters for it in run.teaching)
+        read = passes if config.teacher.diverges else rollouts * plan.steps_per_generation
+        numbers += read * sum(it.parameters for it in run.teaching)
         weights = width(config) * numbers
     trained = adapter_parameters(shape, config) if lora else shape.parameters
     gradients = FLOAT * trained * (1 if lora or sharding == "none" else passes)

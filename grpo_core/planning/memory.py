@@ -177,16 +177,18 @@ def training_parts(run: PlannedRun, size: Pass) -> dict[str, float]:
     if shape.own_logits:  # of all tokens, and in float32 those of completions, twice
         logits = (w * size.tokens + 2 * FLOAT * size.completions) * shape.vocabulary
     states, head_gradient, taught = w * shape.hidden * size.completions, FLOAT * head, 0.0
+    whole = 0.0  # of the teachers' weights outside their layers, from before the policy's pass to its end
     if config.teacher.diverges:  # its head comes after the policy's, with the results of that one there
-        (teacher,) = run.teachers.values()
         chunk = min(size.completions, chunk_tokens("cpu", shape.vocabulary)) * shape.vocabulary
-        logits, taught = max(logits, DIVERGENCE_BYTES_PER_LOGIT * chunk), w * teacher.hidden * size.completions
+        logits = max(logits, DIVERGENCE_BYTES_PER_LOGIT * chunk)
+        taught = w * max(teacher.hidden for teacher in run.teachers.values()) * size.completions
         states, head_gradient = 2 * states, head_gradient + w * head
+        whole = w * sum(teacher.outside for teacher in run.teachers.values()) * (config.train.sharding != "none")
     worst: list[dict[str, float]] = []
     if config.train.sharding != "none":
         besides = max(found.in_norm, found.in_layer - found.outside)
-        passes = working_set(config, shape, found.kept, besides, logits + states, head_gradient)
-        worst.append({"gradients": gradients} | passes)
+        passes = working_set(config, shape, found.kept + taught, besides, logits + states, head_gradient)
+        worst.append({"gradients": gradients} | ({"teacher_head": whole} if whole else {}) | passes)
     else:
         before = {} if size.alone else {"gradients": gradients}
         # In the end, the float32 sum becomes a gradient in the precision of the pass.
@@ -207,7 +209,7 @@ def training_parts(run: PlannedRun, size: Pass) -> dict[str, float]:
         there = {"gradients": gradients} if config.teacher.diverges and not size.alone else {}
         shown = run.lengths.shown and run.lengths.shown + config.rollout.max_completion_length
         least = Pass(max(size.tokens, shown), max(size.keys, shown), size.completions, longest=max(size.longest, shown))
-        taught = max(scoring_pass(config, each, least) for each in run.teaching)
+        taught = max(scoring_pass(config, each, least) for each in run.teaching) + whole
         if config.teacher.update_rate is not None:  # the policy's own weights, while it has the average's
             taught += gradients * (w / FLOAT if config.train.sharding == "none" else 1)
         worst.append(there | {"teacher_pass": taught})

@@ -178,4 +178,5 @@ class Rollout(GenerationBatch):
     ref_logprobs: Tensor | None  # (B, T) of the reference policy; None without KL
     keep: Tensor | None  # (B, T) 1 on the tokens of highest entropy; None keeps all
     teacher_logprobs: Tensor | None = field(default=None, kw_only=True)  # (B, T)
-    taught: Tensor | None = field(default=None, kw_only=True)  # (B,) 1 where a teacher teaches; None: everywhere
+    # (B,) n where the nth of the teachers teaches, 0 where none does; None: the first everywhere.
+    taught: Tensor | None = field(default=None, kw_only=True)

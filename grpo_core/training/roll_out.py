@@ -54,17 +54,18 @@ def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollou
         batch, samples, left = _sample(session, session.sampler, index, state)
     old_logprobs, keep, difference = _old_logprobs(session, batch)
     logprobs: dict[str, Any] = {"old_logprobs": old_logprobs, "ref_logprobs": _ref_logprobs(session, batch)}
+    taught = _teachers_of(session, samples)
     if session.config.teacher.is_used and not session.config.teacher.diverges:  # else in each update
-        logprobs["teacher_logprobs"], logprobs["taught"] = _teacher_logprobs(session, batch, samples)
-        if logprobs["taught"] is not None:
-            batch = replace(batch, metrics={**batch.metrics, "teacher_shown": logprobs["taught"].mean().item()})
+        logprobs["teacher_logprobs"], taught = _teacher_logprobs(session, batch, samples, taught)
+    if taught is not None:
+        batch = replace(batch, metrics={**batch.metrics, "teacher_shown": (taught > 0).float().mean().item()})
     if not session.plan.on_policy:
         read = session.config.algorithm.routing_replay  # else they have been compared
         batch = replace(batch, metrics=batch.metrics | difference, routes=batch.routes if read else None)
     if session.sampler is not None and index == 0 and (floor := session.policy.floor):
         outside = _outside(session, batch, floor, truncating_keys(session.config))
         batch = replace(batch, metrics=batch.metrics | outside)
-    return Rollout(**vars(batch), **logprobs, keep=keep), samples, left
+    return Rollout(**vars(batch), **logprobs, keep=keep, taught=taught), samples, left
 
 
 def _sample(
@@ -148,23 +149,30 @@ def _holding(session: Session, weights: dict[str, Tensor]) -> Iterator[None]:
         yield
 
 
+def _teachers_of(session: Session, samples: Sequence[Sample]) -> Tensor | None:
+    """Return the number of each completion's teacher, see `Rollout`; None unless sources have their own."""
+    if not (names := source_teachers(session.config)):
+        return None
+    numbers = {"": 0.0} | {name: float(number) for number, name in enumerate(session.teachers, 1)}
+    return torch.tensor([numbers[names[source or ""]] for source in sources_of(samples, session.plan)])
+
+
 @phase(TEACHER)
 def _teacher_logprobs(
-    session: Session, batch: GenerationBatch, samples: Sequence[Sample]
+    session: Session, batch: GenerationBatch, samples: Sequence[Sample], by: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the teacher's log-probabilities, (B, T), over the whole vocabulary; and with a template which completions
     it has made a prompt for, (B,): behind that, they are computed, and are 0 for the others. Without a model of its
     own or a server, the teacher is the policy as it is, before the batch's first update, or the average of its weights.
-    With teachers of sources, each reads its sources' completions, and (B,) says which have one."""
+    With teachers of sources, each reads its own, as `by` numbers them."""
     needed = batch.completion_mask.sum(1) > 0
-    if names := source_teachers(session.config):
-        by = [names[source or ""] for source in sources_of(samples, session.plan)]
+    if by is not None:
         found = torch.zeros(batch.completion_ids.shape)
-        for name, teacher in session.teachers.items():
-            own = needed & torch.tensor([each == name for each in by])
+        for number, teacher in enumerate(session.teachers.values(), 1):
+            own = needed & (by == number)
             if own.any():
                 found += compute_logprobs(session, teacher, batch, own)[0]
-        return found, torch.tensor([float(each != "") for each in by])
+        return found, by
     if session.privileged is None:
         known = pad([sample.taught or [0.0] * len(sample.completion.ids) for sample in samples], torch.float32)
         missing = needed & ~known.any(1)  # a recording has 0 where no teacher was asked

@@ -180,7 +180,7 @@ def _load(
     start = copy_of_trainable_state(policy.model) if keys.adapter and config.algorithm.beta else None
     average = None if config.teacher.update_rate is None else copy_of_trainable_state(model)
     engine = None if without_engine else make_engine(config, keys.name_or_path, policy.model, tokenizer, max_length)
-    if engine is not None and config.warm_start.is_used and adapts:  # an adapter that the engine has not loaded
+    if engine is not None and keys.adapter:  # which the engine has not loaded
         engine.sync_weights(policy.model)
     _read_routers(policy, engine, config)
     set_seed(config.seed)  # after the engine, which seeds the process for itself

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
@@ -25,6 +26,7 @@ from grpo_core.distributed import (
 )
 from grpo_core.errors import NotFiniteError
 from grpo_core.model.loading import trainable_state
+from grpo_core.model.logprobs import Taught
 from grpo_core.model.policy import PassInputs
 from grpo_core.model.routing import balance_loss, choice_counts
 from grpo_core.system.progress import moved, phase
@@ -62,13 +64,14 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
         missing = max_over_processes(len(parts)) - len(parts) if session.policy.is_sharded else 0
         idle = itertools.repeat(idle_row(batch), missing)  # all processes gather the weights for each pass
         for some in itertools.chain((take(batch, part) for part in parts), idle):
-            yield session.policy.prepare(some.sequences), some.to(accelerator.device)
+            yield session.policy.prepare(some.sequences), some
 
     def accumulate(parts: list[Tensor]) -> _Tally:
         session.policy.zero_grad()  # of both copies: memory may have run out between the two
         tally = _Tally(accelerator.device)
         for inputs, some in prepared(parts):
-            _forward_backward(session, inputs, some, entropy_coef, tally, balance)
+            with _teachers_reading(session, some) as taught:
+                _forward_backward(session, inputs, some.to(accelerator.device), taught, entropy_coef, tally, balance)
             moved()
         return tally
 
@@ -174,7 +177,9 @@ class _Tally:
         highest = {name: value for name, value in extreme if math.isfinite(value)}
         lowest = {name: -highest.pop(name) for name in [*highest] if name.endswith("min")}
         told = totals.pop("told_tokens", tokens)  # with a template, what is not taught counts as 0 in teacher_kl
-        over = {"privileged_gap" if "privileged_gap" in totals else "teacher_kl": told}
+        over = dict.fromkeys(
+            ("teacher_divergence", "privileged_gap" if "privileged_gap" in totals else "teacher_kl"), told
+        )
         means = {name: value / number for name, value in totals.items() if (number := over.get(name, tokens))}
         if (square := means.pop("correction_squared", None)) is not None:  # 0 if the correction leaves out every token
             mean = means["sampling/importance_sampling_ratio/mean"]
@@ -192,27 +197,43 @@ def _choice_counts(session: Session, passes: Iterable[tuple[PassInputs, MicroBat
     for inputs, batch in passes:
         with policy.routing(inputs) as seen:
             policy(inputs)
-        trained = batch.mask.flatten()[inputs.places]
+        trained = batch.to(session.accelerator.device).mask.flatten()[inputs.places]
         counts.append(choice_counts(seen, inputs.tokens.predicts, trained, policy.routers.experts))
         moved()
     return torch.stack(counts).sum(0)
+
+
+@contextmanager
+def _teachers_reading(session: Session, batch: MicroBatch) -> Iterator[list[Taught] | None]:
+    """Yield what the divergence of a pass over these rows, on the CPU, is computed from; None without a divergence."""
+    keys = session.config.teacher
+    if keys.divergence_beta is None:
+        yield None
+        return
+    with ExitStack() as reading:
+        found = list[Taught]()
+        for number, teacher in enumerate(session.teachers.values(), 1):
+            numbers = torch.ones(len(batch.mask)) if batch.taught is None else batch.taught
+            rows = (numbers == number).nonzero().flatten()
+            if len(rows) or teacher.is_sharded:
+                how = keys.divergence_beta, keys.divergence_top_k
+                found.append(reading.enter_context(teacher.as_teacher(batch.sequences, rows, *how)))
+        yield found
 
 
 def _forward_backward(
     session: Session,
     inputs: PassInputs,
     batch: MicroBatch,
+    taught: list[Taught] | None,
     entropy_coef: float,
     tally: _Tally,
     balance: Tensor | None,
 ) -> None:
-    """Add one pass's gradient to the accumulated one, and its figures to the tally. `balance`: `_choice_counts` of the
-    whole update, if its routers are balanced."""
+    """Add one pass's gradient to the accumulated one, and its figures to the tally. `taught`: what a divergence is
+    computed from; `balance`: `_choice_counts` of the whole update, if its routers are balanced."""
     algorithm, mask, policy, keys = session.config.algorithm, batch.mask, session.policy, session.config.teacher
-    exact = taught = None
-    if keys.divergence_beta is not None:
-        (teacher,) = session.teachers.values()
-        taught = teacher.as_teacher(batch.sequences, keys.divergence_beta, keys.divergence_top_k)
+    exact = None
     if policy.dropouts:
         with torch.no_grad(), policy.routing(inputs):
             exact = policy(inputs, taught=taught)
@@ -223,13 +244,15 @@ def _forward_backward(
         logprobs, entropy, *of_teacher = found
         old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         advantages = batch.advantages
+        if batch.taught is not None:
+            told = mask * (batch.taught > 0)[:, None]
+            tally.sums["told_tokens"] += told.sum()
+        else:
+            told = mask
         if (teacher_logprobs := batch.teacher_logprobs) is not None:
-            if batch.taught is not None:
-                told = mask * batch.taught[:, None]
-                teacher_logprobs = torch.where(told > 0, teacher_logprobs, old_logprobs)  # else nothing to teach
-                tally.sums["told_tokens"] += told.sum()
-                if keys.template is not None:
-                    tally.add("privileged_gap", teacher_logprobs - old_logprobs, told)
+            teacher_logprobs = torch.where(told > 0, teacher_logprobs, old_logprobs)  # else nothing to teach
+            if keys.template is not None:
+                tally.add("privileged_gap", teacher_logprobs - old_logprobs, told)
             advantages = teacher_advantages(advantages, old_logprobs, teacher_logprobs, keys.weight)
             tally.add("teacher_kl", old_logprobs - teacher_logprobs, mask)
         losses = token_losses(
@@ -246,8 +269,8 @@ def _forward_backward(
         if of_teacher:  # at the policy as it is now, so without a ratio
             divergence, teacher_logprobs = of_teacher
             loss = loss + keys.weight * (batch.weights * divergence).sum()
-            tally.add("teacher_divergence", divergence.detach(), mask)
-            tally.add("teacher_kl", old_logprobs - teacher_logprobs, mask)
+            tally.add("teacher_divergence", divergence.detach(), told)
+            tally.add("teacher_kl", old_logprobs - teacher_logprobs, told)
         if entropy_coef > 0:
             loss = loss - entropy_coef * (batch.entropy_weights * entropy).sum()
         if balance is not None:

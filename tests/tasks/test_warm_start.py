@@ -110,7 +110,6 @@ def test_the_plan_refuses_what_the_stage_would_and_says_what_it_takes(values: di
             refuse_early(parse_config(refused))
     for broken, said in (
         (with_keys(values, num_processes=4, num_generations=2), "not a multiple of train.num_processes=4, .* to 4"),
-        (with_keys(values, num_processes=2, sharding="full", use_peft=True), "does not begin from an adapter"),
         ({**values, "warm_start": {"batch_size": 2}}, "batch_size=2 is for a warm start; set demonstrations"),
     ):
         with pytest.raises(ConfigError, match=said):

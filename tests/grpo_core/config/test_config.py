@@ -81,10 +81,6 @@ REFUSED = [
         "model.use_peft=true; model.lora_modules_to_save=['lm_head']; train={sharding='full', num_processes=2}",
         "lora_modules_to_save=['lm_head'] with train.sharding='full'",
     ),
-    (
-        "model.use_peft=true; model.adapter='a'; train={sharding='full', num_processes=2}",
-        "model.adapter='a' with train.sharding='full'",
-    ),
     ("train.early_stopping_patience=2", "early_stopping_patience=2 needs evaluations during training"),
     ("train.load_best_model_at_end=true", "set eval_steps"),
     ("train.metric_for_best_model='eval_loss'", "Input should be 'eval_reward' or 'eval_accuracy'"),

@@ -114,7 +114,6 @@ TEMPLATE = "{prompt}{answer}"
             "'b' with teacher.url='http://a:1': the teachers of sources",
         ),
         ({"model": "m", "template": TEMPLATE}, "", "'' with teacher.template='{prompt}{answer}': the teachers"),
-        ({"model": "m", "divergence_beta": 0.0}, "b", "'b' with teacher.divergence_beta=0.0: the teachers of sources"),
         ({"model": "m"}, "self", "'self': a policy that teaches itself is for all sources (teacher.template)"),
         ({}, "b", "'b' without teacher.model, the teacher of the sources that name none; set it, and teacher = ''"),
     ],
@@ -157,9 +156,6 @@ def test_a_teacher_that_is_nowhere_and_keys_that_do_not_go_with_one_are_refused(
     for beta in (-0.1, 1.1):
         with pytest.raises(ConfigError, match=r"teacher\.divergence_beta"):
             taught(values, model_folder, divergence_beta=beta)
-    with pytest.raises(ConfigError, match="a divergence reads the output layers of both models, whole"):
-        shared = {"sharding": "full", "num_processes": 2}
-        taught({**values, "train": {**values["train"], **shared}}, model_folder, divergence_beta=1.0)
     rows = json.loads((model_folder / "config.json").read_text())["vocab_size"]
     check_teacher(taught(values, model_folder, divergence_beta=1.0, divergence_top_k=rows - 1))
     with pytest.raises(ConfigError, match=f"the vocabulary has {rows} tokens; take fewer, or 0 for all"):

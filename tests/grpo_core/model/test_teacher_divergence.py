@@ -125,8 +125,9 @@ def test_a_divergence_and_its_gradient_are_those_of_trl(beta: float, k: int) -> 
     (slopes,) = torch.autograd.grad(found.sum(), policy)
     assert (slopes / TEMPERATURE).flatten().tolist() == pytest.approx(gradient, abs=1e-6)
     logits, states = (torch.tensor(each, requires_grad=True) for each in (POLICY, torch.eye(2).tolist()))
-    taught = Taught(torch.eye(2), torch.tensor(TEACHER).T.contiguous(), beta, k)  # states of one token each
-    found, _ = teacher_divergence(states, logits.T, torch.zeros(2, dtype=torch.int64), TEMPERATURE, taught)
+    # States of one token each.
+    taught = Taught(torch.arange(2), torch.eye(2), torch.tensor(TEACHER).T.contiguous(), beta, k)
+    found, _ = teacher_divergence(states, logits.T, torch.zeros(2, dtype=torch.int64), TEMPERATURE, [taught])
     found.sum().backward()
     assert found.tolist() == pytest.approx(values, abs=1e-6)
     assert logits.grad is not None
@@ -139,24 +140,32 @@ def test_a_divergence_and_its_gradient_are_those_of_trl(beta: float, k: int) -> 
 def test_chunks_of_states_give_the_values_and_gradients_of_plain_float64_logits(
     chunk: int, k: int, beta: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The teacher has another width, and more rows, which are left out."""
+    """Two teachers of other widths, and with more rows, which are left out. One token has none."""
     monkeypatch.setattr(logprobs, "chunk_tokens", lambda *_: chunk)
     seen: list[int] = []
     monkeypatch.setattr(logprobs, "float32_product", lambda h, w: seen.append(len(h)) or float32_product(h, w))
     torch.manual_seed(0)
     hidden, weight = torch.randn(7, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
-    taught = Taught(torch.randn(7, 24), torch.randn(33, 24), beta, k)
+    taught = [
+        Taught(torch.tensor(places), torch.randn(len(places), width) / width**0.5, torch.randn(33, width), beta, k)
+        for places, width in (([0, 2, 3, 6], 24), ([1, 4], 8))
+    ]
     targets, weights = torch.arange(7), torch.linspace(-1, 1, 7)
     found, chosen = teacher_divergence(hidden, weight, targets, TEMPERATURE, taught)
     assert not chosen.requires_grad
     gradients = torch.autograd.grad((weights * found).sum(), (hidden, weight))
-    assert max(seen) == min(chunk, 7)
+    assert max(seen) == min(chunk, 4)
 
     exact = [each.detach().double().requires_grad_() for each in (hidden, weight)]
     p = (exact[0] @ exact[1].T / TEMPERATURE).softmax(-1)
-    q = (taught.hidden.double() @ taught.weight[:30].double().T / TEMPERATURE).softmax(-1)
-    assert torch.allclose(chosen.double(), q.log()[range(7), targets], rtol=1e-5)
-    expected = torch.stack([_plain(*of_token, beta, k) for of_token in zip(p, q, strict=True)])
+    expected = [p.sum() * 0] * 7
+    for each in taught:
+        q = (each.hidden.double() @ each.weight[:30].double().T / TEMPERATURE).softmax(-1)
+        assert torch.allclose(chosen[each.places].double(), q.log()[range(len(q)), each.places], rtol=1e-5)
+        for place, of_token in zip(each.places.tolist(), q, strict=True):
+            expected[place] = _plain(p[place], of_token, beta, k)
+    assert chosen[5] == 0
+    expected = torch.stack(expected)
     assert torch.allclose(found.double(), expected, rtol=2e-5, atol=1e-6)
     for ours, theirs in zip(gradients, torch.autograd.grad((weights * expected).sum(), exact), strict=True):
         assert (ours - theirs).norm() < 1e-5 * theirs.norm() + 1e-6

@@ -225,9 +225,8 @@ def test_a_pass_with_a_divergence_takes_no_more_than_is_told(
     lengths = torch.full_like(rows, PROMPT), torch.full_like(rows, COMPLETION)
     sequences, allocations = Sequences(ids, *lengths, rows // GROUP), Allocations()
     inputs = policy.prepare(sequences)
-    with allocations:
-        taught = teacher.as_teacher(sequences, beta, top_k)
-        chosen, _, found, _ = policy(inputs, taught=taught)
+    with allocations, teacher.as_teacher(sequences, rows, beta, top_k) as taught:
+        chosen, _, found, _ = policy(inputs, taught=[taught])
         (chosen.sum() + found.sum()).backward()
     tokens = inputs.tokens
     assert isinstance(tokens, PackedBatch) and isinstance(tokens.attention, _Sequences)

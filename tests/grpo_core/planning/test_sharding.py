@@ -273,6 +273,26 @@ def test_scoring_gathers_every_weight_once(beta: float, num_iterations: int, sco
     assert gathered(beta=beta, num_iterations=num_iterations) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("beta", [None, 0.5])
+def test_a_teacher_is_gathered_once_per_micro_step_or_for_a_divergence_in_each_pass(beta: float | None) -> None:
+    """Two updates on each rollout of two micro-steps; a divergence keeps its head whole in the passes."""
+    shape, teachers = qwen("1.5B"), [qwen("7B")]
+    alone = _config(gradient_accumulation_steps=2, num_iterations=2)
+    values = alone.model_dump(exclude_none=True)
+    values["teacher"] |= {"model": "7B"} | ({} if beta is None else {"divergence_beta": beta})
+    gathered, parts = [], []
+    for config, those in ((alone, []), (RunConfig.model_validate(values), teachers)):
+        run = planned(config, shape, LENGTHS, named_gpu("H200"), *those)
+        gathered.append(communication(run, 2)["parts_gib"]["gathered"] * GIB)
+        parts.append(peak_memory(run)["parts_gib"])
+    per_update = 2 / 2 if beta is None else 2
+    weights = sum(it.parameters for it in teachers)
+    assert gathered[1] - gathered[0] == pytest.approx(3 / 4 * per_update * 2 * weights)
+    heads = {} if beta is None else {"teacher_head": pytest.approx(2 * sum(it.outside for it in teachers) / GIB)}
+    assert {name: size for name, size in parts[1].items() if name == "teacher_head"} == heads
+    assert parts[1]["teacher"] * GIB == pytest.approx(2 * weights / W)
+
+
 @pytest.mark.parametrize("processes", [1, 8])
 def test_a_plan_shows_communication_of_several_processes(processes: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN["7B"]))

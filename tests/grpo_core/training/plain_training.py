@@ -40,14 +40,18 @@ def assert_plain(run: Path) -> None:
     before, trained = load_policy(config), load(run / "training" / "model")
     steps, after = plain_training(run)
     bound = 2e-5 / min(2 * config.rollout.temperature, 1.0)  # float32 rounds logits before they are divided by it
-    for step, (found, (loss, norm, taught)) in enumerate(zip(metrics_of(run), steps, strict=True)):
+    for step, (found, (loss, norm, taught, diverges)) in enumerate(zip(metrics_of(run), steps, strict=True)):
         if step == 1:
             bound *= 2.5  # from here on, an update begins with the rounding of those before it
         if taught:
             mean, atol = statistics.mean(taught), 1e-4 / min(config.rollout.temperature, 1)
             assert found["teacher_kl"] == pytest.approx(mean, rel=bound, abs=atol)
-        elif config.teacher.divergence_beta is None:
+        else:
             assert "teacher_kl" not in found
+        if diverges:
+            assert found["teacher_divergence"] == pytest.approx(statistics.mean(diverges), rel=bound, abs=1e-6)
+        else:
+            assert "teacher_divergence" not in found
         assert found["loss"] == pytest.approx(loss, rel=bound, abs=1e-6)
         assert found["grad_norm"] == pytest.approx(norm, rel=bound, abs=1e-6)
     first, found, expected = (_weights(model) for model in (before, trained, after))
@@ -73,8 +77,9 @@ def _weights(model: Any) -> Tensor:
     return torch.cat([weight.flatten().double() for weight in model.state_dict().values()])
 
 
-def plain_training(run: Path) -> tuple[list[tuple[float, float, list[float]]], Any]:
-    """Loss, gradient norm and the terms of `teacher_kl` of each update, and the trained model."""
+def plain_training(run: Path) -> tuple[list[tuple[float, float, list[float], list[float]]], Any]:
+    """Loss, gradient norm and the terms of `teacher_kl` and `teacher_divergence` of each update, and the trained
+    model."""
     config, plan = load_config(run / "config.toml"), load_plan(run / "plan.json")
     keys, model = config.train, load_policy(config)
     base, parameters = copy.deepcopy(model), [p for p in model.parameters() if p.requires_grad]
@@ -85,16 +90,16 @@ def plain_training(run: Path) -> tuple[list[tuple[float, float, list[float]]], A
         betas=(keys.adam_beta1, keys.adam_beta2),
         eps=keys.adam_epsilon,
     )
-    current, steps = -1, list[tuple[float, float, list[float]]]()
+    current, steps = -1, list[tuple[float, float, list[float], list[float]]]()
     average = copy.deepcopy(model)
     for step, micro_steps in enumerate(_updates(config, plan)):
         loss, routed = torch.zeros((), dtype=torch.float64), list[tuple[Tensor, ...]]()
-        taught = list[float]()
+        taught, diverges = list[float](), list[float]()
         for index, place in micro_steps:
             if index != current:
                 current = index
                 batch = _Batch(run, config, plan, index, model, base, average if config.teacher.update_rate else model)
-            loss = loss + batch.loss(model, place, len(micro_steps))
+            loss = loss + batch.loss(model, place, len(micro_steps), diverges)
             taught += batch.teacher_kl(place)
             if config.algorithm.router_aux_loss_coef:
                 routed += [batch.router_logits(model, row) for row in batch.order[place].flatten().tolist()]
@@ -107,7 +112,7 @@ def plain_training(run: Path) -> tuple[list[tuple[float, float, list[float]]], A
         optimizer.zero_grad()
         loss.backward()
         norm = math.sqrt(sum(float(p.grad.square().sum()) for p in parameters if p.grad is not None))
-        steps.append((loss.item(), norm, taught))
+        steps.append((loss.item(), norm, taught, diverges))
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad * min(1.0, keys.max_grad_norm / (norm or 1.0))
         for group in optimizer.param_groups:
@@ -172,17 +177,16 @@ class _Batch:
         self.advantages = _advantages(config, self.rows)
         self.teacher: list[list[float] | None] = [None] * len(self.rows)
         self.taught_by: list[str | None] = [None] * len(self.rows)
-        self.teacher_model = load(config.teacher.model).double().eval() if config.teacher.model else itself
-        if (config.teacher.model and config.teacher.divergence_beta is None) or config.teacher.template:
+        if config.teacher.model or config.teacher.template:
             shown = shown_prompts(run, config, self.rows) if config.teacher.template else None
             self.taught_by = names = teachers_of(run, config, self.rows)
-            models = {name: load(name).double().eval() for name in {*names} if name} or {None: itself}
+            self.models = {name: load(name).double().eval() for name in {*names} if name} or {None: itself}
             with torch.no_grad():
                 for row, name in enumerate(names):
                     read = (shown or [record["prompt_ids"] for record in self.rows])[row]
-                    # Where nothing is shown, and of a source without one, the teacher says what the policy said.
-                    found = read and name != "" and self.tokens(models[name], row, whole=True, prompt=read)[0].tolist()
-                    self.teacher[row] = found or self.old[row]
+                    self.teacher[row] = self.old[row]  # where nothing is shown, and of a source without a teacher
+                    if read and name != "":
+                        self.teacher[row] = self.tokens(self.models[name], row, whole=True, prompt=read)[0].tolist()
 
     def teacher_kl(self, place: int) -> list[float]:
         """log π_old − log π_teacher of each taught token of a micro-step."""
@@ -194,7 +198,8 @@ class _Batch:
         keys, (prompt, ids) = self.config.teacher, (self.rows[row][name] for name in ("prompt_ids", "completion_ids"))
         beta, k, places = keys.divergence_beta, keys.divergence_top_k, slice(len(prompt) - 1, -1)
         input_ids, scale = torch.tensor([prompt + ids]), self.config.rollout.temperature
-        p, q = ((it(input_ids=input_ids).logits[0, places] / scale).softmax(-1) for it in (model, self.teacher_model))
+        models = (model, self.models[self.taught_by[row]])
+        p, q = ((it(input_ids=input_ids).logits[0, places] / scale).softmax(-1) for it in models)
         p, q = p[self.masks[row]], q.detach()[self.masks[row], : p.shape[1]]
         if k:
             order = q.argsort(descending=True)
@@ -226,8 +231,9 @@ class _Batch:
         output = model(input_ids=torch.tensor([prompt + ids]), output_router_logits=True)
         return tuple(logits[len(prompt) - 1 : -1][self.masks[row]] for logits in output.router_logits)
 
-    def loss(self, model: Any, place: int, micro_steps: int) -> Tensor:
-        """Share of a micro-step in the loss of its update; its gradient is right, too."""
+    def loss(self, model: Any, place: int, micro_steps: int, diverges: list[float]) -> Tensor:
+        """Share of a micro-step in the loss of its update; its gradient is right, too. The divergence of each taught
+        token is appended to `diverges`."""
         algorithm, plan, found = self.config.algorithm, self.plan, torch.zeros((), dtype=torch.float64)
         limit, all_tokens, s = self.config.rollout.max_completion_length, sum(self.lengths), plan.steps_per_generation
         for of_process in self.order[place].tolist():
@@ -238,12 +244,15 @@ class _Batch:
                 now = logprobs.tolist()
                 keep, engine = self.keep[row], self.engine[row].tolist()
                 reads = (now, self.old[row], self.reference[row], keep.tolist(), engine)
-                taught = self.teacher[row], self.config.teacher.weight
+                by_advantage = self.config.teacher.divergence_beta is None
+                taught = self.teacher[row] if by_advantage else None, self.config.teacher.weight
                 of_row = PlainRow(algorithm, self.advantages[row], *reads, *taught)
                 slopes = torch.tensor(of_row.slopes(), dtype=torch.float64)
                 value = of_row.loss(now) + (slopes * (logprobs - logprobs.detach())).sum()
-                if self.config.teacher.divergence_beta is not None:
-                    value = value + self.config.teacher.weight * self.divergence(model, row).sum()
+                if not by_advantage and self.taught_by[row] != "":
+                    of_tokens = self.divergence(model, row)
+                    value = value + self.config.teacher.weight * of_tokens.sum()
+                    diverges += of_tokens.tolist()
                 found = found + value / (plain(algorithm.loss_type).divisor(cut) * w)
                 kept = max(float(torch.cat(self.keep).sum()), 1.0) * micro_steps / s
                 found = found - algorithm.entropy_coef * (keep * entropy).sum() / kept

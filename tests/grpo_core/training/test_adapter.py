@@ -14,16 +14,20 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.inputs import ModelConfig
+from grpo_core.config.training import TrainConfig
 from grpo_core.errors import ConfigError
-from grpo_core.model.loading import load_model, load_starting_policy, trainable_state, with_adapter
+from grpo_core.model.loading import load_model, load_starting_policy, trainable_state, whole_weights, with_adapter
 from grpo_core.model.saving import save_adapter
+from grpo_core.model.sharded import forward, sharding
 from grpo_core.planning.adapter import DESCRIBED, HARMLESS, _not_plain, check_adapter
 from grpo_core.training.loop import train
 from grpo_core.training.session import load_session
 from tests.conftest import config_values, make_model, make_run, make_tokenizer
+from tests.grpo_core.training.several import in_two_processes
 from tests.grpo_core.training.training import assert_same, metrics_of, trained_run
 
 LAYERS = ["q_proj", "down_proj"]
@@ -75,6 +79,29 @@ def test_a_training_starts_from_what_peft_loads(model_folder: Path, adapter: Pat
     start = load_starting_policy(config, dtype=dtype, device="cpu")
     assert {parameter.dtype for parameter in start.parameters()} == {dtype}
     torch.testing.assert_close(_logits(start.float()), expected, atol=1e-4 if dtype == torch.float32 else 0.3, rtol=0.1)
+
+
+@pytest.mark.served
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_processes_that_share_a_model_hold_the_same_start_together(
+    model_folder: Path, adapter: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    config = _model(model_folder, adapter)
+    alone = load_starting_policy(config, dtype=dtype, device="cpu")
+    weights, logits = dict(alone.state_dict()), _logits(alone)
+    precision = "bf16" if dtype == torch.bfloat16 else "no"
+
+    def work(rank: int) -> None:
+        shard = sharding(TrainConfig(sharding="full", num_processes=2, mixed_precision=precision), frozen=True)
+        start = load_starting_policy(config, dtype=dtype, device="cpu", shard=shard)
+        assert all(isinstance(weight, DTensor) for weight in start.parameters())
+        whole = dict(whole_weights(start, dtype))
+        assert whole.keys() == weights.keys()
+        assert all(torch.equal(whole[name], weights[name]) for name in whole)
+        with torch.no_grad():
+            torch.testing.assert_close(forward(start, input_ids=IDS).logits, logits)
+
+    in_two_processes(tmp_path / "group", work)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 from grpo_core.config.files import dump_config, load_config
 from grpo_core.config.training import HealthConfig
 from grpo_core.errors import NotFiniteError, TrainingError
+from grpo_core.model.loading import load_model
 from grpo_core.rewards.trl_arguments import TrainerState
 from grpo_core.training import loop as trainer
 from grpo_core.training.health import is_healthy, not_finite, observe
@@ -242,6 +243,33 @@ def test_a_checkpoint_of_weights_that_the_next_step_finds_broken_is_not_gone_bac
     assert [finding["step"] for finding in _lines(run / "training" / "health.jsonl")] == [5]
     rates = [step["learning_rate"] for step in _lines(run / "training" / "metrics.jsonl")]
     assert rates == [0.01] * 2 + [0.005] * 4, "checkpoint 4 holds the broken weights, checkpoint 2 does not"
+
+
+@pytest.mark.slow
+def test_a_roll_back_brings_back_the_average_that_teaches_too(
+    values: dict[str, Any], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fourth update's broken weights are in the average, and in a checkpoint: steps 3 to 6 are made again."""
+    _break_the_weights_after(monkeypatch, 4)
+    move, policies = trainer.move_average, list[dict[str, torch.Tensor]]()
+    sessions: list[Any] = []
+
+    def noted(session: Any) -> None:
+        move(session)
+        sessions[:] = [session]
+        policies.append({name: weights.detach().double() for name, weights in session.model.named_parameters()})
+
+    monkeypatch.setattr(trainer, "move_average", noted)
+    values["teacher"] = {"template": "{answer}={prompt}", "update_rate": 0.3, "weight": 0.5}
+    run = make_run(tmp_path / "run", with_keys(values, not_finite_action="roll_back", **CONSTANT))
+    assert _train(run)["roll_backs"] == 1
+    made = [policies[step] for step in (0, 1, *range(4, 8))]
+    assert len(policies) == 8
+    for name, weights in load_model(model_folder).named_parameters():
+        expected = weights.double()
+        for policy in made:
+            expected = 0.7 * expected + 0.3 * policy[name]
+        torch.testing.assert_close(sessions[0].average[name].double(), expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow

@@ -159,10 +159,11 @@ def drawn_run(
     draw: random.Random,
     teacher_url: str = "",
     by_source: bool = False,
+    diverges: bool = False,
     **keys: Any,
 ) -> Path:
     """A run with options as drawn; `keys` are not. With `teacher_url`, it has a teacher, which this server has; with
-    `by_source`, three sources, of which two have a teacher each."""
+    `by_source`, three sources, of which two have a teacher each; with `diverges`, a divergence from a teacher."""
     loss_type = [*PLAIN_LOSSES][number % len(PLAIN_LOSSES)]
     kind = KINDS[number % len(KINDS)] if number < FEW else draw.choice(KINDS)
     needs = {key: [value] for key, value in plain(loss_type).needs.items()}
@@ -170,7 +171,7 @@ def drawn_run(
     options = {key: draw.choice(values) for key, values in choices.items()} | keys
     if options["temperature"] < 0.1:  # else one update makes a policy so sharp that rounding decides the next
         options["learning_rate"] = 1e-4
-    teaches = draw.random() < 0.5 or bool(teacher_url) or by_source
+    teaches = draw.random() < 0.5 or bool(teacher_url) or by_source or diverges
     replaces = options["dynamic_sample"]
     if teaches:
         options["dynamic_sample"] = False  # refused where silent groups are taught
@@ -186,9 +187,8 @@ def drawn_run(
     steps = draw.choice([steps for steps, found in sizes.items() if found])
     b = draw.choice(sizes[steps])
     base = models["plain" if kind == "adapter" else kind]
-    if kind == "adapter":  # which a sharded training cannot start from
-        given = {} if options.get("sharding", "none") != "none" else {"adapter": str(models["adapter"])}
-        options |= LORA | given
+    if kind == "adapter":
+        options |= LORA | {"adapter": str(models["adapter"])}
     if kind == "experts":
         options |= {"router_aux_loss_coef": 0.3, "mask_truncated_completions": False}  # else no token may be trained
         if not keys:  # over a frozen base, routers included
@@ -209,11 +209,11 @@ def drawn_run(
         values["teacher"] = {"model": str(models["teacher"]), "weight": draw.choice([0.2, 1.0])}
         if by_source:
             add_teachers(values, models, folder / "data")
-        elif teacher_url:
+        if teacher_url:
             values["teacher"] |= {"url": teacher_url}
-        elif options.get("sharding", "none") == "none" and kind != "scaled":  # else refused
-            values["teacher"] |= draw.choice(DIVERGENCES)
-        if number % 8 in (3, 4, 6) and not by_source:
+        elif kind != "scaled" and not (by_source and not diverges):  # else refused
+            values["teacher"] |= draw.choice([each for each in DIVERGENCES if each or not diverges])
+        if number % 8 in (3, 4, 6) and not (by_source or diverges):
             texts = ["{better}+{prompt}", "{prompt}{better}="] if options["num_generations"] > 1 else ["0{prompt}"]
             texts += [] if from_sources else ["{answer}={prompt}"]  # lines have no answer
             taught = values["teacher"] if number % 2 else {"weight": 0.5}  # by the policy itself
@@ -296,10 +296,29 @@ def test_processes_share_what_a_teacher_behind_a_server_is_asked(models: dict[st
     assert_plain(run)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 4, *(pytest.param(number, marks=pytest.mark.e2e) for number in (0, 2, 5, 6, 7))])
+def test_a_training_by_divergences_from_teachers_of_sources_is_that_of_plain_loops(
+    number: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    draw = random.Random(6000 + number)
+    run = drawn_run(tmp_path, models, number, draw, by_source=True, diverges=True)
+    with passes(number, draw):
+        loop.train(run, run / "training")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    shown = [step["teacher_shown"] for step in metrics_of(run)]
+    assert 0 < sum(shown) < len(shown), "some completions are of a source without a teacher"
+    assert_plain(run)
+
+
 @pytest.mark.served
+@pytest.mark.parametrize("diverges", [False, True])
 @pytest.mark.parametrize("sharding", ["none", "full"])
-def test_processes_share_what_teachers_of_sources_read(sharding: str, models: dict[str, Path], tmp_path: Path) -> None:
-    run = drawn_run(tmp_path, models, 2, random.Random(2), by_source=True, num_processes=2, sharding=sharding)
+def test_processes_share_what_teachers_of_sources_read(
+    sharding: str, diverges: bool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    draw, keys = random.Random(2), {"num_processes": 2, "sharding": sharding}
+    run = drawn_run(tmp_path, models, 2, draw, by_source=True, diverges=diverges, **keys)
     in_processes(2, tmp_path / "group", lambda _: loop.train(run, run / "training"))
     assert_plain(run)
 
@@ -322,6 +341,18 @@ def test_processes_with_whole_models_or_shares_train_as_plain_loops(
 
     with passes(number, draw):
         in_processes(w, tmp_path / "group", start)
+    assert_plain(run)
+
+
+@pytest.mark.served
+@pytest.mark.parametrize("number", [1, 2, *(pytest.param(number, marks=pytest.mark.e2e) for number in (0, 4, 5, 6, 7))])
+def test_processes_that_share_both_models_train_by_a_divergence_as_plain_loops(
+    number: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    draw, w = random.Random(5000 + number), 2 + number % 2
+    run = drawn_run(tmp_path, models, number, draw, diverges=True, num_processes=w, sharding="full")
+    with passes(number, draw):
+        in_processes(w, tmp_path / "group", lambda _: loop.train(run, run / "training"))
     assert_plain(run)
 
 

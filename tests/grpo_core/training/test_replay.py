@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ from grpo_core.training.loop import train
 from tests.conftest import config_values, make_model, make_run, with_keys, write_sums
 from tests.grpo_core.training import killing
 from tests.grpo_core.training.plain_training import assert_plain
-from tests.grpo_core.training.several import in_two_processes
+from tests.grpo_core.training.several import exit_statuses, in_two_processes
 from tests.grpo_core.training.training import assert_same, figures_of, metrics_of, result_of, trained_run
 from tests.teacher_server import teacher_server
 
@@ -144,6 +145,54 @@ def test_processes_share_the_work_on_a_recording_as_they_did_when_it_was_made(
     for each in (recorded, run):
         in_two_processes(tmp_path / f"group-{each.name}", lambda _, each=each: train(each, each / "training"))
     assert_replayed(run, recorded)
+
+
+def _killed_in_update(run: Path, number: int) -> Callable[[int], None]:
+    """A training of which the second process is killed in that update."""
+
+    def work(rank: int) -> None:
+        update, calls = trainer.update, itertools.count(1)
+
+        def deadly(*arguments: Any) -> dict[str, float]:
+            if rank == 1 and next(calls) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return update(*arguments)
+
+        trainer.update = deadly  # in this process alone
+        train(run, run / "training")
+
+    return work
+
+
+@pytest.mark.served
+def test_one_of_two_processes_is_killed_and_the_recording_has_a_served_teachers_answers_all_the_same(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    """As they are recorded, and as the recording is trained on, for which the server is not asked."""
+    keys = {"num_processes": 2, "per_device_train_batch_size": 4, "max_steps": 4, "save_steps": 1}
+    with teacher_server(make_model(tmp_path / "teacher", hidden_size=32, initializer_range=0.1)) as server:
+        values["teacher"] = {"url": server.url, "weight": 0.5}
+        values = with_keys(values, **keys)
+        in_both = {"recorded": values, "replayed": on_recording(tmp_path / "recorded-whole", values)}
+        for name, of_run in in_both.items():
+            start = len(server.said)
+            whole, run = (make_run(tmp_path / f"{name}-{kind}", of_run) for kind in ("whole", "killed"))
+            in_two_processes(tmp_path / f"{name}-1", lambda _, run=whole: train(run, run / "training"))
+            statuses = exit_statuses(2, tmp_path / f"{name}-2", _killed_in_update(run, 3))
+            assert statuses[1] == -signal.SIGKILL
+            assert statuses[0] > 0
+            in_two_processes(tmp_path / f"{name}-3", lambda _, run=run: train(run, run / "training"))
+            assert result_of(run)["resumed_at_step"] in (1, 2)
+            assert_same(run, whole)
+            if name == "recorded":
+                for index in range(4):
+                    assert completions_of(run, index) == completions_of(whole, index)
+                    taught = [row[f"teacher_logprobs/{server.url}"] for row in completions_of(run, index)]
+                    assert all(taught) and all(max(row) < 0 for row in taught)
+            asked = [body["prompt"] for path, body in server.said[start:] if path == "/v1/completions"]
+            sampled = any(len({*prompt}) > 1 for prompt in asked)  # else that of the check before a training
+            assert sampled == (name == "recorded")
+        assert_replayed(run, tmp_path / "recorded-whole")
 
 
 @pytest.mark.slow

@@ -75,6 +75,7 @@ WARM = {"per_device_train_batch_size": 4, "save_steps": 1}
 ITSELF = {"template": "{answer}={prompt}{better}+", "update_rate": 0.3}
 BY_SOURCE: dict[str, Any] = {}
 DIVERGENCE = {"divergence_beta": 0.5, "divergence_top_k": 5}
+DIVERGENCE_BY_SOURCE = {"divergence_beta": 0.3}
 ADAPTER = {
     "use_peft": True,
     "lora_r": 4,
@@ -125,7 +126,8 @@ def test_an_engine_that_fails_ends_the_training_with_a_checkpoint_from_which_it_
     ("keys", "kills", "teacher"),
     [
         pytest.param(TAUGHT, 3, BY_SOURCE, id="taught by source, all at once", marks=pytest.mark.e2e),
-        pytest.param(TAUGHT, 3, DIVERGENCE, id="taught by a divergence, all at once"),
+        pytest.param(TAUGHT, 3, DIVERGENCE, id="taught by a divergence, all at once", marks=pytest.mark.e2e),
+        pytest.param(TAUGHT, 3, DIVERGENCE_BY_SOURCE, id="taught by a divergence by source, all at once"),
         pytest.param(TAUGHT, 3, ITSELF, id="taught by its average, all at once"),
         pytest.param(WARM, 3, {}, id="warm start"),
         pytest.param(ALL_AT_ONCE, 12, {}, id="all at once, often", marks=pytest.mark.e2e),
@@ -135,7 +137,8 @@ def test_an_engine_that_fails_ends_the_training_with_a_checkpoint_from_which_it_
 def test_a_training_killed_at_any_micro_step_ends_with_the_same_weights(
     values: dict[str, Any], tmp_path: Path, keys: dict[str, Any], kills: int, teacher: dict[str, Any]
 ) -> None:
-    if teacher is BY_SOURCE:
+    by_source = teacher is BY_SOURCE or teacher is DIVERGENCE_BY_SOURCE
+    if by_source:
         values = two_sources(Path(values["model"]["name_or_path"]), tmp_path)
         add_teachers(values, {"other": make_model(tmp_path / "other", hidden_size=48)}, tmp_path)
         final = {"name": "final", "data": str(write_sums(tmp_path / "final.parquet", 80, 86)), "source": "sums"}
@@ -148,7 +151,7 @@ def test_a_training_killed_at_any_micro_step_ends_with_the_same_weights(
         values["warm_start"] = {"demonstrations": "shown.parquet", "batch_size": 6, "max_steps": 6}
 
     def made(name: str) -> Path:
-        if teacher is BY_SOURCE:
+        if by_source:
             return sources_run(tmp_path / name, values)
         run = make_run(tmp_path / name, values, killing.NUMBER_OF_PROMPTS)
         if keys is WARM:  # in the place where `assert_same` looks

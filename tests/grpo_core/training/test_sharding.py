@@ -146,13 +146,18 @@ def test_memory_that_runs_out_in_one_process_is_spared_by_all_from_the_next_star
 
 
 @pytest.mark.e2e
-def test_a_sharded_evaluation_finds_what_one_process_finds(tmp_path: Path, reward: None) -> None:
+@pytest.mark.parametrize("adapts", [False, True], ids=["experts", "adapter"])
+def test_a_sharded_evaluation_finds_what_one_process_finds(tmp_path: Path, reward: None, adapts: bool) -> None:
     import polars as pl
 
     from grpo_core.evaluation.run import evaluate  # needs polars, which a training does not
 
-    model = make_model(tmp_path / "model", "Qwen3Moe", **EXPERTS)
+    model = make_model(tmp_path / "model", *([] if adapts else ["Qwen3Moe"]), **({} if adapts else EXPERTS))
     values = config_values(model, tmp_path, engine="transformers", max_steps=2)
+    if adapts:  # the base is what the training began with
+        values = with_keys(values, **LORA, lora_target_modules=["q_proj", "down_proj"])
+        first = trained_run(tmp_path / "first", values)
+        values = with_keys(values, adapter=str(first / "training" / "adapter"))
     values["evaluation"] = {"num_samples": 3, "temperature": 0.7}
     run = trained_run(tmp_path / "run", values)
     expected = evaluate(run, run)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from grpo_core.rollout.collect import Sample, sample_and_score
 from grpo_core.training.checkpoint import fingerprint
 from grpo_core.training.loop import train
 from tests.conftest import config_values, make_model, make_run, make_tokenizer, with_keys
-from tests.grpo_core.training.plain_training import _weights, load, load_policy
+from tests.grpo_core.training.plain_training import _weights, assert_plain, load, load_policy
 from tests.grpo_core.training.several import in_processes
 from tests.grpo_core.training.test_plain import CALM, LORA, passes
 from tests.grpo_core.training.training import demonstrate, figures_of, plan_demonstrations, weights_of
@@ -178,12 +178,17 @@ def test_a_warm_start_from_the_probe_trains_on_each_right_completion_once_as_it_
 
 @pytest.mark.served
 @pytest.mark.parametrize("sharding", ["none", "full"])
-def test_processes_train_a_warm_start_as_the_plain_loop(tmp_path: Path, sharding: str) -> None:
-    run, rows = _drawn(tmp_path, random.Random(7), "plain", num_processes=2, sharding=sharding)
+@pytest.mark.parametrize("kind", ["plain", "adapter"])
+def test_processes_train_a_warm_start_and_what_follows_as_plain_loops(tmp_path: Path, kind: str, sharding: str) -> None:
+    run, rows = _drawn(tmp_path, random.Random(7), kind, num_processes=2, sharding=sharding)
 
-    def start(rank: int) -> None:
-        os.environ["LOCAL_WORLD_SIZE"] = "2"
-        train(run, run / "warm-start", warm_start=True)
-
-    in_processes(2, tmp_path / "group", start)
+    in_processes(2, tmp_path / "first", lambda _: train(run, run / "warm-start", warm_start=True))
+    in_processes(2, tmp_path / "second", lambda _: train(run, run / "training"))
     _assert_plain(run, rows)
+    values = load_config(run / "config.toml").model_dump(mode="json", exclude_defaults=True)
+    del values["warm_start"]
+    started = {"adapter": str(run / "warm-start" / "adapter")}
+    values["model"] |= started if kind == "adapter" else {"name_or_path": str(run / "warm-start" / "model")}
+    other = make_run(tmp_path / "other", values)
+    shutil.copytree(run / "training", other / "training")
+    assert_plain(other)
