@@ -37,7 +37,7 @@ def test_what_was_asked_of_a_server_is_asked_again_where_it_is_started_again(
             [old] = vllm_serve.read_addresses()
             server = make_server(old)
             monkeypatch.setattr(server, "restore", mock.AsyncMock())
-            asked = asyncio.create_task(Router([server], 60.0, 0, reports=True).complete({"token_ids": [3]}, 1))
+            asked = asyncio.create_task(Router([server], 60.0, 0, reports=True, sender=mock.Mock()).complete({"token_ids": [3]}, 1))
             await asyncio.to_thread(silent.accept)
             following = asyncio.create_task(vllm_server._follow_addresses([server]))
             addresses.write_text(url)
