@@ -204,7 +204,7 @@ def broadcast_to_a_server_that_dies() -> list[Any]:
     from vllm.distributed.weight_transfer import packed_tensor
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
-    from grpo_core.rollout.vllm.send_weights import Source, Transfer
+    from grpo_core.rollout.vllm.send_weights import Group, Transfer
 
     idle, queued, aborted = threading.Event(), threading.Event(), threading.Event()
     communicating = threading.Lock()
@@ -223,10 +223,14 @@ def broadcast_to_a_server_that_dies() -> list[Any]:
             idle.set()
 
     class Dying(Transfer):
-        def _post(self, path: str, json: Any = None) -> None:
+        def ask(self, path: str, body: Any) -> Future[bytes]:
+            return threads.submit(self.answer, path)
+
+        def answer(self, path: str) -> bytes:
             if f"/{path}" == AWAY:
                 assert queued.wait(60)
                 raise ConnectionError("it died")
+            return b""
 
     stream = SimpleNamespace(synchronize=lambda: idle.wait(60), cuda_stream=0)
     nccl = mock.Mock()
@@ -234,9 +238,11 @@ def broadcast_to_a_server_that_dies() -> list[Any]:
     communicator: Any = pynccl.PyNcclCommunicator.__new__(pynccl.PyNcclCommunicator)
     communicator.available, communicator.disabled, communicator.rank = True, False, 0
     communicator.device, communicator.nccl, communicator.comm = torch.device("cpu"), nccl, object()
-    transfer, found = Dying(SimpleNamespace(url="http://127.0.0.1:1")), list[Any]()  # type: ignore[arg-type]
-    engine = NCCLTrainerWeightTransferEngine(client=transfer, source=Source(), packed_buffer_size_bytes=8)
-    engine.model_update_group, transfer.engine = communicator, engine
+    communicator.group = mock.Mock()
+    server: Any = SimpleNamespace(url="http://127.0.0.1:1")
+    group, threads, found = Group([Dying(server)]), ThreadPoolExecutor(), list[Any]()
+    engine = NCCLTrainerWeightTransferEngine(client=group, source=group.source, packed_buffer_size_bytes=8)
+    engine.model_update_group, group.engine = communicator, engine
     engine.source.snapshot = {str(number): torch.ones(2) for number in range(9)}
     with (
         mock.patch.object(packed_tensor, "_get_streams", lambda *_: (stream, stream)),
