@@ -145,9 +145,9 @@ class VLLMServerEngine:
         elif is_sharded(model):
             if (count := shard_count(model)) > (here := int(os.environ.get("LOCAL_WORLD_SIZE", count))):
                 raise EngineError(
-                    f"train.sharding='full' over {count} processes, {here} of them on this machine: weights "
-                    "are sent to servers from the memory of one machine; set train.sharding to 'hybrid', or "
-                    "rollout.engine to 'vllm'"
+                    f"train.sharding='full' over {count} processes, {here} of them on this machine: whole weights "
+                    "are put together for servers from the memory of one machine, and each has a part of them; set "
+                    "train.sharding to 'hybrid', or rollout.engine to 'vllm'"
                 )
             snapshot = of_shards = take_snapshot(model, self.dtype, mine=self.sends)
             checksums = of_shards.checksums if of_shards else {}

@@ -1,5 +1,5 @@
-"""vLLM servers and NCCL in one process, without HTTP: a broadcast lasts until all ranks have taken part, a worker in one
-answers nothing else, and only what it was told to watch takes it out of a broadcast that the sender has left."""
+"""vLLM servers and NCCL in one process, without HTTP: a broadcast lasts until all ranks have taken part, a worker in
+one answers nothing else, and only what it was told to watch takes it out of a broadcast that the sender has left."""
 
 from __future__ import annotations
 

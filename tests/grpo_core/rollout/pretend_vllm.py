@@ -199,7 +199,7 @@ def connected(
     sender: Any = None,
     **keys: Any,
 ) -> Iterator[VLLMServerEngine]:
-    """An engine over these servers, to which weights go by a call, or by a `sender`; it looks after them every few milliseconds."""
+    """An engine over these servers, to which weights go by a call or a `sender`; it looks after them often."""
     monkeypatch.setattr(vllm_client, "LEASE_SECONDS", 0.2)
     monkeypatch.setattr(vllm_router, "POLL_SECONDS", 0.01)
     by_url = {server.url: server for server in servers}

@@ -221,7 +221,8 @@ def test_a_server_that_is_started_again_and_does_not_know_the_adapter_yet_is_wai
 
     async def ask() -> Any:
         with mock.patch.object(server.http, "request", request), mock.patch.object(server, "restore", restore):
-            return await Router([server], 60.0, 0, reports=False, sender=None).complete({"token_ids": [1], "model": "policy"}, 1)
+            router = Router([server], 60.0, 0, reports=False, sender=mock.Mock())
+            return await router.complete({"token_ids": [1], "model": "policy"}, 1)
 
     restore = mock.AsyncMock()
     assert asyncio.run(ask()) == binary.decode(whole)

@@ -1,5 +1,5 @@
-"""A server that fails while weights go to it and another by NCCL, pretended after vLLM's engine: a broadcast lasts until
-all servers have taken part, or the communicator is aborted."""
+"""A server that fails while weights go to it and another by NCCL, pretended after vLLM's engine: a broadcast lasts
+until all servers have taken part, or the communicator is aborted."""
 
 from __future__ import annotations
 

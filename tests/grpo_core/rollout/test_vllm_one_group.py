@@ -248,7 +248,7 @@ def test_the_base_under_an_adapter_is_made_once_for_all_servers_that_lack_it(mon
                 made.append(world.next_weights())
                 return made[-1]
 
-            monkeypatch.setattr(world.transfer, "_send_adapter", lambda server, weights, way: given.update([server.url]))
+            monkeypatch.setattr(world.transfer, "_send_adapter", lambda server, *_: given.update([server.url]))
             monkeypatch.setattr(world.transfer.Transfer, "lost_weights", lambda self, sent: [])
             world.want(adapter={"r": 4}, base=base)
             for server in world.simulated[:3]:

@@ -108,9 +108,7 @@ def make_worker(copies: int, copy: int, each: int, rank: int) -> Any:
     from grpo_core.rollout.vllm.worker import TrainerLease
 
     model = Model()
-    parallel = SimpleNamespace(
-        data_parallel_index=copy, world_size=each, rank=rank, world_size_across_dp=copies * each
-    )
+    parallel = SimpleNamespace(data_parallel_index=copy, world_size=each, rank=rank, world_size_across_dp=copies * each)
     config: Any = SimpleNamespace(parallel_config=parallel, model_config=None)
     engine = NCCLWeightTransferEngine(None, config, torch.device("cpu"), model)  # type: ignore[arg-type]
     engine.start_weight_update = engine.finish_weight_update = lambda: None  # type: ignore[method-assign]
