@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from grpo_core.rollout.vllm import client as vllm_client
 from grpo_core.rollout.vllm import server_engine
@@ -23,8 +25,10 @@ from grpo_core.rollout.vllm.server_engine import VLLMServerEngine
 from tests import forked
 from tests.grpo_core.rollout.asking import ask, model, requests, wait_until_back
 from tests.grpo_core.rollout.pretend_vllm import Pretended, connected, pretended
+from tests.grpo_core.rollout.test_lost_weights import make_worker
 from tests.grpo_core.rollout.test_vllm_client import make_transfer
 from tests.pretend_gpu import pretend_gpu
+from tests.serving import free_ports
 
 pytestmark = pytest.mark.served
 
@@ -177,6 +181,32 @@ def test_a_server_that_was_started_again_leaves_no_communicator(
         wait_until_back(engine)
         assert made[0].aborted.wait(60)
         assert sum(not each.aborted.is_set() for each in made) == 1
+
+
+@pytest.mark.parametrize("trainer", ["says so", "is gone"])
+def test_a_worker_aborts_its_communicator_when_the_trainer_has(trainer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, it asks for news more than once."""
+    worker, (port,) = make_worker(0), free_ports(1)
+    monkeypatch.setitem(worker.watch_sender.__globals__, "WATCH", timedelta(milliseconds=20))
+    options: dict[str, Any] = {"wait_for_workers": False, "use_libuv": False}  # as vLLM's
+    of_trainer = TCPStore("127.0.0.1", port, is_master=True, **options)
+    store, asked, aborted = TCPStore("127.0.0.1", port, **options), threading.Semaphore(0), threading.Event()
+
+    def wait(keys: list[str], limit: timedelta) -> None:
+        asked.release()
+        store.wait(keys, limit)
+
+    worker.weight_transfer_engine = mock.Mock()
+    communicator = worker.weight_transfer_engine.model_update_group
+    communicator.disabled, communicator.destroy, communicator.group.store.wait = False, aborted.set, wait
+    worker.watch_sender("ended")
+    for _ in range(3):
+        assert asked.acquire(timeout=60)
+    assert not aborted.is_set()
+    if trainer == "says so":
+        of_trainer.set("ended", "")
+    del of_trainer
+    assert aborted.wait(60)
 
 
 def test_the_copies_alone_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
