@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -114,8 +114,8 @@ def _on_the_way_to_servers(transport: Transport) -> Iterator[None]:
 
     send_adapter = send_weights._send_adapter
 
-    def send_arriving(server: Any, version: int, config: Any, tensors: Weights, connection: Any) -> None:
-        send_adapter(server, version, config, transport.arriving(tensors), connection)
+    def send_arriving(server: Any, weights: Any, connection: Any) -> Any:
+        return send_adapter(server, replace(weights, snapshot=transport.arriving(weights.snapshot)), connection)
 
     def arriving(source: Any) -> Iterator[tuple[str, Tensor]]:
         yield from transport.arriving(source.snapshot).items()

@@ -37,8 +37,8 @@ LONGEST = 240.0  # seconds that a server may take to start
 STALE = """
 import sys
 from grpo_core.rollout.vllm import send_weights
-own = send_weights.send
-send_weights.send = lambda server, weights: own(server, weights) if weights.version <= 2 else None
+own = send_weights.Sender.send
+send_weights.Sender.send = lambda self, server, weights: own(self, server, weights) if weights.version <= 2 else None
 sys.argv = ["grpo_core.train", sys.argv[1]]
 from grpo_core.train import main
 main()

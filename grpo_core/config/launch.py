@@ -137,11 +137,11 @@ def _check_servers(config: RunConfig) -> None:
         )
     if rollout.engine != "vllm-server":
         return
-    if train.sharding == "full" and train.num_machines > 1:
+    if train.sharding == "full" and train.num_machines > 1 and not config.model.use_peft:
         raise ValueError(
             "rollout.engine='vllm-server' with train.sharding='full' and "
-            f"train.num_machines={train.num_machines}: weights are sent to servers from the memory of one machine; "
-            "set train.sharding to 'hybrid', or rollout.engine to 'vllm'"
+            f"train.num_machines={train.num_machines}: whole weights are put together for servers from the memory of "
+            "one machine, and each has a part of them; set train.sharding to 'hybrid', or rollout.engine to 'vllm'"
         )
     if starts and launch.launcher == "ssh" and not hosts:
         raise ValueError(

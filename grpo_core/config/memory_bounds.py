@@ -7,6 +7,7 @@ GPU_CHUNK_LOGITS = 2**28  # 1 GiB
 HEAD_BYTES_PER_LOGIT = 4  # of a chunk on a GPU: float32, and their gradient, in any dtype, is written over them
 DIVERGENCE_BYTES_PER_LOGIT = 64  # of a chunk on any device: what autograd keeps of both models' distributions
 GPU_CHUNK_TOKENS = 4096
+PACKED_BYTES = 2**29  # of a buffer that weights go to servers from by NCCL, besides the tensor that fills it
 GPU_TILE = 128  # rows that a matrix product on a GPU computes together
 
 

@@ -21,12 +21,21 @@ from grpo_core.planning.memory import (
     check_teacher_memory,
     moments,
     peak_memory,
+    sends_adapter,
+    sends_by_nccl,
 )
 from grpo_core.planning.pace import NOT_VALIDATED, Pace, Throughput, ValidatedCosts
 from grpo_core.planning.passes import FLOAT, passes_per_update, per_machine, sharing_processes, width
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.remedies import NOTHING_FITS, remedies
-from grpo_core.planning.shapes import ForecastError, PromptLengths, adapter_parameters, load_shape, load_teachers
+from grpo_core.planning.shapes import (
+    ForecastError,
+    ModelShape,
+    PromptLengths,
+    adapter_parameters,
+    load_shape,
+    load_teachers,
+)
 from grpo_core.planning.wall_time import WarmStart, scorings, wall_time
 from grpo_core.system.memory import GIB, gib_text
 
@@ -60,7 +69,7 @@ def forecast(
     on; None for a CPU. `sampling`: an earlier training's, from which to say how far to sample ahead, or the reason why
     it is not known; None if the run cannot sample ahead. `warm`: as `wall_time` takes it. Raises ConfigError if there
     are certainly too few GPUs for the servers, or too little memory: in vLLM's share of the GPU, or in the host for
-    what is offloaded.
+    what is offloaded; or if weights cannot be put together for servers.
     """
     found: dict[str, dict[str, Any]] = {}
     shape, teachers = None, {}
@@ -68,11 +77,12 @@ def forecast(
         found["gpus"] = count_gpus(config, gpu)
     try:
         shape, teachers = load_shape(config.model.name_or_path, config.model.revision), load_teachers(config)
+        _check_hand_over(config, shape)
         if gpu:
             run, longest = PlannedRun(config, plan, shape, lengths, gpu, teachers), config.rollout.max_completion_length
             completion = longest if source is None or isinstance(source, str) else source.completion_tokens
             found["memory"] = _memory(run, min(completion, longest))
-            if plan.num_processes > 1 or config.train.offload == "optimizer":
+            if plan.num_processes > 1 or config.train.offload == "optimizer" or sends_by_nccl(config):
                 passes = passes_per_update(config, plan, lengths, lengths.longest, longest)
                 found["communication"] = communication(run, passes)
     except ForecastError as error:
@@ -105,6 +115,18 @@ def forecast(
     if useful:
         found["useful_groups"] = useful
     return found
+
+
+def _check_hand_over(config: RunConfig, shape: ModelShape) -> None:
+    """Raises ConfigError if servers get an adapter merged into a base that several machines share."""
+    train, rank, where = config.train, config.model.lora_r, ", of experts" * shape.has_experts
+    shared = train.sharding == "full" and train.num_machines > 1
+    if shared and config.rollout.engine == "vllm-server" and not sends_adapter(config, shape):
+        raise ConfigError(
+            f"rollout.engine='vllm-server', train.sharding='full' and train.num_machines={train.num_machines}: this "
+            f"adapter (model.lora_r={rank}{where}) goes to servers merged into weights, put together from the memory "
+            "of one machine, and each has a part of them; set train.sharding to 'hybrid', or rollout.engine to 'vllm'"
+        )
 
 
 def count_gpus(config: RunConfig, gpu: Gpu) -> dict[str, Any]:
@@ -223,9 +245,9 @@ def communication(run: PlannedRun, passes: int) -> dict[str, Any]:
 
     Parts: `gathered`, the weights that a process receives; `reduced`, the gradients that it sends, in float32;
     `between_machines`, what a machine receives from the others; `offloaded`, the moments that come from the host's
-    memory and go back. A pass gathers the layers twice (forward, backward) and the rest once, and reduces all
-    gradients; without sharding, and of an adapter, they are reduced once per update. The pass without an adapter's
-    dropout gathers every weight once more. Scoring
+    memory and go back; `to_servers`, what leaves the process that sends weights to vLLM servers. A pass gathers the
+    layers twice (forward, backward) and the rest once, and reduces all gradients; without sharding, and of an adapter,
+    they are reduced once per update. The pass without an adapter's dropout gathers every weight once more. Scoring
     (old, reference and each teacher's log-probabilities) and the hand-over to the engine gather every weight once; with
     a divergence, each pass gathers the teachers'.
     """
@@ -255,11 +277,14 @@ def communication(run: PlannedRun, passes: int) -> dict[str, Any]:
     crossing = _others_fraction(machines) * (crossing + weights * (sharding == "full"))
     gathered = _others_fraction(sharing) * weights
     offloaded = 2 * moments(run) * (config.train.offload == "optimizer")
+    to_servers, sending = (rollouts * each for each in _hand_over(run))
     found = {"gathered": gathered, "reduced": reduced, "between_machines": crossing, "offloaded": offloaded}
+    found["to_servers"] = to_servers
     assumed = [f"{WITHIN_MACHINE / 1e9:g} GB/s per GPU within a machine"] * (processes > 1)
     assumed += [f"{BETWEEN_MACHINES / 1e9:g} GB/s per machine to the others"] * (machines > 1)
     assumed += [f"{TO_HOST / 1e9:g} GB/s between a GPU and its host's memory"] * bool(offloaded)
-    seconds = (gathered + reduced) / WITHIN_MACHINE + crossing / BETWEEN_MACHINES + offloaded / TO_HOST
+    assumed += [f"weights to servers at {_to_servers(config) / 1e9:g} GB/s, one copy for all"] * bool(to_servers)
+    seconds = (gathered + reduced) / WITHIN_MACHINE + crossing / BETWEEN_MACHINES + offloaded / TO_HOST + sending
     return {
         "seconds_per_update": seconds,
         "parts_gib": {name: size / GIB for name, size in found.items()},
@@ -272,6 +297,26 @@ def communication(run: PlannedRun, passes: int) -> dict[str, Any]:
             + ", but not of the way to the host and back" * (processes > 1 and offloaded > 0)
         ),
     }
+
+
+def _hand_over(run: PlannedRun) -> tuple[float, float]:
+    """Bytes of one hand-over that leave the process that sends to vLLM servers on GPUs, and the seconds that they take:
+    one copy of the weights by NCCL whatever the number of servers, which comes from the host's memory if the model is
+    sharded, or the adapter to each server."""
+    config, rollout = run.config, run.config.rollout
+    if not sends_by_nccl(config):
+        return 0.0, 0.0
+    alone, from_host = sends_adapter(config, run.shape), config.train.sharding != "none"
+    servers = len(rollout.vllm_server_base_urls) or rollout.vllm_num_servers
+    sent = servers * adapter_parameters(run.shape, config) if alone else run.shape.parameters
+    size = float(width(config) * sent)
+    return size, size / _to_servers(config) + size * (from_host and not alone) / TO_HOST
+
+
+def _to_servers(config: RunConfig) -> float:
+    """Bytes per second to servers."""
+    elsewhere = config.servers_elsewhere or config.rollout.vllm_server_base_urls
+    return BETWEEN_MACHINES if elsewhere else WITHIN_MACHINE
 
 
 def _others_fraction(processes: int) -> float:

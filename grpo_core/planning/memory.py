@@ -11,6 +11,7 @@ from grpo_core.config.memory_bounds import (
     DIVERGENCE_BYTES_PER_LOGIT,
     HEAD_BYTES_PER_LOGIT,
     MAX_ROWS,
+    PACKED_BYTES,
     chunk_tokens,
 )
 from grpo_core.config.run import RunConfig
@@ -92,6 +93,7 @@ def peak_memory(run: PlannedRun, size: Pass | None = None) -> dict[str, Any]:
             f"({lengths.how}), completions of {config.rollout.max_completion_length}; "
             f"{describe_sharing(config, gpu)}{sampled}; of gradients and what a pass needs together, KV cache"
             + " and the base that the adapter is merged into" * bool(others["merged_base"])
+            + " and the buffers that weights go to servers from" * bool(others["sending_buffers"])
             + ", only the largest counts"
             + "; recurrences as transformers computes them in Python, of which kernels keep less" * shape.has_recurrence
         ),
@@ -126,8 +128,7 @@ def beside_training(run: PlannedRun) -> tuple[dict[str, float], dict[str, float]
     # vllm-server: a copy of the weights that are sent to it, kept while the policy moves; with sharding, and for an
     # adapter sent alone, it is in the host's memory. A restarted server also gets the weights that a 4-bit base stands
     # for. transformers: samples with the trained weights or, with sharding, with a whole copy.
-    alone = lora and not shape.has_experts and not config.model.lora_modules_to_save
-    alone = alone and config.model.lora_r <= VLLM_LORA_RANKS[-1]
+    alone = sends_adapter(config, shape)
     engine_weights = {
         "vllm": _vllm_weights(config, shape),
         "vllm-server": w * weights * (not sharded and (not alone or config.model.load_in_4bit)),
@@ -163,7 +164,28 @@ def beside_training(run: PlannedRun) -> tuple[dict[str, float], dict[str, float]
     # At the end a second copy of the adapter is merged into a float32 base that is shared as the one that it was
     # trained on; each weight is whole in turn.
     merged = FLOAT * (weights / sharing + shape.largest_parameter + trained)
-    return held, {"kv_cache": cache, "merged_base": merged * (lora and sharded)}, sampled
+    # NCCL packs weights into one buffer while it sends another. A sharded model's come from the host's memory.
+    largest = max(shape.vocabulary * shape.hidden, *(it.inputs * it.outputs for it, _ in shape.linear))
+    buffer = min(PACKED_BYTES + w * largest, w * weights)
+    whole = sends_by_nccl(config) and (not alone or config.model.load_in_4bit)
+    others = {
+        "kv_cache": cache,
+        "merged_base": merged * (lora and sharded),
+        "sending_buffers": (2 + sharded) * buffer * whole,
+    }
+    return held, others, sampled
+
+
+def sends_adapter(config: RunConfig, shape: ModelShape) -> bool:
+    """True if vLLM gets an adapter beside its own base; of what is not text alone, that is not known here."""
+    model = config.model
+    alone = model.use_peft and not model.lora_modules_to_save and model.lora_r <= VLLM_LORA_RANKS[-1]
+    return alone and not shape.has_experts
+
+
+def sends_by_nccl(config: RunConfig) -> bool:
+    """True if weights go to servers by NCCL, on GPUs."""
+    return config.rollout.engine == "vllm-server" and config.rollout.vllm_weight_transfer in ("auto", "nccl")
 
 
 def training_parts(run: PlannedRun, size: Pass) -> dict[str, float]:

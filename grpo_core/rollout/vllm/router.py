@@ -46,10 +46,11 @@ class _Waiting:
 
 class Router:
     """Several servers used as one. `seconds`: longest time without an available one; `first`: the server that gets the
-    first request; `reports`: whether to print lines about servers that leave and come back."""
+    first request; `reports`: whether to print lines about servers that leave and come back; `sender`: a
+    `send_weights.Sender`, which is told what servers get weights together."""
 
-    def __init__(self, servers: Sequence[Server], seconds: float, first: int, *, reports: bool):
-        self.servers, self.seconds, self.reports = servers, seconds, reports
+    def __init__(self, servers: Sequence[Server], seconds: float, first: int, *, reports: bool, sender: Any):
+        self.servers, self.seconds, self.reports, self.sender = servers, seconds, reports, sender
         first %= len(servers)
         self.order = [*servers[first:], *servers[:first]]  # among servers with equal load
         self.homes: dict[int, Server] = {}  # by prefix, since the last weights, which empty the caches
@@ -116,7 +117,9 @@ class Router:
     async def hand_over(self) -> None:
         """Bring the wanted weights to the servers that are up, until one has them."""
         self._forget_homes()
-        await asyncio.gather(*map(self._restore, self.up))
+        up = self.up
+        self.sender.expect(up)
+        await asyncio.gather(*map(self._restore, up))
         await self.wait_for_server()
 
     async def adopt(self, states: States) -> None:
@@ -275,6 +278,8 @@ class Router:
         else:
             self._take_back(server)
             self._assign()
+        finally:
+            self.sender.leave(server)
 
     def _take_back(self, server: Server) -> None:
         if server.problem:

@@ -68,7 +68,7 @@ class VLLMServerEngine:
     def __init__(self, config: RunConfig, model: nn.Module, max_length: int):
         if wrong := wrong_vllm():
             raise EngineError(wrong)
-        from grpo_core.rollout.vllm.send_weights import send
+        from grpo_core.rollout.vllm.send_weights import Sender
         from grpo_core.rollout.vllm.shared_memory import pid_namespace_id
 
         urls = config.rollout.vllm_server_base_urls or read_addresses()
@@ -95,15 +95,17 @@ class VLLMServerEngine:
                     print(f"the vLLM server at {url} {_rounds(started)}", flush=True)
             return _objection(started, config, max_length, on_cpu, pid_namespace_id(), self.adapter_rank)
 
-        sharing = process.num_processes
+        sender = Sender()
+        as_trainer = config.rollout, self.token, holder
         self.servers = [
-            Server(url, config.rollout, self.token, holder, partial(objection, url), send, sharing, leases=self.sends)
+            Server(url, *as_trainer, partial(objection, url), sender.send, process.num_processes, leases=self.sends)
             for url in urls
         ]
         # The other processes wait for a server that is back while the main process sends it the weights.
         sending = 0.0 if self.sends else config.rollout.vllm_request_timeout
         seconds = config.rollout.vllm_server_timeout + sending
-        self.router = Router(self.servers, seconds, process.process_index, reports=self.sends)
+        first = process.process_index
+        self.router = Router(self.servers, seconds, first, reports=self.sends, sender=sender)
         # What the training waits for goes before what is sampled ahead of it.
         self.urgent = {"priority": -1} if config.rollout.max_staleness else {}
         self.version = 0  # of the weights, counted by hand-overs
@@ -143,9 +145,9 @@ class VLLMServerEngine:
         elif is_sharded(model):
             if (count := shard_count(model)) > (here := int(os.environ.get("LOCAL_WORLD_SIZE", count))):
                 raise EngineError(
-                    f"train.sharding='full' over {count} processes, {here} of them on this machine: weights "
-                    "are sent to servers from the memory of one machine; set train.sharding to 'hybrid', or "
-                    "rollout.engine to 'vllm'"
+                    f"train.sharding='full' over {count} processes, {here} of them on this machine: whole weights "
+                    "are put together for servers from the memory of one machine, and each has a part of them; set "
+                    "train.sharding to 'hybrid', or rollout.engine to 'vllm'"
                 )
             snapshot = of_shards = take_snapshot(model, self.dtype, mine=self.sends)
             checksums = of_shards.checksums if of_shards else {}

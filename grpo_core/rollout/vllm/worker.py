@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import base64
 import io
+import threading
 import time
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed import DistNetworkError, DistStoreError  # noqa: TID251  # errors, no collective
 
 from grpo_core.rollout.checksums import LOST, SHOWN, bit_sums, note_loading
 from grpo_core.rollout.vllm import over_http  # noqa: F401  # registers this transfer, and that by shared memory
@@ -19,6 +23,8 @@ from grpo_core.rollout.vllm.adapter import hold_adapter
 from grpo_core.rollout.vllm.shared_memory import pid_namespace_id
 from grpo_core.rollout.vllm.shared_weights import repack_experts
 from grpo_core.rollout.vllm.speculation import repair_expansion, speculation_of
+
+WATCH = timedelta(hours=1)  # of one request for news of the trainer
 
 repack_experts()
 repair_expansion()
@@ -59,13 +65,20 @@ class TrainerLease:
             },
         }
 
-    def end_weight_update(self: Any) -> None:
+    def end_weight_update(self: Any) -> int:
         """End an update that was left half-done, by this trainer or another, since all of the weights come again, and
-        the connection by which it came, whose communicator NCCL would keep."""
+        the connection by which it came, whose communicator NCCL would keep. Return the server's number of workers."""
         if self._weight_update_active:
             self.finish_weight_update()
         self._received.take({})
         self.shutdown_weight_transfer_engine()
+        return self.vllm_config.parallel_config.world_size_across_dp
+
+    def watch_sender(self: Any, ended: str) -> None:
+        """From now on, abort this worker's communicator when the trainer has set the key `ended`, or is gone: a
+        broadcast that the trainer has left would never end, and the worker answers nothing meanwhile."""
+        communicator = self.weight_transfer_engine.model_update_group
+        threading.Thread(target=abort_with_sender, args=(communicator, ended), daemon=True).start()
 
     def lost_weights(self: Any, sent: dict[str, int]) -> list[str]:
         """Return a phrase for each weight that has not been received as it was sent. Raises RuntimeError instead in
@@ -89,3 +102,12 @@ class TrainerLease:
         """Give the lease back, if it is `token`'s."""
         if getattr(self, "_lease", ("",))[0] == token:
             del self._lease
+
+
+def abort_with_sender(communicator: Any, ended: str) -> None:
+    with suppress(DistNetworkError):  # the trainer's process, which has the store, is gone
+        while not communicator.disabled:
+            with suppress(DistStoreError):  # nothing for so long
+                communicator.group.store.wait([ended], WATCH)
+                break
+    communicator.destroy()

@@ -98,6 +98,8 @@ class Pretended:
             }
         if path == "/collective_rpc" and body["method"] == "lost_weights":
             return {"results": [[]]}
+        if path == "/collective_rpc" and body["method"] == "end_weight_update":
+            return {"results": [1]}
         if path == "/get_world_size":
             return {"world_size": 1}
         if path == "/weight_info":
@@ -194,10 +196,10 @@ def connected(
     monkeypatch: pytest.MonkeyPatch,
     servers: Sequence[Pretended],
     model: Any,
-    send: Any = None,
+    sender: Any = None,
     **keys: Any,
 ) -> Iterator[VLLMServerEngine]:
-    """An engine over these servers, to which weights go by a call; it looks after them every few milliseconds."""
+    """An engine over these servers, to which weights go by a call or a `sender`; it looks after them often."""
     monkeypatch.setattr(vllm_client, "LEASE_SECONDS", 0.2)
     monkeypatch.setattr(vllm_router, "POLL_SECONDS", 0.01)
     by_url = {server.url: server for server in servers}
@@ -211,7 +213,7 @@ def connected(
     vllm = {
         "shared_memory": mock.Mock(pid_namespace_id=lambda: "here", parts=lambda weights, _: [dict(weights)]),
         "over_http": mock.Mock(),
-        "send_weights": mock.Mock(send=send or give),
+        "send_weights": mock.Mock(Sender=sender or (lambda: mock.Mock(send=give))),
     }
     keys = {"vllm_server_base_urls": [*by_url], "vllm_server_timeout": 60.0, **keys}
     values = config_values(folder, folder, engine="vllm-server", **keys)

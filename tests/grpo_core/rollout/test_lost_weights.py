@@ -133,7 +133,7 @@ def test_a_server_that_has_not_received_what_was_sent_ends_the_hand_over(
         refused = (
             pytest.raises(EngineError, match=rf"not have the trainer's weights: \S*{said}") if said else nullcontext()
         )
-        with refused, connected(model_folder, monkeypatch, [server], model, send=transfer.send, **keys) as engine:
+        with refused, connected(model_folder, monkeypatch, [server], model, sender=transfer.Sender, **keys) as engine:
             assert not engine.servers[0].problem
 
 

@@ -45,9 +45,9 @@ def follow(run: Path, port: int, in_4bit: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"drift": {}, "how": [], "bytes": []}
     parts = send_weights._send_adapter
 
-    def counted(server: Any, version: int, settings: Any, tensors: Any, transfer: Any) -> None:
-        found["bytes"].append(sum(tensor.nbytes for tensor in tensors.values()))
-        parts(server, version, settings, tensors, transfer)
+    def counted(server: Any, weights: Any, transfer: Any) -> Any:
+        found["bytes"].append(sum(tensor.nbytes for tensor in weights.snapshot.values()))
+        return parts(server, weights, transfer)
 
     send_weights._send_adapter = counted
 
@@ -200,12 +200,12 @@ def test_an_adapter_goes_to_a_server_alone_if_it_has_the_base_that_it_was_starte
     server.transfer = transfer.Transfer(server)
     server.transfer.lost_weights = lambda sent: []
     engine = server.transfer.engine = mock.Mock(send_weights=lambda: sent.append(engine.source.snapshot))
-    with mock.patch.object(transfer, "_send_adapter", lambda *arguments: sent.append(arguments[3])):
-        transfer.send(server, adapter)
+    with mock.patch.object(transfer, "_send_adapter", lambda server, weights, way: sent.append(weights.snapshot) or {}):
+        transfer.Sender().send(server, adapter)
     assert sent == [base, adapter.snapshot][has_base:]
     server.has_base = False
     with pytest.raises(EngineError, match="the base of a sharded model is not sent to servers; start it again"):
-        transfer.send(server, Weights("b-1-over-base", adapter.snapshot, {"r": 4}))
+        transfer.Sender().send(server, Weights("b-1-over-base", adapter.snapshot, {"r": 4}))
 
 
 def test_a_server_that_is_started_again_and_does_not_know_the_adapter_yet_is_waited_for() -> None:
@@ -221,7 +221,8 @@ def test_a_server_that_is_started_again_and_does_not_know_the_adapter_yet_is_wai
 
     async def ask() -> Any:
         with mock.patch.object(server.http, "request", request), mock.patch.object(server, "restore", restore):
-            return await Router([server], 60.0, 0, reports=False).complete({"token_ids": [1], "model": "policy"}, 1)
+            router = Router([server], 60.0, 0, reports=False, sender=mock.Mock())
+            return await router.complete({"token_ids": [1], "model": "policy"}, 1)
 
     restore = mock.AsyncMock()
     assert asyncio.run(ask()) == binary.decode(whole)

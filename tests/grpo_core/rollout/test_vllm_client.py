@@ -157,7 +157,7 @@ def test_servers_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch, nam
         async def ask() -> Any:
             server.loop = asyncio.get_running_loop()
             with held(sys.modules, {"grpo_core.rollout.vllm.shared_memory": mock.Mock()}, ours="grpo_core."):
-                await asyncio.to_thread(transfer._connect, server, transfer.Transfer(server))
+                await asyncio.to_thread(transfer._connect, transfer.Transfer(server))
             await asyncio.to_thread(connect.call_args.kwargs["client"].start_weight_update)
             return await server.control("GET", "/weight_info")
 
@@ -208,13 +208,13 @@ def test_whatever_comes_between_when_weights_are_sent_the_connection_is_made_ane
     transfer, aborted = make_transfer(), threading.Event()
     server = connected_to(transfer, send_weights=mock.Mock(side_effect=error), shutdown=aborted.set)
     with pytest.raises(Unavailable, match=rf"{message}.*see the server's log") as raised:
-        transfer.send(server, Weights("v", {"weight": torch.zeros(1)}))
+        transfer.Sender().send(server, Weights("v", {"weight": torch.zeros(1)}))
     assert raised.value.__cause__ is error
     assert aborted.wait(60), "its communicator would be kept"
     server.transfer = None
     monkeypatch.setattr(transfer, "_connect", mock.Mock(side_effect=error))
     with pytest.raises(Unavailable, match=message):
-        transfer.send(server, Weights("v", {"weight": torch.zeros(1)}))
+        transfer.Sender().send(server, Weights("v", {"weight": torch.zeros(1)}))
 
 
 def test_several_servers_are_sent_their_weights_concurrently() -> None:
@@ -224,9 +224,9 @@ def test_several_servers_are_sent_their_weights_concurrently() -> None:
         Weights("v", {"weight": torch.zeros(1)}),
     )
     made = [connected_to(transfer, send_weights=mock.Mock(side_effect=both.wait)) for _ in range(2)]
-    other = threading.Thread(target=transfer.send, args=(made[0], weights), daemon=True)
+    other = threading.Thread(target=transfer.Sender().send, args=(made[0], weights), daemon=True)
     other.start()
-    transfer.send(made[1], weights)
+    transfer.Sender().send(made[1], weights)
     other.join()
     assert [server.transfer.engine.send_weights.call_count for server in made] == [1, 1]
     assert [server.transfer.engine.source.snapshot for server in made] == [{}, {}]
@@ -397,7 +397,7 @@ def test_a_lease_is_renewed_whatever_went_wrong_the_last_time(monkeypatch: pytes
     renewed = mock.AsyncMock(side_effect=[KeyError("results"), Unavailable("down"), asyncio.CancelledError()])
     monkeypatch.setattr(server, "take_lease", renewed)
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(Router([server], 60.0, 0, reports=False).keep_lease(server))
+        asyncio.run(Router([server], 60.0, 0, reports=False, sender=mock.Mock()).keep_lease(server))
     assert renewed.await_count == 3
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -102,7 +103,7 @@ def test_servers_get_their_weights_at_the_same_time(serving: Serving) -> None:
     def send(*_: Any) -> None:
         both.wait()
 
-    with serving(128, 128, send=send) as (_, engine):
+    with serving(128, 128, sender=lambda: mock.Mock(send=send)) as (_, engine):
         engine.sync_weights(model())
 
 

@@ -263,7 +263,7 @@ class Instant:
 
 def test_turns_that_wait_for_one_server_are_not_looked_at_whenever_one_has_an_answer() -> None:
     async def turns(count: int) -> None:
-        router = Router(cast("Any", [Instant(), Instant()]), 0, 0, reports=False)
+        router = Router(cast("Any", [Instant(), Instant()]), 0, 0, reports=False, sender=None)
         found = [router.complete({"turn": turn}, 0, conversation=7) for turn in range(count)]
         assert await asyncio.gather(*found) == [*range(count)]
         [home] = {*router.homes.values()}

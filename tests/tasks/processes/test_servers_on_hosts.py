@@ -197,7 +197,7 @@ def test_a_training_that_fails_while_a_server_is_down_names_its_host(hosts: Path
         (
             {"launcher": "ssh", "hosts": ["a", "b"]},
             {"sharding": "full", "num_processes": 2, "num_machines": 2},
-            "train.sharding='full' and train.num_machines=2: weights .* memory of one machine",
+            "train.sharding='full' and train.num_machines=2: whole weights .* memory of one machine",
         ),
     ],
 )
