@@ -262,7 +262,7 @@ class Sender:
         """Send whole weights to these servers. When that fails, send them again to those that are not to blame."""
         try:
             snapshot, checksums = _whole(weights)
-            is_first = True  # of failures without a server to blame; asked anew, one that hangs does not answer
+            is_first = True  # of failures without a server to blame; asked again, one that hangs does not answer
             while members:
                 try:
                     self._group_of(members).send(snapshot)
