@@ -69,7 +69,7 @@ def forecast(
     on; None for a CPU. `sampling`: an earlier training's, from which to say how far to sample ahead, or the reason why
     it is not known; None if the run cannot sample ahead. `warm`: as `wall_time` takes it. Raises ConfigError if there
     are certainly too few GPUs for the servers, or too little memory: in vLLM's share of the GPU, or in the host for
-    what is offloaded; or if weights cannot be put together for servers.
+    what is offloaded; if weights cannot be put together for servers; or if processes would get no expert.
     """
     found: dict[str, dict[str, Any]] = {}
     shape, teachers = None, {}
@@ -78,6 +78,7 @@ def forecast(
     try:
         shape, teachers = load_shape(config.model.name_or_path, config.model.revision), load_teachers(config)
         _check_hand_over(config, shape)
+        _check_experts(config, shape, gpu)
         if gpu:
             run, longest = PlannedRun(config, plan, shape, lengths, gpu, teachers), config.rollout.max_completion_length
             completion = longest if source is None or isinstance(source, str) else source.completion_tokens
@@ -126,6 +127,26 @@ def _check_hand_over(config: RunConfig, shape: ModelShape) -> None:
             f"rollout.engine='vllm-server', train.sharding='full' and train.num_machines={train.num_machines}: this "
             f"adapter (model.lora_r={rank}{where}) goes to servers merged into weights, put together from the memory "
             "of one machine, and each has a part of them; set train.sharding to 'hybrid', or rollout.engine to 'vllm'"
+        )
+
+
+def _check_experts(config: RunConfig, shape: ModelShape, gpu: Gpu | None) -> None:
+    """Raises ConfigError if some processes would hold none of the experts, which transformers stacks as it loads them:
+    each gets as many as the first, until there are none left."""
+    if not shape.has_experts or shape.fused_experts:
+        return
+    count, sharding = max(linear.copies for linear, _ in shape.linear), config.train.sharding
+    processes = sharing_processes(config, gpu) if gpu else {"full": config.train.num_processes}.get(sharding, 1)
+
+    def all_have_some(number: int) -> bool:
+        return -(-count // number) * (number - 1) < count
+
+    if not all_have_some(processes):
+        fewer = next(number for number in range(processes, 0, -1) if all_have_some(number))
+        raise ConfigError(
+            f"train.sharding={sharding!r} over {processes} processes: each would hold {-(-count // processes)} of the "
+            f"{count} experts of a layer, the last ones none, and transformers loads no part without experts; "
+            f"share the model by {fewer} processes"
         )
 
 

@@ -35,6 +35,7 @@ class ModelShape:
     float_norms: int = 0  # see `Family`
     own_logits: bool = False  # not those of a linear layer alone
     caps_logits: bool = False
+    fused_experts: bool = False  # a checkpoint has all of a layer in one tensor
     refused: str = ""  # name of a linear layer that peft does not adapt, if it is asked for all
 
     @cached_property
@@ -162,6 +163,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         float_norms=own.float_norms,
         own_logits=capped or any(scale != 1 for scale in scales),
         caps_logits=capped,
+        fused_experts=kind in architectures.FUSED,
         refused="out_proj" * (family in NO_ADAPTER),
     )
 

@@ -87,6 +87,7 @@ FAMILIES = {
     "ernie4_5": Family(biased=("use_bias", False), defaults=TIED),
     "cohere2": Family(norms=1, float_norms=2, interval=4, defaults=TIED),
 }
+FUSED = ("gpt_oss", "granitemoehybrid")  # whose checkpoints have all experts of a layer in one tensor
 
 
 def layers(family: str, c: Config) -> list[tuple[Part, ...]]:

@@ -22,7 +22,7 @@ from tests.qwen import QWEN, planned, qwen
 LENGTHS = PromptLengths(256.0, 256, "given")
 ELSEWHERE = {"server_hosts": [f"gpu-{number}" for number in range(64)]}
 SHARDED = {"sharding": "full", "num_processes": 16}
-MIXTURE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
 
 
 def _config(servers: int = 1, launch: Mapping[str, Any] = {}, model: str = "model", **keys: Any) -> RunConfig:

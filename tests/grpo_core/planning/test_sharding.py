@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import MergeModulelist
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
-from grpo_core.planning.forecast import communication, forecast, forecast_rows
+from grpo_core.errors import ConfigError
+from grpo_core.planning.architectures.families import FAMILIES, FUSED
+from grpo_core.planning.forecast import _check_experts, communication, forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, named_gpu
 from grpo_core.planning.memory import GIB, peak_memory
 from grpo_core.planning.passes import Pass, activations, working_set
@@ -311,3 +317,33 @@ def test_a_model_of_an_unknown_family_has_no_forecast_of_its_shares(tmp_path: Pa
     found = forecast(config, _plan(config), LENGTHS, "not measured", [], named_gpu("H200"))
     assert set(found) == {"memory", "time"}
     assert "model_type 'mamba': memory is forecast for llama" in found["memory"]["error"]
+
+
+MIXTURES = [kind for kind in FAMILIES if "moe" in kind or kind in ("mixtral", "gpt_oss", "jamba")]
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_the_experts_of_checkpoints_are_in_one_tensor_where_transformers_stacks_none(kind: str) -> None:
+    stacks = {
+        type(operation)
+        for each in get_checkpoint_conversion_mapping(kind) or []
+        for operation in getattr(each, "operations", [])
+    }
+    assert (kind in FUSED) == (MergeModulelist not in stacks)
+
+
+@pytest.mark.parametrize("experts", [4, 8, 128])
+def test_processes_that_would_hold_no_expert_are_refused(experts: int) -> None:
+    """torch.chunk is how FSDP2 splits a tensor."""
+    sizes = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    mixture = model_shape({**QWEN["7B"], "model_type": "qwen3_moe", **sizes})
+    for processes in range(2, 25):
+        config = parse_config(config_values(Path("model"), Path("data"), sharding="full", num_processes=processes))
+        if len(torch.arange(experts).chunk(processes)) == processes:
+            _check_experts(config, mixture, None)
+            continue
+        with pytest.raises(ConfigError, match=f"of the {experts} experts .* share the model by") as refused:
+            _check_experts(config, mixture, None)
+        fewer = int(re.findall(r"by (\d+) processes$", str(refused.value))[0])
+        assert len(torch.arange(experts).chunk(fewer)) == fewer < processes
+        _check_experts(config, replace(mixture, fused_experts=True), None)

@@ -100,7 +100,7 @@ def told(prompts: list[str], completion_ids: list[list[int]]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Also an adapter that does something, of the plain one, and two teachers of other sizes."""
+    """Also an adapter that does something, of the plain one, two teachers of other sizes, and a mixture of six."""
     folder = tmp_path_factory.mktemp("models")
     shapes = {name: {**shape, "initializer_range": 0.03} for name, (_, shape) in MODELS.items()}
     found = {name: make_model(folder / name, kind, **shapes[name]) for name, (kind, _) in MODELS.items()}
@@ -111,7 +111,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     save_adapter(adapted, folder / "adapter")
     teacher = make_model(folder / "teacher", hidden_size=32, initializer_range=0.1)
     other = make_model(folder / "other", hidden_size=48, initializer_range=0.1)
-    return found | {"adapter": folder / "adapter", "teacher": teacher, "other": other}
+    experts = make_model(folder / "six experts", "Qwen3Moe", **shapes["experts"] | {"num_experts": 6})
+    others = {"adapter": folder / "adapter", "teacher": teacher, "other": other, "six experts": experts}
+    return found | others
 
 
 def virtual_servers(config: RunConfig, name: str, model: Any, tokenizer: Any, max_length: int) -> Any:
@@ -187,6 +189,8 @@ def drawn_run(
     steps = draw.choice([steps for steps, found in sizes.items() if found])
     b = draw.choice(sizes[steps])
     base = models["plain" if kind == "adapter" else kind]
+    if kind == "experts" and w == 3:  # of four, the third process would have none
+        base = models["six experts"]
     if kind == "adapter":
         options |= LORA | {"adapter": str(models["adapter"])}
     if kind == "experts":
