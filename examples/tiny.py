@@ -71,16 +71,18 @@ def make_tokenizer(
     return learnt
 
 
-def make_model(tokenizer: Qwen2Tokenizer, context: int) -> Qwen2ForCausalLM:
-    """Make a random Qwen2 of some 0.6 million parameters that reads up to `context` tokens."""
+def make_model(
+    tokenizer: Qwen2Tokenizer, context: int, intermediate_size: int = 256, num_hidden_layers: int = 3
+) -> Qwen2ForCausalLM:
+    """Make a random Qwen2 of some 0.6 million parameters, or of these sizes, that reads up to `context` tokens."""
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_hidden_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=context,

@@ -78,7 +78,8 @@ def forecast(
     try:
         shape, teachers = load_shape(config.model.name_or_path, config.model.revision), load_teachers(config)
         _check_hand_over(config, shape)
-        _check_experts(config, shape, gpu)
+        for name, each in {config.model.name_or_path: shape, **teachers}.items():
+            _check_experts(config, name, each, gpu)
         if gpu:
             run, longest = PlannedRun(config, plan, shape, lengths, gpu, teachers), config.rollout.max_completion_length
             completion = longest if source is None or isinstance(source, str) else source.completion_tokens
@@ -130,7 +131,7 @@ def _check_hand_over(config: RunConfig, shape: ModelShape) -> None:
         )
 
 
-def _check_experts(config: RunConfig, shape: ModelShape, gpu: Gpu | None) -> None:
+def _check_experts(config: RunConfig, name: str, shape: ModelShape, gpu: Gpu | None) -> None:
     """Raises ConfigError if some processes would hold none of the experts, which transformers stacks as it loads them:
     each gets as many as the first, until there are none left."""
     if not shape.has_experts or shape.fused_experts:
@@ -145,8 +146,8 @@ def _check_experts(config: RunConfig, shape: ModelShape, gpu: Gpu | None) -> Non
         fewer = next(number for number in range(processes, 0, -1) if all_have_some(number))
         raise ConfigError(
             f"train.sharding={sharding!r} over {processes} processes: each would hold {-(-count // processes)} of the "
-            f"{count} experts of a layer, the last ones none, and transformers loads no part without experts; "
-            f"share the model by {fewer} processes"
+            f"{count} experts of a layer of {name!r}, the last ones none, and transformers loads no part without "
+            f"experts; share the model by {fewer} processes"
         )
 
 

@@ -340,10 +340,24 @@ def test_processes_that_would_hold_no_expert_are_refused(experts: int) -> None:
     for processes in range(2, 25):
         config = parse_config(config_values(Path("model"), Path("data"), sharding="full", num_processes=processes))
         if len(torch.arange(experts).chunk(processes)) == processes:
-            _check_experts(config, mixture, None)
+            _check_experts(config, "mixture", mixture, None)
             continue
-        with pytest.raises(ConfigError, match=f"of the {experts} experts .* share the model by") as refused:
-            _check_experts(config, mixture, None)
+        with pytest.raises(
+            ConfigError, match=f"of the {experts} experts of a layer of 'mixture'.* share the model by"
+        ) as refused:
+            _check_experts(config, "mixture", mixture, None)
         fewer = int(re.findall(r"by (\d+) processes$", str(refused.value))[0])
         assert len(torch.arange(experts).chunk(fewer)) == fewer < processes
-        _check_experts(config, replace(mixture, fused_experts=True), None)
+        _check_experts(config, "mixture", replace(mixture, fused_experts=True), None)
+
+
+def test_a_teacher_of_which_processes_would_hold_no_expert_is_refused_too(tmp_path: Path) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    for name, values in {"model": {}, "teacher": {"model_type": "qwen3_moe", **sizes}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**QWEN["7B"], **values}))
+    values = config_values(tmp_path / "model", Path("data"), sharding="full", num_processes=3)
+    config = parse_config({**values, "teacher": {"model": str(tmp_path / "teacher")}})
+    plan = make_plan(plan_inputs(config, 24))
+    with pytest.raises(ConfigError, match=r"of the 4 experts of a layer of '.*/teacher'"):
+        forecast(config, plan, PromptLengths(8.0, 8, "given"), "no pace", [], None)

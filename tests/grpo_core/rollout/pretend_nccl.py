@@ -37,7 +37,7 @@ class Failed(Exception):
 
 
 class Communicator:
-    """`ranks`: who has which. `bytes_out`: what the sender's port has sent, once per broadcast as in NCCL's ring."""
+    """`ranks`: which process has which. `bytes_out`: what the sender's port has sent, as in NCCL's ring."""
 
     def __init__(self, size: int):
         self.size, self.ranks = size, dict[int, Simulated]()
@@ -273,7 +273,7 @@ class World:
 
 @asynccontextmanager
 async def simulated(count: int, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    """So many servers, leased."""
+    """Several servers, leased."""
     transfer = make_transfer()
     world = World(count, transfer)
     by_url = {each.url: each for each in world.simulated}
