@@ -92,7 +92,7 @@ class TeacherConfig(Section):
         return self
 
     def _check_template(self, template: str) -> None:
-        """Raises ValueError for a template that shows nothing, or that a divergence cannot be computed with."""
+        """Raises ValueError for a template that shows nothing."""
         try:
             places = self.places
         except ValueError as error:
@@ -104,12 +104,6 @@ class TeacherConfig(Section):
             )
         if template.strip() == "{prompt}":
             raise ValueError(f"template={template!r} shows the prompt alone; add what the teacher should know")
-        if self.divergence_beta is not None:
-            raise ValueError(
-                f"divergence_beta={self.divergence_beta:g} with a template: a divergence reads the teacher in each "
-                "update, behind the policy's own prompt, and a policy that teaches itself has moved by then; remove "
-                "one of the two"
-            )
 
     @property
     def places(self) -> list[str]:
@@ -152,7 +146,7 @@ class TeacherConfig(Section):
     @property
     def diverges(self) -> bool:
         """True if a divergence is part of the loss."""
-        return self.model is not None and self.divergence_beta is not None
+        return self.divergence_beta is not None
 
     @property
     def is_used(self) -> bool:

@@ -38,7 +38,7 @@ from grpo_core.model.packed_rows import takes_rows
 from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.routing import Routers, Seen, difference, reading
 from grpo_core.model.sequences import Sequences
-from grpo_core.model.sharded import call_as_forward, calling_as_forward, forward, is_sharded
+from grpo_core.model.sharded import call_as_forward, forward, is_sharded
 from grpo_core.model.to_device import move, to_device
 
 OWN_LOGITS = "its logits are not those of a linear layer alone"
@@ -206,19 +206,25 @@ class Policy(nn.Module):
             entropy = entropy.detach()
         return tuple(_in_rows(values, inputs) for values in (logprobs, entropy, *others))
 
-    @contextmanager
-    def as_teacher(self, sequences: Sequences, rows: Tensor, beta: float, top_k: int) -> Iterator[Taught]:
-        """Yield what another policy's distributions of the completion tokens of these rows are compared with, also in a
-        backward pass inside the block: a sharded model's output layer is whole there. With such a model, all processes
-        call this, also those without rows."""
-        assert self.output_layer is not None
+    @torch.no_grad()
+    def as_teacher(self, sequences: Sequences, rows: Tensor, beta: float, top_k: int) -> Taught:
+        """Return what a policy's distributions of the completion tokens of these rows are compared with. With a sharded
+        model, all processes call this, also those without rows."""
+        layer = self.output_layer
+        assert layer is not None
         reads = torch.zeros(len(sequences.lengths), dtype=torch.bool).index_fill(0, rows, True)
         places = reads.repeat_interleave(sequences.completion_lengths).nonzero().flatten()
         shortest = sequences.lengths.argmin()[None]
         inputs = self.prepare(sequences.take(rows if len(rows) else shortest))
-        with calling_as_forward(self.model, self.hidden_states, inputs.tokens) as hidden:
-            (places,) = move([places], hidden.device)
-            yield Taught(places, hidden[: len(places)], self.output_layer.weight, beta, top_k)
+
+        def read(tokens: PackedBatch | PaddedRows) -> tuple[Tensor, Tensor]:
+            changes = self.is_sharded or layer.weight.requires_grad  # is given back, or trained
+            return self.hidden_states(tokens), layer.weight.clone() if changes else layer.weight
+
+        with compiled():
+            hidden, weight = call_as_forward(self.model, read, inputs.tokens)
+        (places,) = move([places], hidden.device)
+        return Taught(places, hidden[: len(places)], weight, beta, top_k)
 
     @torch.no_grad()
     def over_logits(self, inputs: PassInputs, figure: Figure) -> Float32[Tensor, "B T"]:

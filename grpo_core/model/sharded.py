@@ -7,8 +7,7 @@ in a layer (embedding, last norm, head) is one more unit, gathered around a call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -60,21 +59,17 @@ def is_sharded(model: Any) -> bool:
 def call_as_forward(model: Any, work: Callable[..., T], *arguments: Any) -> T:
     """Call `work(*arguments)` as if it were the model's forward pass: inside, weights outside the layers are whole, and
     may be used directly. With a sharded model all processes call it, and make the same calls inside."""
-    found = _call_as_forward(model, work, *arguments)
+    root = _base(model)
+    if not isinstance(root, FSDPModule):
+        return work(*arguments)
+    called: Any = root
+    called.forward = lambda _, *given: work(*given)
+    try:
+        found = _call(root, called, None, *arguments)  # on a GPU, torch 2.11 refuses a call without any
+    finally:
+        del called.forward
     _give_back(model)
     return found
-
-
-@contextmanager
-def calling_as_forward(model: Any, work: Callable[..., T], *arguments: Any) -> Iterator[T]:
-    """Yield what `call_as_forward` returns without gradients. Inside, weights outside the layers stay whole."""
-    with torch.no_grad():
-        found = _call_as_forward(model, work, *arguments)
-    try:
-        yield found
-    finally:
-        with torch.no_grad():
-            _give_back(model)
 
 
 def forward(model: Any, **inputs: Any) -> Any:
@@ -82,18 +77,6 @@ def forward(model: Any, **inputs: Any) -> Any:
     found = _call(_base(model), model, **inputs)
     _give_back(model)
     return found
-
-
-def _call_as_forward(model: Any, work: Callable[..., T], *arguments: Any) -> T:
-    root = _base(model)
-    if not isinstance(root, FSDPModule):
-        return work(*arguments)
-    called: Any = root
-    called.forward = lambda _, *given: work(*given)
-    try:
-        return _call(root, called, None, *arguments)  # on a GPU, torch 2.11 refuses a call without any
-    finally:
-        del called.forward
 
 
 def _call(root: Any, call: Callable[..., T], *arguments: Any, **inputs: Any) -> T:

@@ -199,20 +199,24 @@ def training_parts(run: PlannedRun, size: Pass) -> dict[str, float]:
     if shape.own_logits:  # of all tokens, and in float32 those of completions, twice
         logits = (w * size.tokens + 2 * FLOAT * size.completions) * shape.vocabulary
     states, head_gradient, taught = w * shape.hidden * size.completions, FLOAT * head, 0.0
-    whole = 0.0  # of the teachers' weights outside their layers, from before the policy's pass to its end
+    heads = embedding = 0.0  # the teachers': copies, until the policy's pass ends; gathered in their own
     if config.teacher.diverges:  # its head comes after the policy's, with the results of that one there
         chunk = min(size.completions, chunk_tokens("cpu", shape.vocabulary)) * shape.vocabulary
         logits = max(logits, DIVERGENCE_BYTES_PER_LOGIT * chunk)
-        taught = w * max(teacher.hidden for teacher in run.teachers.values()) * size.completions
+        taught = w * max(teacher.hidden for teacher in run.teaching) * size.completions
         states, head_gradient = 2 * states, head_gradient + w * head
-        whole = w * sum(teacher.outside for teacher in run.teachers.values()) * (config.train.sharding != "none")
+        sizes, is_sharded = [it.vocabulary * it.hidden for it in run.teaching], config.train.sharding != "none"
+        if is_sharded or (config.teacher.is_policy and head):
+            heads = w * sum(sizes)
+        embedding = w * max(it.outside - n for it, n in zip(run.teaching, sizes, strict=True)) * is_sharded
+    copies = {"teacher_head": heads} if heads else {}
     worst: list[dict[str, float]] = []
     if config.train.sharding != "none":
         besides = max(found.in_norm, found.in_layer - found.outside)
         passes = working_set(config, shape, found.kept + taught, besides, logits + states, head_gradient)
-        worst.append({"gradients": gradients} | ({"teacher_head": whole} if whole else {}) | passes)
+        worst.append({"gradients": gradients} | copies | passes)
     else:
-        before = {} if size.alone else {"gradients": gradients}
+        before = copies | ({} if size.alone else {"gradients": gradients})
         # In the end, the float32 sum becomes a gradient in the precision of the pass.
         in_head = head_gradient + states + max(logits, w * head * (w == HALF))
         in_layers = max(found.kept + found.in_norm, found.layers + found.in_layer)
@@ -221,9 +225,9 @@ def training_parts(run: PlannedRun, size: Pass) -> dict[str, float]:
         # In the first layer, which comes last: all gradients are there except its own and the embedding's.
         missing = FLOAT * (shape.largest_layer + shape.vocabulary * shape.hidden) * (size.alone and not lora)
         in_layer = found.layers / shape.layers + found.in_layer + taught
-        worst.append({"gradients": gradients - missing, "activations": in_layer})
+        worst.append(copies | {"gradients": gradients - missing, "activations": in_layer})
         # In the embedding, to whose gradient a tied head's is added, out of place.
-        worst.append({"gradients": gradients, "embedding_gradients": w * head * (3 if shape.is_tied else 1)})
+        worst.append(copies | {"gradients": gradients, "embedding_gradients": w * head * (3 if shape.is_tied else 1)})
     if config.train.offload == "optimizer":  # a step has those of one parameter; of an adapter, less than a layer's
         most = 1 / shape.layers if lora else shape.largest_parameter / shape.parameters
         worst.append({"gradients": gradients, "optimizer": most * moments(run)})
@@ -231,7 +235,7 @@ def training_parts(run: PlannedRun, size: Pass) -> dict[str, float]:
         there = {"gradients": gradients} if config.teacher.diverges and not size.alone else {}
         shown = run.lengths.shown and run.lengths.shown + config.rollout.max_completion_length
         least = Pass(max(size.tokens, shown), max(size.keys, shown), size.completions, longest=max(size.longest, shown))
-        taught = max(scoring_pass(config, each, least) for each in run.teaching) + whole
+        taught = max(scoring_pass(config, each, least) for each in run.teaching) + heads + embedding
         if config.teacher.update_rate is not None:  # the policy's own weights, while it has the average's
             taught += gradients * (w / FLOAT if config.train.sharding == "none" else 1)
         worst.append(there | {"teacher_pass": taught})

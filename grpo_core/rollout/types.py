@@ -180,3 +180,5 @@ class Rollout(GenerationBatch):
     teacher_logprobs: Tensor | None = field(default=None, kw_only=True)  # (B, T)
     # (B,) n where the nth of the teachers teaches, 0 where none does; None: the first everywhere.
     taught: Tensor | None = field(default=None, kw_only=True)
+    # (B,) the prompts behind which a teacher's distributions are read in each update; None: those of the policy.
+    shown: list[list[int]] | None = field(default=None, kw_only=True)

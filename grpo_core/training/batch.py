@@ -44,6 +44,12 @@ class MicroBatch:
     entropy_weights: Float[Tensor, "B T"]  # of the entropy bonus: its mean over the tokens that are kept
     teacher_logprobs: Float[Tensor, "B T"] | None = None
     taught: Float[Tensor, " B"] | None = None  # see Rollout
+    shown: Sequences | None = None  # the same completions behind the prompts that a teacher reads, see Rollout
+
+    @property
+    def read(self) -> Sequences:
+        """What is read in a pass: by the teacher, where that reads other prompts, which are longer."""
+        return self.shown or self.sequences
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move to a device, except the sequences, whose lengths are read on the CPU. Nothing waits for it."""
@@ -78,7 +84,9 @@ def _slices(rollout: Rollout, slices: Sequence[int], plan: Plan, config: RunConf
     """Return the rows of some slices of a rollout, weighted by the plan: b of each process per micro-step."""
     order = training_order(plan, config.seed, rollout.index)[slices].reshape(-1, plan.per_device_train_batch_size)
     rows = torch.from_numpy(order.flatten())
-    sequences = join(rollout, rows.tolist())
+    sequences, shown = join(rollout, rows.tolist()), None
+    if rollout.shown is not None:
+        shown = join(replace(rollout, prompt_ids=rollout.shown, routes=None), rows.tolist())
     width = int(sequences.completion_lengths.max())
 
     mask = rollout.completion_mask
@@ -97,6 +105,7 @@ def _slices(rollout: Rollout, slices: Sequence[int], plan: Plan, config: RunConf
         keep=None if rollout.keep is None else rollout.keep[own],
         teacher_logprobs=None if rollout.teacher_logprobs is None else rollout.teacher_logprobs[own],
         taught=None if rollout.taught is None else rollout.taught[rows],
+        shown=shown,
     )
 
 
@@ -126,15 +135,21 @@ def concatenate(batches: Sequence[MicroBatch]) -> MicroBatch:
     if len(batches) == 1:
         return batches[0]
 
-    columns = dataclasses.fields(Sequences)
-    found = {field.name: [getattr(batch.sequences, field.name) for batch in batches] for field in columns}
-    parts: dict[str, Any] = {name: None if each[0] is None else _stack(each) for name, each in found.items()}
-    rows = zip(parts["input_ids"].tolist(), parts["prompt_lengths"].tolist(), strict=True)
-    parts["prompt_of"] = number_prompts(ids[:length] for ids, length in rows)
-    names = [field.name for field in dataclasses.fields(MicroBatch) if field.name != "sequences"]
-    values = {name: [getattr(batch, name) for batch in batches] for name in names}
-    tensors = {name: None if found[0] is None else _stack(found) for name, found in values.items()}
-    return MicroBatch(Sequences(**parts), **tensors)  # type: ignore[arg-type]
+    def joined(name: str) -> Any:
+        values = [getattr(batch, name) for batch in batches]
+        if values[0] is None:
+            return None
+        return _join_sequences(values) if isinstance(values[0], Sequences) else _stack(values)
+
+    return MicroBatch(**{field.name: joined(field.name) for field in dataclasses.fields(MicroBatch)})
+
+
+def _join_sequences(parts: Sequence[Sequences]) -> Sequences:
+    found = {field.name: [getattr(part, field.name) for part in parts] for field in dataclasses.fields(Sequences)}
+    columns: dict[str, Any] = {name: None if each[0] is None else _stack(each) for name, each in found.items()}
+    rows = zip(columns["input_ids"].tolist(), columns["prompt_lengths"].tolist(), strict=True)
+    columns["prompt_of"] = number_prompts(ids[:length] for ids, length in rows)
+    return Sequences(**columns)
 
 
 def has_gradient(advantages: Tensor, mask: Tensor) -> Tensor:
@@ -293,10 +308,14 @@ def _rows_within(tokens: float, rows: Sequence[int], lengths: Sequence[int]) -> 
 
 def take(batch: MicroBatch, rows: Tensor) -> MicroBatch:
     """Select rows of a batch, padded to the longest of them."""
-    sequences = batch.sequences.take(rows)
-    width = int(sequences.completion_lengths.max())
-    tensors = {name: value[rows] for name, value in vars(batch).items() if isinstance(value, Tensor)}
-    return replace(batch, sequences=sequences, **{n: v[:, :width] if v.ndim == 2 else v for n, v in tensors.items()})
+    width = int(batch.sequences.completion_lengths[rows].max())
+
+    def taken(value: Any) -> Any:
+        if isinstance(value, Sequences):
+            return value.take(rows)
+        return value if value is None else value[rows][:, :width] if value.ndim == 2 else value[rows]
+
+    return MicroBatch(**{name: taken(value) for name, value in vars(batch).items()})
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:

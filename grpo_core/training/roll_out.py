@@ -3,8 +3,7 @@ epochs that a curriculum arranges as pass rates become known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,6 @@ from grpo_core.data.curriculum import arrange, describe, distance, known_batches
 from grpo_core.data.order import Group, Schedule, epoch_rows
 from grpo_core.distributed import failing_together, max_over_processes, sum_over_processes
 from grpo_core.errors import EngineError
-from grpo_core.model.loading import other_weights
 from grpo_core.model.logprobs import Floor
 from grpo_core.model.policy import PassInputs, Policy
 from grpo_core.model.sequences import pad
@@ -34,8 +32,7 @@ from grpo_core.rollout.types import GenerationBatch, Rollout
 from grpo_core.rollout.waiting import TEACHER
 from grpo_core.system.progress import moved, phase
 from grpo_core.training.batch import balance_rows, has_gradient, join
-from grpo_core.training.interrupt import uninterrupted
-from grpo_core.training.session import Sampler, Session
+from grpo_core.training.session import Sampler, Session, holding, teaching
 from grpo_core.training.state import TrainingState
 from grpo_core.training.weight_sync import sync_weights
 
@@ -54,9 +51,9 @@ def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollou
         batch, samples, left = _sample(session, session.sampler, index, state)
     old_logprobs, keep, difference = _old_logprobs(session, batch)
     logprobs: dict[str, Any] = {"old_logprobs": old_logprobs, "ref_logprobs": _ref_logprobs(session, batch)}
-    taught = _teachers_of(session, samples)
+    shown, taught = _shown(session, batch, samples)
     if session.config.teacher.is_used and not session.config.teacher.diverges:  # else in each update
-        logprobs["teacher_logprobs"], taught = _teacher_logprobs(session, batch, samples, taught)
+        logprobs["teacher_logprobs"] = _teacher_logprobs(session, replace(batch, prompt_ids=shown), samples, taught)
     if taught is not None:
         batch = replace(batch, metrics={**batch.metrics, "teacher_shown": (taught > 0).float().mean().item()})
     if not session.plan.on_policy:
@@ -65,7 +62,8 @@ def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollou
     if session.sampler is not None and index == 0 and (floor := session.policy.floor):
         outside = _outside(session, batch, floor, truncating_keys(session.config))
         batch = replace(batch, metrics=batch.metrics | outside)
-    return Rollout(**vars(batch), **logprobs, keep=keep, taught=taught), samples, left
+    read = shown if session.privileged and session.config.teacher.diverges else None
+    return Rollout(**vars(batch), **logprobs, keep=keep, taught=taught, shown=read), samples, left
 
 
 def _sample(
@@ -136,62 +134,50 @@ def _ref_logprobs(session: Session, batch: GenerationBatch) -> Tensor | None:
         return compute_logprobs(session, session.reference, batch, in_loss)[0]
     if session.config.algorithm.beta > 0:
         # The base alone, or under the adapter that the training started from.
-        with session.policy.model.disable_adapter() if session.start is None else _holding(session, session.start):
+        with session.policy.model.disable_adapter() if session.start is None else holding(session, session.start):
             whole = session.policy.whole(session.policy.temperature)
             return compute_logprobs(session, whole, batch, in_loss)[0]
     return None
 
 
-@contextmanager
-def _holding(session: Session, weights: dict[str, Tensor]) -> Iterator[None]:
-    """Inside, the policy computes with these weights, in the place of its own: a stop waits until they are back."""
-    with uninterrupted(), other_weights(session.policy.model, weights):
-        yield
-
-
-def _teachers_of(session: Session, samples: Sequence[Sample]) -> Tensor | None:
-    """Return the number of each completion's teacher, see `Rollout`; None unless sources have their own."""
-    if not (names := source_teachers(session.config)):
-        return None
-    numbers = {"": 0.0} | {name: float(number) for number, name in enumerate(session.teachers, 1)}
-    return torch.tensor([numbers[names[source or ""]] for source in sources_of(samples, session.plan)])
+def _shown(
+    session: Session, batch: GenerationBatch, samples: Sequence[Sample]
+) -> tuple[list[list[int]], Tensor | None]:
+    """Return the prompts that the teacher reads, and the number of each completion's teacher, see `Rollout`."""
+    if names := source_teachers(session.config):
+        numbers = {"": 0.0} | {name: float(number) for number, name in enumerate(session.teachers, 1)}
+        by = torch.tensor([numbers[names[source or ""]] for source in sources_of(samples, session.plan)])
+        return batch.prompt_ids, by
+    if session.privileged is None:
+        return batch.prompt_ids, None
+    shown = shown_prompts(session.privileged, samples, session.prompts.rows)
+    taught = torch.tensor([float(ids is not None) for ids in shown])
+    return [ids or own for ids, own in zip(shown, batch.prompt_ids, strict=True)], taught
 
 
 @phase(TEACHER)
 def _teacher_logprobs(
-    session: Session, batch: GenerationBatch, samples: Sequence[Sample], by: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the teacher's log-probabilities, (B, T), over the whole vocabulary; and with a template which completions
-    it has made a prompt for, (B,): behind that, they are computed, and are 0 for the others. Without a model of its
-    own or a server, the teacher is the policy as it is, before the batch's first update, or the average of its weights.
-    With teachers of sources, each reads its own, as `by` numbers them."""
-    needed = batch.completion_mask.sum(1) > 0
-    if by is not None:
-        found = torch.zeros(batch.completion_ids.shape)
-        for number, teacher in enumerate(session.teachers.values(), 1):
-            own = needed & (by == number)
+    session: Session, batch: GenerationBatch, samples: Sequence[Sample], taught: Tensor | None
+) -> Tensor:
+    """Return the log-probabilities, (B, T), over the whole vocabulary, that each completion's teacher gives it behind
+    the batch's prompts; 0 for those that none teaches. A policy that teaches itself is as before the batch's first
+    update, or the average of its weights."""
+    batch, needed = replace(batch, routes=None), batch.completion_mask.sum(1) > 0
+    found = torch.zeros(batch.completion_ids.shape)
+    if taught is None:
+        taught = torch.ones(len(needed))
+        found = pad([sample.taught or [0.0] * len(sample.completion.ids) for sample in samples], torch.float32)
+        found *= needed[:, None]
+        needed = needed & ~found.any(1)  # a recording has 0 where no teacher was asked
+    if session.config.teacher.url is not None:
+        needed = needed & (taught > 0)
+        return found + _served_logprobs(session, batch, needed) if needed.any() else found
+    with teaching(session) as teachers:
+        for number, teacher in enumerate(teachers, 1):
+            own = needed & (taught == number)
             if own.any():
                 found += compute_logprobs(session, teacher, batch, own)[0]
-        return found, by
-    if session.privileged is None:
-        known = pad([sample.taught or [0.0] * len(sample.completion.ids) for sample in samples], torch.float32)
-        missing = needed & ~known.any(1)  # a recording has 0 where no teacher was asked
-        found = _read_by_teacher(session, batch, missing) if missing.any() else known
-        return torch.where(missing[:, None], found, known * needed[:, None]), None
-    shown = shown_prompts(session.privileged, samples, session.prompts.rows)
-    taught = torch.tensor([ids is not None for ids in shown])
-    prompt_ids = [ids or own for ids, own in zip(shown, batch.prompt_ids, strict=True)]
-    told = replace(batch, prompt_ids=prompt_ids, routes=None)
-    return _read_by_teacher(session, told, needed & taught), taught.float()
-
-
-def _read_by_teacher(session: Session, batch: GenerationBatch, needed: Tensor) -> Tensor:
-    """Return the teacher's log-probabilities, (B, T), 0 for completions that are not `needed`."""
-    if session.config.teacher.url is not None:
-        return _served_logprobs(session, batch, needed)
-    (teacher,) = session.teachers.values() or [session.policy.whole(session.policy.temperature)]
-    with nullcontext() if session.average is None else _holding(session, session.average):
-        return compute_logprobs(session, teacher, batch, needed)[0]
+    return found
 
 
 def _served_logprobs(session: Session, batch: GenerationBatch, needed: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from grpo_core.data.teacher import check_teacher, check_top_k
 from grpo_core.distributed import any_process, from_main
 from grpo_core.environments.setting import Setting
 from grpo_core.errors import ConfigError, TrainingError
-from grpo_core.model.loading import copy_of_trainable_state, load_model, with_adapter
+from grpo_core.model.loading import copy_of_trainable_state, load_model, other_weights, with_adapter
 from grpo_core.model.logprobs import FUSED
 from grpo_core.model.policy import OWN_LOGITS, Policy
 from grpo_core.model.pretrained import check_context
@@ -46,6 +46,7 @@ from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.sampling import lowest_kept
 from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Engine, Lookahead
+from grpo_core.training.interrupt import uninterrupted
 from grpo_core.training.optimizer import learning_rate, make_optimizer
 from grpo_core.training.out_of_memory import OutOfMemoryRetry, first_limit
 from grpo_core.training.sync_probe import SHORTEST, Probe, probe_batch
@@ -216,6 +217,21 @@ def _load(
         rates=None if demonstrations else _first_rates(run, config, len(prompts.rows)),
         demonstrations=demonstrations,
     )
+
+
+@contextmanager
+def holding(session: Session, weights: dict[str, Tensor]) -> Iterator[None]:
+    """Inside, the policy computes with these weights, in the place of its own: a stop waits until they are back."""
+    with uninterrupted(), other_weights(session.policy.model, weights):
+        yield
+
+
+@contextmanager
+def teaching(session: Session) -> Iterator[list[Policy]]:
+    """Yield the models that teach, in the order of their numbers: those that are loaded, else the policy, with its
+    weights as they are or, inside, with their average."""
+    with nullcontext() if session.average is None else holding(session, session.average):
+        yield [*session.teachers.values()] or [session.policy.whole(session.policy.temperature)]
 
 
 def _policy(model: Any, config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy:

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
@@ -32,7 +31,7 @@ from grpo_core.model.routing import balance_loss, choice_counts
 from grpo_core.system.progress import moved, phase
 from grpo_core.training.batch import MicroBatch, idle_row, own_rows, take
 from grpo_core.training.interrupt import commit
-from grpo_core.training.session import Session
+from grpo_core.training.session import Session, teaching
 from grpo_core.training.state import TrainingState
 
 
@@ -70,18 +69,19 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
         session.policy.zero_grad()  # of both copies: memory may have run out between the two
         tally = _Tally(accelerator.device)
         for inputs, some in prepared(parts):
-            with _teachers_reading(session, some) as taught:
-                _forward_backward(session, inputs, some.to(accelerator.device), taught, entropy_coef, tally, balance)
+            taught, on_device = _taught(session, some), some.to(accelerator.device)
+            _forward_backward(session, inputs, on_device, taught, entropy_coef, tally, balance)
+            del taught  # memory of the pass
             moved()
         return tally
 
     balance = None
     if config.algorithm.router_aux_loss_coef > 0:
         counts = session.memory.run(
-            batch.sequences, lambda parts: _choice_counts(session, prepared(parts)), share_prompts=session.policy.packs
+            batch.read, lambda parts: _choice_counts(session, prepared(parts)), share_prompts=session.policy.packs
         )
         balance = sum_over_processes(counts)
-    tally = session.memory.run(batch.sequences, accumulate, share_prompts=session.policy.packs)
+    tally = session.memory.run(batch.read, accumulate, share_prompts=session.policy.packs)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     average_gradients(parameters)
     metrics = tally.read(session, grad_norm=clip_gradients(parameters, config.train.max_grad_norm))
@@ -203,22 +203,18 @@ def _choice_counts(session: Session, passes: Iterable[tuple[PassInputs, MicroBat
     return torch.stack(counts).sum(0)
 
 
-@contextmanager
-def _teachers_reading(session: Session, batch: MicroBatch) -> Iterator[list[Taught] | None]:
-    """Yield what the divergence of a pass over these rows, on the CPU, is computed from; None without a divergence."""
-    keys = session.config.teacher
+def _taught(session: Session, batch: MicroBatch) -> list[Taught] | None:
+    """Return what the divergence of a pass over these rows, on the CPU, is computed from; None without a divergence."""
+    keys, found = session.config.teacher, list[Taught]()
     if keys.divergence_beta is None:
-        yield None
-        return
-    with ExitStack() as reading:
-        found = list[Taught]()
-        for number, teacher in enumerate(session.teachers.values(), 1):
-            numbers = torch.ones(len(batch.mask)) if batch.taught is None else batch.taught
+        return None
+    numbers = torch.ones(len(batch.mask)) if batch.taught is None else batch.taught
+    with teaching(session) as teachers:
+        for number, teacher in enumerate(teachers, 1):
             rows = (numbers == number).nonzero().flatten()
             if len(rows) or teacher.is_sharded:
-                how = keys.divergence_beta, keys.divergence_top_k
-                found.append(reading.enter_context(teacher.as_teacher(batch.sequences, rows, *how)))
-        yield found
+                found.append(teacher.as_teacher(batch.read, rows, keys.divergence_beta, keys.divergence_top_k))
+    return found
 
 
 def _forward_backward(
@@ -271,6 +267,8 @@ def _forward_backward(
             loss = loss + keys.weight * (batch.weights * divergence).sum()
             tally.add("teacher_divergence", divergence.detach(), told)
             tally.add("teacher_kl", old_logprobs - teacher_logprobs, told)
+            if keys.template is not None:
+                tally.add("privileged_gap", teacher_logprobs - old_logprobs, told)
         if entropy_coef > 0:
             loss = loss - entropy_coef * (batch.entropy_weights * entropy).sum()
         if balance is not None:

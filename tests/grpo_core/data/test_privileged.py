@@ -153,7 +153,6 @@ OTHERS: list[dict[str, Any]] = [
             {"template": "{prompt} in {"},
             "Single '{' encountered in format string; write {{ or }} for a brace of your own",
         ),
-        ({"template": "{prompt}{answer}", "divergence_beta": 0.5}, "a divergence reads the teacher in each update"),
         ({"template": "{prompt}{answer}", "revision": "main"}, "revision='main' is of a model; set model"),
         ({"model": "self", "template": "{prompt}!"}, "the policy teaches itself where template is set; remove model"),
         *(({**it, "update_rate": 0.1}, "update_rate=0.1 averages a policy that teaches itself: set") for it in OTHERS),

@@ -204,15 +204,22 @@ def test_a_pass_of_a_teacher_takes_what_torch_counts(
     assert 0.7 <= allocations.peak / told <= 1.005
 
 
+@pytest.mark.parametrize("teacher", [{"model": "teacher"}, {"template": "{prompt}!"}])
 @pytest.mark.parametrize(
     ("vocabulary", "beta", "top_k"), [(200, 0.0, 0), (200, 1.0, 0), (4_000, 0.5, 0), (4_000, 0.5, 20)]
 )
 def test_a_pass_with_a_divergence_takes_no_more_than_is_told(
-    gpu_kernels: None, monkeypatch: pytest.MonkeyPatch, vocabulary: int, beta: float, top_k: int
+    gpu_kernels: None,
+    monkeypatch: pytest.MonkeyPatch,
+    vocabulary: int,
+    beta: float,
+    top_k: int,
+    teacher: dict[str, str],
 ) -> None:
+    """Another model's, or the policy's own."""
     monkeypatch.setattr(logprobs, "CAST", 1)  # of a CPU alone
     rows, values = torch.arange(ROWS), config_with(mixed_precision="bf16").model_dump()
-    values["teacher"] |= {"model": "teacher", "divergence_beta": beta, "divergence_top_k": top_k}
+    values["teacher"] |= teacher | {"divergence_beta": beta, "divergence_top_k": top_k}
     config = RunConfig.model_validate(values)
     shapes = [
         Qwen2Config(**SIZES | {"vocab_size": vocabulary, "hidden_size": width}, tie_word_embeddings=True)
@@ -220,18 +227,20 @@ def test_a_pass_with_a_divergence_takes_no_more_than_is_told(
     ]
     models = [AutoModelForCausalLM.from_config(shape, dtype=dtype).eval() for shape, dtype in
               zip(shapes, (torch.float32, torch.bfloat16), strict=True)]  # fmt: skip
-    policy, teacher = policies.Policy(models[0], 1.0, bf16=True), policies.Policy(models[1], 1.0)
+    policy = policies.Policy(models[0], 1.0, bf16=True)
+    teaching = policies.Policy(models[1].requires_grad_(False), 1.0) if "model" in teacher else policy
     ids = torch.zeros(ROWS, PROMPT + COMPLETION, dtype=torch.int64)
     lengths = torch.full_like(rows, PROMPT), torch.full_like(rows, COMPLETION)
     sequences, allocations = Sequences(ids, *lengths, rows // GROUP), Allocations()
     inputs = policy.prepare(sequences)
-    with allocations, teacher.as_teacher(sequences, rows, beta, top_k) as taught:
-        chosen, _, found, _ = policy(inputs, taught=[taught])
+    with allocations:
+        chosen, _, found, _ = policy(inputs, taught=[teaching.as_teacher(sequences, rows, beta, top_k)])
         (chosen.sum() + found.sum()).backward()
     tokens = inputs.tokens
     assert isinstance(tokens, PackedBatch) and isinstance(tokens.attention, _Sequences)
     size = Pass(tokens.input_ids.shape[1], len(tokens.attention.keys), len(tokens.predicts), alone=True)
-    run = planned(config, model_shape(shapes[0].to_dict()), LENGTHS, Gpu("GPU"), model_shape(shapes[1].to_dict()))
+    others = [model_shape(shapes[1].to_dict())] if "model" in teacher else []
+    run = planned(config, model_shape(shapes[0].to_dict()), LENGTHS, Gpu("GPU"), *others)
     told = sum(training_parts(run, size).values())
     assert 0.4 <= allocations.peak / told <= 1.005
 

@@ -294,7 +294,11 @@ def test_a_teacher_is_gathered_once_per_micro_step_or_for_a_divergence_in_each_p
     per_update = 2 / 2 if beta is None else 2
     weights = sum(it.parameters for it in teachers)
     assert gathered[1] - gathered[0] == pytest.approx(3 / 4 * per_update * 2 * weights)
-    heads = {} if beta is None else {"teacher_head": pytest.approx(2 * sum(it.outside for it in teachers) / GIB)}
+    heads = (
+        {}
+        if beta is None
+        else {"teacher_head": pytest.approx(2 * sum(it.vocabulary * it.hidden for it in teachers) / GIB)}
+    )
     assert {name: size for name, size in parts[1].items() if name == "teacher_head"} == heads
     assert parts[1]["teacher"] * GIB == pytest.approx(2 * weights / W)
 

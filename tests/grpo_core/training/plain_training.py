@@ -178,29 +178,42 @@ class _Batch:
         self.teacher: list[list[float] | None] = [None] * len(self.rows)
         self.taught_by: list[str | None] = [None] * len(self.rows)
         if config.teacher.model or config.teacher.template:
-            shown = shown_prompts(run, config, self.rows) if config.teacher.template else None
+            self.read: list[list[int] | None] = [record["prompt_ids"] for record in self.rows]  # None: nothing to show
+            if config.teacher.template:
+                self.read = shown_prompts(run, config, self.rows)
             self.taught_by = names = teachers_of(run, config, self.rows)
             self.models = {name: load(name).double().eval() for name in {*names} if name} or {None: itself}
-            with torch.no_grad():
-                for row, name in enumerate(names):
-                    read = (shown or [record["prompt_ids"] for record in self.rows])[row]
-                    self.teacher[row] = self.old[row]  # where nothing is shown, and of a source without a teacher
-                    if read and name != "":
-                        self.teacher[row] = self.tokens(self.models[name], row, whole=True, prompt=read)[0].tolist()
+            self.asks_teacher([*range(len(self.rows))])
+
+    def asks_teacher(self, rows: list[int]) -> None:
+        """Note what the teacher says as it is now."""
+        with torch.no_grad():
+            for row in rows:
+                name, read = self.taught_by[row], self.read[row]
+                self.teacher[row] = self.old[row]  # where nothing is shown, and of a source without a teacher
+                if read and name != "":
+                    self.teacher[row] = self.tokens(self.models[name], row, whole=True, prompt=read)[0].tolist()
 
     def teacher_kl(self, place: int) -> list[float]:
-        """log π_old − log π_teacher of each taught token of a micro-step."""
+        """log π_old − log π_teacher of each taught token of a micro-step; for a divergence, of the teacher in the
+        update."""
         rows = [row for row in self.order[place].flatten().tolist() if self.taught_by[row] != ""]
+        if self.config.teacher.divergence_beta is not None:
+            self.asks_teacher(rows)
         return [old - said for row in rows for old, said in zip(self.old[row], self.teacher[row] or [], strict=False)]
 
     def divergence(self, model: Any, row: int) -> Tensor:
         """From the teacher's distribution, where the trained tokens are predicted."""
-        keys, (prompt, ids) = self.config.teacher, (self.rows[row][name] for name in ("prompt_ids", "completion_ids"))
-        beta, k, places = keys.divergence_beta, keys.divergence_top_k, slice(len(prompt) - 1, -1)
-        input_ids, scale = torch.tensor([prompt + ids]), self.config.rollout.temperature
-        models = (model, self.models[self.taught_by[row]])
-        p, q = ((it(input_ids=input_ids).logits[0, places] / scale).softmax(-1) for it in models)
-        p, q = p[self.masks[row]], q.detach()[self.masks[row], : p.shape[1]]
+        keys, ids, scale = self.config.teacher, self.rows[row]["completion_ids"], self.config.rollout.temperature
+        beta, k, reads = keys.divergence_beta, keys.divergence_top_k, self.read[row]
+        assert reads
+
+        def distributions(model: Any, prompt: list[int]) -> Tensor:
+            logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+            return (logits / scale).softmax(-1)[self.masks[row]]
+
+        p = distributions(model, self.rows[row]["prompt_ids"])
+        q = distributions(self.models[self.taught_by[row]], reads).detach()[:, : p.shape[1]]
         if k:
             order = q.argsort(descending=True)
             p, q = (each.gather(1, order) for each in (p, q))
@@ -249,7 +262,7 @@ class _Batch:
                 of_row = PlainRow(algorithm, self.advantages[row], *reads, *taught)
                 slopes = torch.tensor(of_row.slopes(), dtype=torch.float64)
                 value = of_row.loss(now) + (slopes * (logprobs - logprobs.detach())).sum()
-                if not by_advantage and self.taught_by[row] != "":
+                if not by_advantage and self.taught_by[row] != "" and self.read[row]:
                     of_tokens = self.divergence(model, row)
                     value = value + self.config.teacher.weight * of_tokens.sum()
                     diverges += of_tokens.tolist()

@@ -168,6 +168,8 @@ def drawn_run(
     `by_source`, three sources, of which two have a teacher each; with `diverges`, a divergence from a teacher."""
     loss_type = [*PLAIN_LOSSES][number % len(PLAIN_LOSSES)]
     kind = KINDS[number % len(KINDS)] if number < FEW else draw.choice(KINDS)
+    if diverges and kind == "scaled":  # it has logits of its own
+        kind = "plain"
     needs = {key: [value] for key, value in plain(loss_type).needs.items()}
     choices = OPTIONS | needs | {key: [*values] for key, values in plain(loss_type).drawn.items()}
     options = {key: draw.choice(values) for key, values in choices.items()} | keys
@@ -217,12 +219,12 @@ def drawn_run(
             values["teacher"] |= {"url": teacher_url}
         elif kind != "scaled" and not (by_source and not diverges):  # else refused
             values["teacher"] |= draw.choice([each for each in DIVERGENCES if each or not diverges])
-        if number % 8 in (3, 4, 6) and not (by_source or diverges):
+        if number % 8 in (3, 4, 6) and not by_source:
             texts = ["{better}+{prompt}", "{prompt}{better}="] if options["num_generations"] > 1 else ["0{prompt}"]
             texts += [] if from_sources else ["{answer}={prompt}"]  # lines have no answer
-            taught = values["teacher"] if number % 2 else {"weight": 0.5}  # by the policy itself
-            values["teacher"] = {key: taught[key] for key in taught.keys() & {"model", "url", "weight"}}
             values["teacher"]["template"] = texts[number % len(texts)]
+            if number % 2 == 0:  # by the policy itself
+                values["teacher"] = {key: it for key, it in values["teacher"].items() if key not in ("model", "url")}
             if number % 16 in (4, 6) and not values["teacher"].keys() & {"model", "url"}:  # by its average
                 values["teacher"]["update_rate"] = draw.choice([0.2, 0.6])
             if "{better}" in values["teacher"]["template"]:
@@ -356,6 +358,36 @@ def test_processes_that_share_both_models_train_by_a_divergence_as_plain_loops(
     run = drawn_run(tmp_path, models, number, draw, diverges=True, num_processes=w, sharding="full")
     with passes(number, draw):
         in_processes(w, tmp_path / "group", lambda _: loop.train(run, run / "training"))
+    assert_plain(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number",
+    [3, 4, 12, *(pytest.param(number, marks=pytest.mark.e2e) for number in (6, 11, 14, 19, 20, 22, 28, 35))],
+)
+def test_a_training_by_a_divergence_from_who_was_shown_more_is_that_of_plain_loops(
+    number: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """From a frozen model, the policy as it is in each update, or its average."""
+    draw = random.Random(7000 + number)
+    run = drawn_run(tmp_path, models, number, draw, diverges=True)
+    with passes(number, draw):
+        loop.train(run, run / "training")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert any("teacher_divergence" in step for step in metrics_of(run))
+    assert_plain(run)
+
+
+@pytest.mark.served
+@pytest.mark.parametrize("number", [4, 12, *(pytest.param(number, marks=pytest.mark.e2e) for number in (3, 6, 20, 28))])
+def test_processes_that_share_the_policy_learn_by_a_divergence_from_it_as_plain_loops(
+    number: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    draw = random.Random(8000 + number)
+    run = drawn_run(tmp_path, models, number, draw, diverges=True, num_processes=2, sharding="full")
+    with passes(number, draw):
+        in_processes(2, tmp_path / "group", lambda _: loop.train(run, run / "training"))
     assert_plain(run)
 
 

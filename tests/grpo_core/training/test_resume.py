@@ -73,6 +73,7 @@ ALL_AT_ONCE = {
 TAUGHT = ALL_AT_ONCE | {"dynamic_sample": False}
 WARM = {"per_device_train_batch_size": 4, "save_steps": 1}
 ITSELF = {"template": "{answer}={prompt}{better}+", "update_rate": 0.3}
+ITS_DIVERGENCE = ITSELF | {"divergence_beta": 0.4}
 BY_SOURCE: dict[str, Any] = {}
 DIVERGENCE = {"divergence_beta": 0.5, "divergence_top_k": 5}
 DIVERGENCE_BY_SOURCE = {"divergence_beta": 0.3}
@@ -129,6 +130,7 @@ def test_an_engine_that_fails_ends_the_training_with_a_checkpoint_from_which_it_
         pytest.param(TAUGHT, 3, DIVERGENCE, id="taught by a divergence, all at once", marks=pytest.mark.e2e),
         pytest.param(TAUGHT, 3, DIVERGENCE_BY_SOURCE, id="taught by a divergence by source, all at once"),
         pytest.param(TAUGHT, 3, ITSELF, id="taught by its average, all at once"),
+        pytest.param(TAUGHT, 3, ITS_DIVERGENCE, id="taught by a divergence from its average, all at once"),
         pytest.param(WARM, 3, {}, id="warm start"),
         pytest.param(ALL_AT_ONCE, 12, {}, id="all at once, often", marks=pytest.mark.e2e),
         pytest.param(ADAPTER, 4, {}, id="adapter", marks=pytest.mark.e2e),
@@ -145,7 +147,7 @@ def test_a_training_killed_at_any_micro_step_ends_with_the_same_weights(
         values["evaluation"] = {"sets": [final]}
     values = with_keys(values, **keys)
     if keys is TAUGHT:
-        model = {} if teacher is ITSELF else {"model": str(make_model(tmp_path / "teacher", hidden_size=32))}
+        model = {} if "template" in teacher else {"model": str(make_model(tmp_path / "teacher", hidden_size=32))}
         values["teacher"] = {"weight": 0.5, **model, **teacher}
     if keys is WARM:
         values["warm_start"] = {"demonstrations": "shown.parquet", "batch_size": 6, "max_steps": 6}
