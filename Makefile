@@ -104,7 +104,7 @@ fast: setup $(PEER) ## each room's oracles with few examples, and what takes a m
 test: setup ## everything that CI checks
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going check tests
 
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
+PYTEST := $(BIN)/python -m pytest -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations 15
 
 tests: setup $(PEER)
 	$(PYTEST)

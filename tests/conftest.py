@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import faulthandler
 import functools
 import gc
 import itertools
@@ -117,6 +118,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     may_serve = bool({"served", "e2e"} & {mark.name for mark in item.iter_markers()})
     for mark in item.iter_markers("needs"):
         needs(*mark.args)
+    if item.get_closest_marker("e2e"):  # which may take long
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(tryfirst=True)

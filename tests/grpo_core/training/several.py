@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import traceback
@@ -13,6 +14,7 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 
 WORLD = 2
+HANGS = 300  # seconds after which a process ends and says where it is
 
 
 def in_two_processes(folder: Path, work: Callable[[int], None]) -> None:
@@ -23,7 +25,7 @@ def in_processes(count: int, folder: Path, work: Callable[[int], None], port: in
     """Call work(rank) in each. Raises AssertionError with the tracebacks if one of them fails. With a port, they have
     the environment that a launcher gives, and form the group themselves."""
     statuses = exit_statuses(count, folder, work, port)
-    problems = [path.read_text() for path in sorted(folder.glob("problem-*"))]
+    problems = [path.read_text() for kind in ("problem", "hanging") for path in sorted(folder.glob(f"{kind}-*"))]
     assert statuses == [0] * count, "\n".join(problems)
 
 
@@ -41,6 +43,8 @@ def _forked(rank: int, count: int, folder: Path, work: Callable[[int], None], po
     if child:
         return child
     code = 1
+    hanging = (folder / f"hanging-{rank}").open("w")
+    faulthandler.dump_traceback_later(HANGS, exit=True, file=hanging)
     try:
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         os.environ.update({name: str(value) for name, value in places.items()}, ACCELERATE_USE_CPU="true")
