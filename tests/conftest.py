@@ -122,6 +122,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Threads of GNU OpenMP do not exist in a forked process, which would wait for them forever."""
+    torch = sys.modules.get("torch")
+    if torch is not None and (threads := torch.get_num_threads()) > 1:
+        torch.set_num_threads(1)
+        raise AssertionError(f"torch computes with {threads} threads after this test: undo what it has set")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     (folder,) = SHARING["servers"]

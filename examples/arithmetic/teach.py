@@ -59,7 +59,6 @@ def greedy_accuracy(model: Qwen2ForCausalLM, inputs: torch.Tensor, labels: torch
 def train_base(train: list[Row], held: list[Row]) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
     import torch
 
-    torch.set_num_threads(2)  # a model this small has no use for more
     torch.manual_seed(tiny.SEED)
     tokenizer = make_tokenizer()
     model = tiny.make_model(tokenizer, CONTEXT, **SIZES)
@@ -97,8 +96,10 @@ def write(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> N
 def main() -> None:
     quiet_libraries()
     with importing():
+        import torch
         from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer  # noqa: F401
 
+    torch.set_num_threads(2)  # a model this small has no use for more
     model, tokenizer = train_base(*make_rows())
     with tempfile.TemporaryDirectory(prefix=".base-", dir=BASE.parent) as scratch:
         write(model, tokenizer, Path(scratch, "new"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -44,7 +45,9 @@ def _forked(rank: int, count: int, folder: Path, work: Callable[[int], None], po
         return child
     code = 1
     hanging = (folder / f"hanging-{rank}").open("w")
-    faulthandler.dump_traceback_later(HANGS, exit=True, file=hanging)
+    # By no thread: the one that pytest may have for it does not exist in a forked process, and would be waited for.
+    faulthandler.register(signal.SIGALRM, hanging, chain=True)
+    signal.alarm(HANGS)
     try:
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         os.environ.update({name: str(value) for name, value in places.items()}, ACCELERATE_USE_CPU="true")
