@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -42,8 +43,16 @@ def source_rows(plan: Plan) -> list[range]:
     return [range(start, end) for start, end in itertools.pairwise([0, *ends])]
 
 
-def _unused(order: np.ndarray, rows: range, used: Collection[int]) -> Iterator[int]:
-    return (row for row in map(int, order) if row in rows and row not in used)
+def _shuffled(rows: Sequence[int] | np.ndarray, rng: np.random.Generator) -> Iterator[int]:
+    """Yield the rows in random order, in the time and memory of those that are taken (the shuffle of Fisher and Yates,
+    with the places that it has changed alone)."""
+    changed = dict[int, int]()
+    for last in range(len(rows) - 1, -1, -1):
+        place = int(rng.integers(last + 1))
+        chosen, moved = changed.get(place, place), changed.pop(last, last)
+        if place != last:
+            changed[place] = moved
+        yield int(rows[chosen])
 
 
 @dataclass(frozen=True)
@@ -70,12 +79,15 @@ class Schedule:
         of the same source, none of them among `used`; None if the source has no more. With a curriculum, they are
         prompts of that epoch."""
         sources = source_rows(self.plan)
-        rows = np.arange(sources[-1].stop)
+        those: list[range] | list[np.ndarray] = sources
         if self.arranged is not None:
-            rows = np.unique(self.arranged[index // self.plan.rollouts_per_epoch])
-        order = np.random.default_rng([self.seed, index, 2]).permutation(rows)
-        fresh = {rows: _unused(order, rows, used) for rows in sources}
-        return [next(fresh[next(rows for rows in sources if row in rows)], None) for row in replaced]
+            of_epoch = np.unique(self.arranged[index // self.plan.rollouts_per_epoch])
+            those = np.split(of_epoch, np.searchsorted(of_epoch, [rows.stop for rows in sources[:-1]]))
+        orders = [_shuffled(rows, np.random.default_rng([self.seed, index, 2, n])) for n, rows in enumerate(those)]
+        ends = [rows.stop for rows in sources]
+        return [
+            next((new for new in orders[bisect.bisect_right(ends, row)] if new not in used), None) for row in replaced
+        ]
 
     def window(self, index: int, left: Sequence[Group], ahead: int) -> list[list[Group]]:
         """Return the groups that should have begun when generation batch `index` is taken: those `left` by the batch

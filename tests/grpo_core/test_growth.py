@@ -13,10 +13,13 @@ import pytest
 
 from grpo_core import distributed
 from grpo_core.config.files import parse_config
+from grpo_core.data.order import Schedule
 from grpo_core.planning.forecast import communication
 from grpo_core.planning.hardware import named_gpu
 from grpo_core.planning.memory import PlannedRun, peak_memory, usable_gib
 from grpo_core.planning.passes import passes_per_update
+from grpo_core.planning.plan import make_plan
+from grpo_core.planning.rules import PlanInputs
 from grpo_core.planning.shapes import PromptLengths
 from grpo_core.planning.tokens_per_pass import choose_tokens
 from grpo_core.planning.wall_time import wall_time
@@ -58,6 +61,17 @@ def test_a_sampled_token_takes_13_bytes_on_its_way_and_74_in_each_process() -> N
     tracemalloc.stop()
     assert len(held) == 1
     assert [len(sent) / tokens, bytes_held / tokens] == pytest.approx([13, 74], abs=1)
+
+
+def test_replacing_groups_takes_the_memory_of_the_prompts_that_are_taken_however_many_there_are() -> None:
+    plan = make_plan(PlanInputs(10**9, 8, 64, max_completion_length=16, max_steps=1))
+    replaced = [*range(64)]
+    tracemalloc.start()
+    found = Schedule(plan, 0).fresh(0, {*replaced}, replaced)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len({*found}) == len(found) and not {*found} & {*replaced}
+    assert most < 200_000, "bytes"
 
 
 H100, LENGTHS = named_gpu("H100"), PromptLengths(256, 256, "given")

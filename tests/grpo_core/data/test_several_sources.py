@@ -152,13 +152,28 @@ def test_a_fresh_prompt_is_of_the_source_of_the_one_it_replaces(plan: Plan, data
         assert sum(row is not None for row in of_source) == min(left, len(of_source))
 
 
+def test_fresh_prompts_are_taken_from_the_whole_source_shuffled() -> None:
+    """By a plain shuffle of all rows with the same numbers; and each order of four comes about as often."""
+    plan, orders = _plan([(4, 4)]), Counter[tuple[int | None, ...]]()
+    for index in range(2400):
+        rng, rows, expected = np.random.default_rng([SEED, index, 2, 0]), [*range(4)], list[int]()
+        while rows:
+            place = int(rng.integers(len(rows)))
+            expected.append(rows[place])
+            rows[place] = rows[-1]
+            rows.pop()
+        found = tuple(Schedule(plan, SEED).fresh(index, (), [0] * 5))
+        assert found == (*expected, None)
+        orders[found] += 1
+    assert len(orders) == 24 and all(60 < count < 145 for count in orders.values())
+
+
 def test_one_source_is_ordered_as_without_sources() -> None:
     plain = make_plan(PlanInputs(23, 2, 4, max_completion_length=4))
     assert epoch_rows(plain, SEED, 3).tolist() == [
         *[21, 19, 7, 17, 22, 2, 5, 13, 10, 8, 12, 3],
         *[4, 0, 18, 11, 15, 14, 20, 16, 1, 9, 6],
     ]
-    assert Schedule(plain, SEED).fresh(0, {0, 1}, [0, 1]) == [9, 19]
 
 
 def test_a_source_that_gives_nothing_is_refused() -> None:
