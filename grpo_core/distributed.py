@@ -34,6 +34,7 @@ from grpo_core.system.files import naming
 from grpo_core.system.memory import ALLOCATOR
 from grpo_core.system.progress import waiting
 
+SUMMED = 2**24  # numbers that the device holds at a time while the rows of all processes are put together
 LARGE = 2**20  # elements from which a gradient is sent by itself; smaller ones are sent together
 # In NCCL's errors: faults of this machine or of the configuration, such as memory that runs out, two processes on one
 # GPU, or different versions of NCCL. Its remote, system and internal errors follow from a process that is gone.
@@ -320,6 +321,21 @@ def failing_together(group: dist.ProcessGroup | None = None, kind: type[Exceptio
 def sum_over_processes(values: Tensor) -> Tensor:
     """Return the sum over the processes, element by element."""
     return reduce(values, "sum")
+
+
+@waiting()
+def rows_of_processes(values: Tensor, rows: Sequence[int], count: int) -> Tensor:
+    """Return the `count` rows that the processes have together, on the CPU; 0 where none has any. (…, count, T)
+
+    `values`: this process's, (…, n, T); `rows`: their places, which no other process has. The device holds no more than
+    SUMMED numbers of all rows at a time.
+    """
+    whole = torch.zeros(*values.shape[:-2], count, values.shape[-1], dtype=values.dtype)
+    whole[..., rows, :] = values.cpu()
+    if PartialState().num_processes == 1:
+        return whole
+    step = max(1, SUMMED * count // max(whole.numel(), 1))
+    return torch.cat([reduce(part.to(values.device), "sum").cpu() for part in whole.split(step, -2)], -2)
 
 
 @waiting()

@@ -15,7 +15,7 @@ from grpo_core.algorithm.losses import top_entropy_mask
 from grpo_core.config.teacher import source_teachers
 from grpo_core.data.curriculum import arrange, describe, distance, known_batches
 from grpo_core.data.order import Group, Schedule, epoch_rows
-from grpo_core.distributed import failing_together, max_over_processes, sum_over_processes
+from grpo_core.distributed import failing_together, max_over_processes, rows_of_processes
 from grpo_core.errors import EngineError
 from grpo_core.model.logprobs import Floor
 from grpo_core.model.policy import PassInputs, Policy
@@ -189,12 +189,13 @@ def _served_logprobs(session: Session, batch: GenerationBatch, needed: Tensor) -
     mine = needed.nonzero().flatten().tolist()[accelerator.process_index :: accelerator.num_processes]
     completions = [batch.completion_ids[row, : batch.completion_lengths[row]].tolist() for row in mine]
     asked = [(batch.prompt_ids[row], completion) for row, completion in zip(mine, completions, strict=True)]
-    found = torch.zeros(batch.completion_ids.shape)
+    rows, width = batch.completion_ids.shape
+    found = torch.zeros(len(mine), width)
     with failing_together(kind=EngineError):
-        for row, logprobs in zip(mine, served_logprobs(session.config, asked), strict=True):
-            found[row, : len(logprobs)] = torch.tensor(logprobs)
+        for own, logprobs in enumerate(served_logprobs(session.config, asked)):
+            found[own, : len(logprobs)] = torch.tensor(logprobs)
             moved()
-    return sum_over_processes(found.to(accelerator.device)).cpu()  # each row is 0 on all processes except one
+    return rows_of_processes(found.to(accelerator.device), mine, rows)
 
 
 @phase("what sampling leaves out")
@@ -241,16 +242,17 @@ def _computed(
     """Return the `figures` that a pass computes of each token of the completions `needed` (B,), 0 for the others.
     (figures, B, T) on the CPU"""
     accelerator, device = session.accelerator, session.accelerator.device
+    count, width = batch.completion_ids.shape
     sequences, rows = join(batch, [*range(len(batch.prompt_ids))]), needed.nonzero().flatten()
     parts = balance_rows(sequences, rows, accelerator.num_processes, share_prompts=session.policy.packs)
     mine = parts[accelerator.process_index]
-    found = torch.zeros(figures, *batch.completion_ids.shape, device=device)
+    found = torch.zeros(figures, len(mine), width, device=device)
 
     def work(parts: list[Tensor]) -> None:
         # All processes gather a sharded model's weights for each pass.
         missing = max_over_processes(len(parts)) - len(parts) if policy.is_sharded else 0
         for part in parts:  # the CPU prepares each while the device works on the one before
-            inputs, (places,) = policy.prepare(own.take(part)), move([mine[part]], device)
+            inputs, (places,) = policy.prepare(own.take(part)), move([part], device)
             found[:, places, : inputs.shape[1]] = compute(inputs)
             moved()
         if missing:
@@ -263,7 +265,7 @@ def _computed(
         session.memory.run(own, work, share_prompts=policy.packs)
     else:
         work([])
-    return sum_over_processes(found).cpu()  # each row is 0 on all processes except one
+    return rows_of_processes(found, mine.tolist(), count)
 
 
 def arrange_epochs(session: Session, state: TrainingState) -> TrainingState:

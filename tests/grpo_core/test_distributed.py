@@ -161,6 +161,29 @@ def test_gradients_become_their_mean_the_large_ones_in_place(tmp_path: Path) -> 
     in_two_processes(tmp_path, work)
 
 
+def test_rows_of_processes_are_put_together_a_few_at_a_time(tmp_path: Path) -> None:
+    """Twelve rows of two figures, of which no process has the first, and one process has none at all."""
+
+    def work(rank: int) -> None:
+        rows, values, sums = [[], [11, 4, 5], [2, 7, 1, 10]][rank], torch.arange(2 * 12 * 3.0).view(2, 12, 3), []
+        usual = distributed.reduce
+
+        def noted(part: torch.Tensor, how: str) -> torch.Tensor:
+            sums.append(part.numel())
+            return usual(part, how)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(distributed, "SUMMED", 20)
+            patch.setattr(distributed, "reduce", noted)
+            found = distributed.rows_of_processes(values[:, rows], rows, 12)
+        expected = torch.zeros_like(values)
+        expected[:, [11, 4, 5, 2, 7, 1, 10]] = values[:, [11, 4, 5, 2, 7, 1, 10]]
+        assert torch.equal(found, expected)
+        assert max(sums) <= 20 and len(sums) == 4
+
+    in_processes(3, tmp_path / "group", work)
+
+
 def test_the_death_of_another_process_is_told_from_an_error_of_one_s_own(tmp_path: Path) -> None:
     def work(rank: int) -> None:
         distributed.start_processes(LIMIT)
