@@ -38,7 +38,7 @@ class TeacherConfig(Section):
     update_rate: float | None = Field(None, gt=0, lt=1)
     """A policy that teaches itself does so with a moving average of its weights, which each update moves: average ← (1
     − update_rate) · average + update_rate · policy (TRL's teacher_update_rate, 0.05 in SDPO). It is kept in float32.
-    Default: with the weights from before the first update on the batch."""
+    Default: with the weights from before the first update on the batch; for a divergence, as it is in each update."""
     weight: float = Field(1.0, gt=0)
     """λ of the advantage of each token, A − λ·(log π_old − log π_teacher): what the reverse KL to the teacher counts
     beside the rewards. Rewards of weight 0 are measured, and the teacher teaches alone: rollout.num_generations may

@@ -207,19 +207,23 @@ class Policy(nn.Module):
         return tuple(_in_rows(values, inputs) for values in (logprobs, entropy, *others))
 
     @torch.no_grad()
-    def as_teacher(self, sequences: Sequences, rows: Tensor, beta: float, top_k: int) -> Taught:
+    def as_teacher(
+        self, sequences: Sequences, rows: Tensor, beta: float, top_k: int, *, changes: bool = False
+    ) -> Taught:
         """Return what a policy's distributions of the completion tokens of these rows are compared with. With a sharded
-        model, all processes call this, also those without rows."""
+        model, all processes call this, also those without rows. `changes`: this model gets other weights before."""
         layer = self.output_layer
         assert layer is not None
-        reads = torch.zeros(len(sequences.lengths), dtype=torch.bool).index_fill(0, rows, True)
-        places = reads.repeat_interleave(sequences.completion_lengths).nonzero().flatten()
+        lengths = sequences.completion_lengths
+        ends, own = lengths.cumsum(0), lengths[rows]
+        # Of each row's tokens one after the other: where they begin, and how many there are.
+        places = torch.arange(int(own.sum())) + (ends[rows] - own.cumsum(0)).repeat_interleave(own)
         shortest = sequences.lengths.argmin()[None]
         inputs = self.prepare(sequences.take(rows if len(rows) else shortest))
 
         def read(tokens: PackedBatch | PaddedRows) -> tuple[Tensor, Tensor]:
-            changes = self.is_sharded or layer.weight.requires_grad  # is given back, or trained
-            return self.hidden_states(tokens), layer.weight.clone() if changes else layer.weight
+            keep = self.is_sharded or (changes and layer.weight.requires_grad)
+            return self.hidden_states(tokens), layer.weight.clone() if keep else layer.weight
 
         with compiled():
             hidden, weight = call_as_forward(self.model, read, inputs.tokens)

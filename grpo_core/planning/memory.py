@@ -206,7 +206,7 @@ def training_parts(run: PlannedRun, size: Pass) -> dict[str, float]:
         taught = w * max(teacher.hidden for teacher in run.teaching) * size.completions
         states, head_gradient = 2 * states, head_gradient + w * head
         sizes, is_sharded = [it.vocabulary * it.hidden for it in run.teaching], config.train.sharding != "none"
-        if is_sharded or (config.teacher.is_policy and head):
+        if is_sharded or (config.teacher.update_rate is not None and head):
             heads = w * sum(sizes)
         embedding = w * max(it.outside - n for it, n in zip(run.teaching, sizes, strict=True)) * is_sharded
     copies = {"teacher_head": heads} if heads else {}

@@ -8,10 +8,11 @@ last norm, head) from the beginning of a pass to its end.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_core.config.run import RunConfig
+from grpo_core.config.teacher import source_teachers
 from grpo_core.planning.architectures.parts import Part
 from grpo_core.planning.hardware import GPUS_PER_MACHINE, Gpu
 from grpo_core.planning.plan import Plan
@@ -223,3 +224,38 @@ def working_set(
             ]
         )
     return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def teacher_passes(
+    config: RunConfig,
+    plan: Plan,
+    lengths: PromptLengths,
+    completion: float,
+    shape: ModelShape | None,
+    teachers: Mapping[str, ModelShape],
+) -> float:
+    """Forward passes of the policy that those of the teacher over a completion take as long as, by the tokens that it
+    reads and the parameters that each passes: one, or for a divergence one in each update and the products of both
+    output layers; 0 without a teacher. With teachers of sources, the mean over the prompts of an epoch."""
+    if not shape or not (teachers or config.teacher.is_policy):
+        return 0.0
+    g = plan.num_generations if shape.packs(longest_sequence(config, lengths)) else 1
+    shown = lengths.mean + max(lengths.shown - lengths.longest, 0)
+    if shares := config.teacher.shown_completions:  # of a group, each completion has a prompt of its own
+        shown -= shares * (config.rollout.max_completion_length - completion)
+    read = g * (shown + completion) if shares else shown + g * completion
+
+    def products(it: ModelShape, tokens: float, heads: float = 1.0) -> float:
+        return (it.active - it.outside) * tokens + heads * it.vocabulary * it.hidden * g * completion
+
+    weights = dict.fromkeys(teachers or {"": shape}, 1.0)
+    if names := source_teachers(config):
+        prompts = [(names[it.name], it.prompts_per_epoch / plan.num_prompts) for it in plan.sources]
+        weights = {name: sum(share for of, share in prompts if of == name) for name in weights}
+    diverges = config.teacher.diverges  # the teacher's head twice; the policy's twice more, and for two gradients
+    passes = sum(
+        weight * (products(teachers.get(name, shape), read, 1.0 + diverges) + diverges * products(shape, 0.0, 4.0))
+        for name, weight in weights.items()
+    )
+    each = passes / products(shape, lengths.mean + g * completion)
+    return each * (config.train.num_iterations if diverges else 1)

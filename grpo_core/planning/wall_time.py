@@ -9,12 +9,11 @@ from typing import Any
 
 from grpo_core.config.memory_bounds import MAX_ROWS
 from grpo_core.config.run import RunConfig
-from grpo_core.config.teacher import source_teachers
 from grpo_core.planning.architectures.parts import Part
 from grpo_core.planning.hardware import SPEEDS, Gpu, by_name
 from grpo_core.planning.memory import MOMENTS, cache_bytes
 from grpo_core.planning.pace import NOT_VALIDATED, EnvironmentPace, Pace, Throughput, ValidatedCosts
-from grpo_core.planning.passes import HALF, longest_sequence
+from grpo_core.planning.passes import HALF, longest_sequence, teacher_passes
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ForecastError, ModelShape, PromptLengths, adapter_parameters
 
@@ -87,6 +86,8 @@ def wall_time(
         said = [how, *replaced]
     if config.teacher.url and not isinstance(source, Throughput):
         said.append("without the time in which the teacher's server answers, which is not known")
+    if config.teacher.template and not lengths.shown:
+        said.append("without what teacher.template adds to prompts, known once the data are validated")
     if warm:
         each[WARM_START], note = _warm_start(config, lengths, source, shape, gpu, warm, communication)
         said += note
@@ -115,28 +116,6 @@ def scorings(config: RunConfig, plan: Plan) -> int:
     policy's old ones or its entropies."""
     algorithm = config.algorithm
     return (algorithm.beta > 0) + (not plan.on_policy or algorithm.top_entropy_quantile < 1)
-
-
-def teacher_passes(
-    config: RunConfig,
-    plan: Plan,
-    lengths: PromptLengths,
-    completion: float,
-    shape: ModelShape | None,
-    teachers: Mapping[str, ModelShape],
-) -> float:
-    """Forward passes of the policy that those of the teacher over a completion take as long as, by the tokens that it
-    reads and the parameters that each passes: one, or for a divergence one in each update; 0 without a teacher. With
-    teachers of sources, the mean over the prompts of an epoch."""
-    if not shape or not (teachers or config.teacher.is_policy):
-        return 0.0
-    passes = config.train.num_iterations if config.teacher.diverges else 1
-    longer = max(lengths.shown - lengths.longest, 0) / (lengths.mean + completion)
-    active = sum(it.active for it in teachers.values()) or shape.active
-    if names := source_teachers(config):
-        read = [(it.prompts_per_epoch, names[it.name]) for it in plan.sources]
-        active = sum(number * teachers[name].active for number, name in read if name) / plan.num_prompts
-    return (1 + longer) * passes * active / shape.active
 
 
 @dataclass(frozen=True)

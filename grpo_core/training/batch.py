@@ -46,11 +46,6 @@ class MicroBatch:
     taught: Float[Tensor, " B"] | None = None  # see Rollout
     shown: Sequences | None = None  # the same completions behind the prompts that a teacher reads, see Rollout
 
-    @property
-    def read(self) -> Sequences:
-        """What is read in a pass: by the teacher, where that reads other prompts, which are longer."""
-        return self.shown or self.sequences
-
     def to(self, device: torch.device) -> MicroBatch:
         """Move to a device, except the sequences, whose lengths are read on the CPU. Nothing waits for it."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}

@@ -28,6 +28,7 @@ from grpo_core.model.loading import trainable_state
 from grpo_core.model.logprobs import Taught
 from grpo_core.model.policy import PassInputs
 from grpo_core.model.routing import balance_loss, choice_counts
+from grpo_core.model.sequences import pack
 from grpo_core.system.progress import moved, phase
 from grpo_core.training.batch import MicroBatch, idle_row, own_rows, take
 from grpo_core.training.interrupt import commit
@@ -78,10 +79,10 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
     balance = None
     if config.algorithm.router_aux_loss_coef > 0:
         counts = session.memory.run(
-            batch.read, lambda parts: _choice_counts(session, prepared(parts)), share_prompts=session.policy.packs
+            batch.sequences, lambda parts: _choice_counts(session, prepared(parts)), share_prompts=session.policy.packs
         )
         balance = sum_over_processes(counts)
-    tally = session.memory.run(batch.read, accumulate, share_prompts=session.policy.packs)
+    tally = session.memory.run(batch.sequences, accumulate, share_prompts=session.policy.packs)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     average_gradients(parameters)
     metrics = tally.read(session, grad_norm=clip_gradients(parameters, config.train.max_grad_norm))
@@ -204,16 +205,27 @@ def _choice_counts(session: Session, passes: Iterable[tuple[PassInputs, MicroBat
 
 
 def _taught(session: Session, batch: MicroBatch) -> list[Taught] | None:
-    """Return what the divergence of a pass over these rows, on the CPU, is computed from; None without a divergence."""
+    """Return what the divergence of a pass over these rows, on the CPU, is computed from; None without a divergence.
+    Behind prompts of its own, which are longer, a teacher reads them in passes of its own."""
     keys, found = session.config.teacher, list[Taught]()
     if keys.divergence_beta is None:
         return None
-    numbers = torch.ones(len(batch.mask)) if batch.taught is None else batch.taught
+    numbers, changes = (
+        torch.ones(len(batch.mask)) if batch.taught is None else batch.taught,
+        session.average is not None,
+    )
     with teaching(session) as teachers:
         for number, teacher in enumerate(teachers, 1):
-            rows = (numbers == number).nonzero().flatten()
-            if len(rows) or teacher.is_sharded:
-                found.append(teacher.as_teacher(batch.read, rows, keys.divergence_beta, keys.divergence_top_k))
+            rows, read = (numbers == number).nonzero().flatten(), batch.shown or batch.sequences
+            parts = [rows] if len(rows) or teacher.is_sharded else []
+            if batch.shown is not None and len(rows):
+                own = pack(read.take(rows), session.memory.tokens, share_prompts=teacher.packs)
+                parts = [rows[part] for part in own]
+            if batch.shown is not None and teacher.is_sharded:
+                parts += [rows[:0]] * (max_over_processes(len(parts)) - len(parts))
+            for part in parts:
+                how = keys.divergence_beta, keys.divergence_top_k
+                found.append(teacher.as_teacher(read, part, *how, changes=changes))
     return found
 
 
@@ -266,9 +278,9 @@ def _forward_backward(
             divergence, teacher_logprobs = of_teacher
             loss = loss + keys.weight * (batch.weights * divergence).sum()
             tally.add("teacher_divergence", divergence.detach(), told)
-            tally.add("teacher_kl", old_logprobs - teacher_logprobs, told)
+            tally.add("teacher_kl", logprobs.detach() - teacher_logprobs, told)
             if keys.template is not None:
-                tally.add("privileged_gap", teacher_logprobs - old_logprobs, told)
+                tally.add("privileged_gap", teacher_logprobs - logprobs.detach(), told)
         if entropy_coef > 0:
             loss = loss - entropy_coef * (batch.entropy_weights * entropy).sum()
         if balance is not None:

@@ -237,8 +237,10 @@ def test_the_forecast_counts_a_pass_of_the_policy_over_what_it_is_shown_and_no_o
     for keys, each in ((alone, lengths[0]), (config, lengths[1]), (config, lengths[2])):
         hours.append(wall_time(keys, plan, each, PACE, policy, None)["parts_hours"]["updates"])
     extra = [hour - hours[0] for hour in hours[1:]]
-    longer = (140 + PACE.completion_tokens + 4_000_000 - 220) / (140 + PACE.completion_tokens)
-    assert extra[1] / extra[0] == pytest.approx(longer)
+    completions = plan.num_generations * PACE.completion_tokens  # of a group, behind one prompt
+    layers, head = policy.parameters - policy.outside, policy.vocabulary * policy.hidden
+    products = [layers * (140 + more + completions) + head * completions for more in (0, 4_000_000 - 220)]
+    assert extra[1] / extra[0] == pytest.approx(products[1] / products[0])
     small, same, large = (
         peak_memory(planned(keys, "1.5B", each, named_gpu("H200")))["parts_gib"]
         for keys, each in ((alone, lengths[0]), (config, lengths[1]), (config, lengths[2]))

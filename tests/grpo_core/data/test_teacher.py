@@ -21,8 +21,8 @@ from grpo_core.data.teacher import check_teacher, check_tokenizers, silent_notes
 from grpo_core.errors import ConfigError
 from grpo_core.planning.hardware import Gpu, named_gpu
 from grpo_core.planning.memory import GIB, check_teacher_memory, peak_memory
-from grpo_core.planning.plan import PlanError, make_plan, plan_inputs
-from grpo_core.planning.shapes import PromptLengths
+from grpo_core.planning.plan import Plan, PlanError, make_plan, plan_inputs
+from grpo_core.planning.shapes import ModelShape, PromptLengths
 from grpo_core.planning.wall_time import wall_time
 from tasks.stages.lineage import lineage_keys
 from tests.conftest import config_values, make_model, with_keys
@@ -173,6 +173,13 @@ def test_a_group_may_have_one_completion_only_where_a_teacher_teaches_alone(
     assert make_plan(plan_inputs(taught(unpaid, model_folder), 24)).num_generations == 1
 
 
+def _products(shape: ModelShape, plan: Plan) -> float:
+    """Of a group's prompt and completions with the layers, and of the completions with the head."""
+    completions = plan.num_generations * PACE.completion_tokens
+    layers = shape.parameters - shape.outside
+    return layers * (LENGTHS.mean + completions) + shape.vocabulary * shape.hidden * completions
+
+
 def test_the_forecast_counts_a_teachers_weights_and_passes_and_refuses_what_has_no_room() -> None:
     """7B beside 1.5B: its weights take 15.2 GB in bf16, and its pass as long as 7.07/1.54 of the policy's."""
     values = config_values(Path("model"), Path("data"), mixed_precision="bf16", engine="transformers", max_steps=10)
@@ -191,7 +198,7 @@ def test_the_forecast_counts_a_teachers_weights_and_passes_and_refuses_what_has_
     ]
     micro_steps = plan.rollouts * plan.steps_per_generation
     passes = (hours[1] - hours[0]) * 3600 / (micro_steps * PACE.train_seconds / 3)
-    assert passes == pytest.approx(seven.active / policy.active)
+    assert passes == pytest.approx(_products(seven, plan) / _products(policy, plan))
     compared = taught(values, "teacher", divergence_beta=0.5)
     small = planned(compared, "1.5B", LENGTHS, gpu, qwen("0.5B"))
     with pytest.raises(ConfigError, match="its logits are not those of a linear layer alone; remove it"):
@@ -215,8 +222,8 @@ def test_the_forecast_counts_the_weights_of_all_teachers_and_the_passes_of_each_
         ]
         micro_steps = run.plan.rollouts * run.plan.steps_per_generation
         passes = (hours[1] - hours[0]) * 3600 / (micro_steps * PACE.train_seconds / 3)
-        mean = (2 * seven.active + {"3B": three.active, "7B": seven.active, "": 0}[lines]) / 3
-        assert passes == pytest.approx(mean / policy.active)
+        found = {"": 0.0} | {name: _products(it, run.plan) for name, it in (("7B", seven), ("3B", three))}
+        assert passes == pytest.approx((2 * found["7B"] + found[lines]) / 3 / _products(policy, run.plan))
         if lines == "3B":  # 14.2 and 5.7 GiB
             with pytest.raises(ConfigError, match=r"'7B', data\.sources\.1\.teacher = '3B': their weights are 19\.9 "):
                 check_teacher_memory(replace(run, gpu=Gpu("GPU", 24.0)))

@@ -100,7 +100,7 @@ def plain_training(run: Path) -> tuple[list[tuple[float, float, list[float], lis
                 current = index
                 batch = _Batch(run, config, plan, index, model, base, average if config.teacher.update_rate else model)
             loss = loss + batch.loss(model, place, len(micro_steps), diverges)
-            taught += batch.teacher_kl(place)
+            taught += batch.teacher_kl(place, model)
             if config.algorithm.router_aux_loss_coef:
                 routed += [batch.router_logits(model, row) for row in batch.order[place].flatten().tolist()]
         if routed:
@@ -183,24 +183,28 @@ class _Batch:
                 self.read = shown_prompts(run, config, self.rows)
             self.taught_by = names = teachers_of(run, config, self.rows)
             self.models = {name: load(name).double().eval() for name in {*names} if name} or {None: itself}
-            self.asks_teacher([*range(len(self.rows))])
+            self.asks_teacher([*range(len(self.rows))], self.old)
 
-    def asks_teacher(self, rows: list[int]) -> None:
-        """Note what the teacher says as it is now."""
+    def asks_teacher(self, rows: list[int], own: Any) -> None:
+        """Note what the teacher says as it is now; the policy's own words where nothing is shown, and of a source
+        without a teacher."""
         with torch.no_grad():
             for row in rows:
                 name, read = self.taught_by[row], self.read[row]
-                self.teacher[row] = self.old[row]  # where nothing is shown, and of a source without a teacher
+                self.teacher[row] = own[row]
                 if read and name != "":
                     self.teacher[row] = self.tokens(self.models[name], row, whole=True, prompt=read)[0].tolist()
 
-    def teacher_kl(self, place: int) -> list[float]:
-        """log π_old − log π_teacher of each taught token of a micro-step; for a divergence, of the teacher in the
-        update."""
+    def teacher_kl(self, place: int, model: Any) -> list[float]:
+        """log π_old − log π_teacher of each taught token of a micro-step; for a divergence, of policy and teacher in
+        the update."""
         rows = [row for row in self.order[place].flatten().tolist() if self.taught_by[row] != ""]
+        own: Any = self.old
         if self.config.teacher.divergence_beta is not None:
-            self.asks_teacher(rows)
-        return [old - said for row in rows for old, said in zip(self.old[row], self.teacher[row] or [], strict=False)]
+            with torch.no_grad():
+                own = {row: self.tokens(model, row)[0].tolist() for row in rows}
+            self.asks_teacher(rows, own)
+        return [old - said for row in rows for old, said in zip(own[row], self.teacher[row] or [], strict=False)]
 
     def divergence(self, model: Any, row: int) -> Tensor:
         """From the teacher's distribution, where the trained tokens are predicted."""

@@ -364,13 +364,13 @@ def test_processes_that_share_both_models_train_by_a_divergence_as_plain_loops(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
-    [3, 4, 12, *(pytest.param(number, marks=pytest.mark.e2e) for number in (6, 11, 14, 19, 20, 22, 28, 35))],
+    [3, 12, 20, *(pytest.param(number, marks=pytest.mark.e2e) for number in (6, 11, 14, 19, 22, 28, 35))],
 )
 def test_a_training_by_a_divergence_from_who_was_shown_more_is_that_of_plain_loops(
     number: int, models: dict[str, Path], tmp_path: Path
 ) -> None:
     """From a frozen model, the policy as it is in each update, or its average."""
-    draw = random.Random(7000 + number)
+    draw = random.Random(7100 + number)
     run = drawn_run(tmp_path, models, number, draw, diverges=True)
     with passes(number, draw):
         loop.train(run, run / "training")
@@ -384,7 +384,7 @@ def test_a_training_by_a_divergence_from_who_was_shown_more_is_that_of_plain_loo
 def test_processes_that_share_the_policy_learn_by_a_divergence_from_it_as_plain_loops(
     number: int, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    draw = random.Random(8000 + number)
+    draw = random.Random(8100 + number)
     run = drawn_run(tmp_path, models, number, draw, diverges=True, num_processes=2, sharding="full")
     with passes(number, draw):
         in_processes(2, tmp_path / "group", lambda _: loop.train(run, run / "training"))
