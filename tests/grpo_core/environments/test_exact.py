@@ -124,6 +124,8 @@ def test_a_training_on_conversations_is_that_of_plain_loops(
         values["teacher"] = {"model": str(teacher), "weight": 0.3}
     if "loss_type" in keys:  # the policy, where a tool has failed
         values["teacher"] = {"template": "{prompt}, of which {error} was the end, and {answer} right", "weight": 0.3}
+    if "teacher" in values and not packs:
+        values["teacher"]["divergence_beta"] = 0.7
     with teacher_server(teacher) if packs and keys.get("beta") else nullcontext() as server:
         if server:
             values["teacher"]["url"] = server.url

@@ -84,15 +84,17 @@ def assert_replayed(run: Path, recorded: Path) -> None:
         pytest.param({"use_peft": True, "lora_r": 4, "lora_dropout": 0.2, "beta": 0.1}, {}, id="adapter"),
         pytest.param({"max_steps": 2, "top_k": 5}, {"dynamic_sample": True}, id="of replaced groups"),
         pytest.param({"max_steps": 2}, {"eval_steps": 1}, id="without evaluations"),
-        pytest.param({"max_steps": 2, "taught": "{better}+{prompt}"}, {}, id="taught by itself"),
+        pytest.param({"max_steps": 2, "taught": {}}, {}, id="taught by itself"),
+        pytest.param({"max_steps": 2, "taught": {"divergence_beta": 0.6}}, {}, id="taught by a divergence from itself"),
     ],
 )
 def test_a_training_on_a_recording_does_what_the_recorded_one_did(
     values: dict[str, Any], tmp_path: Path, keys: dict[str, Any], of_sampling: dict[str, Any]
 ) -> None:
     values["rewards"].append({"function": "tests.grpo_core.training.test_options:only_odd_prompts_apply"})  # else None
-    if template := keys.get("taught"):
-        values["teacher"], keys = {"template": template}, {"max_steps": 2}
+    if "taught" in keys:
+        values["teacher"] = {"template": "{better}+{prompt}", **keys["taught"]}
+        keys = {"max_steps": keys["max_steps"]}
     recorded = trained_run(tmp_path / "recorded", values, **keys, **of_sampling)
     run = replayed(tmp_path / "run", recorded, values, **keys)
     assert_replayed(run, recorded)
