@@ -57,6 +57,11 @@ class OutOfMemoryRetry:
         """Tokens per pass after memory has run out; None if it has not."""
         return self.tokens if self.tokens < self.planned else None
 
+    @property
+    def limit(self) -> int:
+        """Tokens of a pass on the device: on a CPU, more would not make it faster."""
+        return min(self.tokens, CPU_TOKENS) if next(self.policy.parameters()).device.type == "cpu" else self.tokens
+
     def run(self, sequences: Sequences, work: Callable[[list[Tensor]], Result], *, share_prompts: bool) -> Result:
         """Return `work(parts)` for the sequences' rows, packed into one part per pass.
 
@@ -65,11 +70,9 @@ class OutOfMemoryRetry:
         TrainingError if that does not help either. With a sharded model nothing is tried again: it raises
         SharedModelError, or TrainingError at one completion.
         """
-        on_cpu = next(self.policy.parameters()).device.type == "cpu"
         longest = int(sequences.lengths.max())
         while True:
-            tokens = min(self.tokens, CPU_TOKENS) if on_cpu else self.tokens
-            parts = [*pack(sequences, tokens, share_prompts=share_prompts)]
+            parts = [*pack(sequences, self.limit, share_prompts=share_prompts)]
             try:
                 return work(parts)
             except torch.OutOfMemoryError as error:

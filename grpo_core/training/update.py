@@ -219,7 +219,7 @@ def _taught(session: Session, batch: MicroBatch) -> list[Taught] | None:
             rows, read = (numbers == number).nonzero().flatten(), batch.shown or batch.sequences
             parts = [rows] if len(rows) or teacher.is_sharded else []
             if batch.shown is not None and len(rows):
-                own = pack(read.take(rows), session.memory.tokens, share_prompts=teacher.packs)
+                own = pack(read.take(rows), session.memory.limit, share_prompts=teacher.packs)
                 parts = [rows[part] for part in own]
             if batch.shown is not None and teacher.is_sharded:
                 parts += [rows[:0]] * (max_over_processes(len(parts)) - len(parts))

@@ -38,6 +38,7 @@ def test_the_small_form_of_a_recipe_learns(recipe: str, tmp_path: Path) -> None:
     with _judge(project) if recipe == "writing" else nullcontext(CHANGES.get(recipe, [])) as changes:
         _python(project, "flows.cli.main", "run", f"configs/{recipe}.toml", *changes)
     folder = project / "storage" / "runs" / "small"
+    assert json.loads((folder / "registration.json").read_text())["version"] == "1"
     lines = (folder / "training" / "metrics.jsonl").read_text().splitlines()
     trained, evaluated = MEASURED.get(recipe, ("reward", "reward"))
     rewards = [json.loads(line)[trained] for line in lines]
