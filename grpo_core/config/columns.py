@@ -18,13 +18,20 @@ def is_template(how: str) -> bool:
     return "{" in how or "}" in how
 
 
+OWN_BRACE = "write {{ or }} for a brace of your own"
+
+
 def template_parts(template: str) -> list[tuple[str, str]]:
     """Return (text, the column after it) for each part of a template; the last column may be "". Raises ValueError if
     the template is not valid."""
     parts = []
-    for text, column, form, conversion in Formatter().parse(template):
+    try:
+        found = [*Formatter().parse(template)]
+    except ValueError as error:
+        raise ValueError(f"{error}; {OWN_BRACE}") from None
+    for text, column, form, conversion in found:
         if column is not None and (not column or form or conversion):
-            raise ValueError("a template names columns in braces, as in 'Question: {question}'; a brace is written {{")
+            raise ValueError(f"a place is a plain name in braces, as in 'Question: {{question}}'; {OWN_BRACE}")
         parts.append((text, column or ""))
     return parts
 

@@ -70,7 +70,7 @@ class TeacherConfig(Section):
         if self.url is not None and (wrong := {"revision", "divergence_beta", "divergence_top_k"} & {*given}):
             raise ValueError(
                 f"{min(wrong)} with url={self.url!r}: a server has loaded its model, and gives the log-probability of "
-                f"the sampled token alone; remove {min(wrong)}, or name the model to load instead of url"
+                f"the sampled token alone; remove {min(wrong)}, or url, so that the training loads teacher.model"
             )
         if self.url is not None and holds_secret(self.url):
             raise ValueError(
@@ -96,7 +96,7 @@ class TeacherConfig(Section):
         try:
             places = self.places
         except ValueError as error:
-            raise ValueError(f"template={template!r}: {error}; write {{{{ or }}}} for a brace of your own") from None
+            raise ValueError(f"template={template!r}: {error}") from None
         if PROMPT not in places:
             raise ValueError(
                 f"template={template!r} is read in the place of the prompt's last user message, and leaves that out; "
@@ -203,7 +203,7 @@ def teacher_problem(config: RunConfig) -> str:
     if config.teacher.teaches_silent_groups and config.rollout.dynamic_sample:
         return (
             f"rollout.dynamic_sample=true with {config.teacher.named}: groups whose rewards are equal "
-            "are replaced, and the teacher teaches there; remove one of the two"
+            "are replaced, and the teacher teaches there; remove one of the two, or show {better} in teacher.template"
         )
     if config.teacher.url is not None and config.rollout.temperature != 1:
         return (

@@ -153,5 +153,7 @@ def _refusing(config: RunConfig) -> Iterator[None]:
         yield
     except (httpx2.HTTPError, EngineError, ValueError, LookupError, TypeError) as error:
         known = isinstance(error, EngineError | httpx2.HTTPStatusError)
-        text = str(error) if known else f"no answer of a vLLM server: {error!r}"
+        text = str(error)
+        if not known:
+            text = f"no answer of a vLLM server: {error!r}; start it (vllm serve MODEL), or correct the address"
         raise ConfigError(f"teacher.url = {config.teacher.url!r}: {text}") from None

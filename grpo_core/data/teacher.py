@@ -105,9 +105,24 @@ def check_tokenizers(config: RunConfig, named: str, own: Mapping[str, int], teac
     )
 
 
+def unseen_notes(config: RunConfig) -> list[str]:
+    """A sentence for each teacher whose tokenizer is not on this machine."""
+    found = []
+    for key, teacher in loaded_teachers(config).items():
+        try:
+            _vocabulary(teacher)
+        except ForecastError:
+            found.append(
+                f"{key} = {teacher.name_or_path!r} is not on this machine: the stage plan will compare its tokenizer"
+            )
+    return found
+
+
 def silent_notes(config: RunConfig, pass_rates: Sequence[float]) -> list[str]:
-    """A sentence about groups without a signal if the pass rate p is below 1 / (2G), where (1 − p)^G, the share of
-    groups that never pass, is above about 0.6. None where a teacher teaches them alone."""
+    """A sentence if nothing teaches at all, or one about groups without a signal if the pass rate p is below 1 / (2G),
+    where (1 − p)^G, the share of groups that never pass, is above about 0.6. None where a teacher teaches alone."""
+    if not (config.teacher.is_used or any(reward.weight for reward in config.rewards)):
+        return ["no reward has a weight, and there is no [teacher]: GRPO trains nothing; give a reward a weight"]
     g, taught = config.rollout.num_generations, config.teacher.teaches_silent_groups
     alone = [name for name, teacher in source_teachers(config).items() if not teacher]
     mean = sum(pass_rates) / len(pass_rates) if pass_rates else 1.0

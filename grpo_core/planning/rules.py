@@ -239,7 +239,10 @@ def _batch_problems(inputs: PlanInputs) -> Iterator[str]:
             f"num_processes={b}·{w}={b * w}: it must be cut into whole micro-steps"
         )
     if g < 2 and not inputs.has_teacher:
-        yield f"num_generations={g} leaves nothing to compare: a group needs at least 2 completions"
+        yield (
+            f"num_generations={g} leaves nothing to compare: a group needs at least 2 completions, except where a "
+            "teacher teaches alone ([teacher], and every reward with weight 0)"
+        )
     if inputs.generation_batch % g:
         yield (
             f"generation_batch_size={inputs.generation_batch} ({inputs.batch_factors}) is not divisible by "

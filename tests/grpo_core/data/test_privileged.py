@@ -148,7 +148,7 @@ OTHERS: list[dict[str, Any]] = [
     [
         ({"template": "{answer}"}, "leaves that out; put {prompt} where it belongs"),
         ({"template": " {prompt}\n"}, "shows the prompt alone; add what the teacher should know"),
-        ({"template": "{prompt} {}"}, "a template names columns in braces"),
+        ({"template": "{prompt} {}"}, "a place is a plain name in braces, as in 'Question: {question}'; write {{"),
         (
             {"template": "{prompt} in {"},
             "Single '{' encountered in format string; write {{ or }} for a brace of your own",

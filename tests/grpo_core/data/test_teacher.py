@@ -17,7 +17,7 @@ from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.config.teacher import loaded_teachers, source_teachers
 from grpo_core.data.prompts import check_teacher_tokenizer
-from grpo_core.data.teacher import check_teacher, check_tokenizers, silent_notes
+from grpo_core.data.teacher import check_teacher, check_tokenizers, silent_notes, unseen_notes
 from grpo_core.errors import ConfigError
 from grpo_core.planning.hardware import Gpu, named_gpu
 from grpo_core.planning.memory import GIB, check_teacher_memory, peak_memory
@@ -246,6 +246,17 @@ def test_a_plan_says_that_groups_will_be_silent_and_where_a_teacher_teaches(
     (said,) = silent_notes(taught(values, model_folder), [0.0])
     assert said.endswith("about 100% of the groups will be silent, all their completions failing alike; the teacher "
                          "teaches there")  # fmt: skip
+
+
+def test_a_plan_says_that_nothing_teaches_and_which_teacher_it_has_not_seen(
+    values: dict[str, Any], model_folder: Path
+) -> None:
+    values["rewards"] = [{**reward, "weight": 0.0} for reward in values["rewards"]]
+    (said,) = silent_notes(parse_config(values), [])
+    assert said.endswith("there is no [teacher]: GRPO trains nothing; give a reward a weight")
+    assert silent_notes(taught(values, model_folder), []) == [] == unseen_notes(taught(values, model_folder))
+    (said,) = unseen_notes(taught(values, "Qwen/Qwen2.5-7B-Instruct"))
+    assert said.startswith("teacher.model = 'Qwen/Qwen2.5-7B-Instruct' is not on this machine")
 
 
 def test_a_run_is_known_by_its_teachers_content_and_weight_and_not_by_its_name(
