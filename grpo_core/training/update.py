@@ -210,13 +210,11 @@ def _taught(session: Session, batch: MicroBatch) -> list[Taught] | None:
     keys, found = session.config.teacher, list[Taught]()
     if keys.divergence_beta is None:
         return None
-    numbers, changes = (
-        torch.ones(len(batch.mask)) if batch.taught is None else batch.taught,
-        session.average is not None,
-    )
+    numbers = torch.ones(len(batch.mask)) if batch.taught is None else batch.taught
+    read, changes = batch.shown or batch.sequences, session.average is not None
     with teaching(session) as teachers:
         for number, teacher in enumerate(teachers, 1):
-            rows, read = (numbers == number).nonzero().flatten(), batch.shown or batch.sequences
+            rows = (numbers == number).nonzero().flatten()
             parts = [rows] if len(rows) or teacher.is_sharded else []
             if batch.shown is not None and len(rows):
                 own = pack(read.take(rows), session.memory.limit, share_prompts=teacher.packs)

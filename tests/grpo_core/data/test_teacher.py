@@ -174,7 +174,7 @@ def test_a_group_may_have_one_completion_only_where_a_teacher_teaches_alone(
 
 
 def _products(shape: ModelShape, plan: Plan) -> float:
-    """Of a group's prompt and completions with the layers, and of the completions with the head."""
+    """Products of the layers with a group's prompt and completions, and of the head with its completions."""
     completions = plan.num_generations * PACE.completion_tokens
     layers = shape.parameters - shape.outside
     return layers * (LENGTHS.mean + completions) + shape.vocabulary * shape.hidden * completions
