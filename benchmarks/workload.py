@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks.command import ROOT
 from grpo_core.rewards.builtin.answers import numeric_match
 
 END, PAD = 0, 1
@@ -60,8 +61,8 @@ def write(workload: Workload, folder: Path) -> None:
     """Write model/, prompts.parquet, completions.json and workload.json."""
     folder.mkdir(parents=True)
     if workload.task == "sums":
-        make = Path(__file__).parents[1] / "examples" / "arithmetic" / "make.py"
-        subprocess.run([sys.executable, make, "--out", SUMS], check=True, stdout=subprocess.DEVNULL)
+        make = [sys.executable, "-m", "examples.arithmetic.make", "--out", SUMS.resolve()]
+        subprocess.run(make, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
         (folder / "model").symlink_to(SUMS.resolve() / "base")
         (folder / "prompts.parquet").symlink_to(SUMS.resolve() / "train.parquet")
     else:
