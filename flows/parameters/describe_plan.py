@@ -15,7 +15,7 @@ from grpo_core.config.files import named_modules
 from grpo_core.config.run import RunConfig
 from grpo_core.data.curriculum import curriculum_notes
 from grpo_core.data.order import source_counts
-from grpo_core.data.teacher import silent_notes, unseen_notes
+from grpo_core.data.teacher import silent_notes, teacher_notes
 from grpo_core.errors import ConfigError
 from grpo_core.planning.adapter import base_notes, check_adapter
 from grpo_core.planning.forecast import forecast
@@ -85,7 +85,7 @@ def describe_plan(
     if pace is None and gpu is None:
         pace = measure(resolved, figures, lengths, hardware, data.prompts if data else None, say)
     said = [*notes(inputs, figures), *curriculum_notes(config, figures), *sampling_notes(config)]
-    said += [*silent_notes(config, pass_rates), *unseen_notes(config)]
+    said += [*silent_notes(config, pass_rates), *teacher_notes(config)]
     warm = None
     if config.warm_start.is_used and known_prompts is None:
         (stage,) = WARM_START.inputs(config)

@@ -260,11 +260,6 @@ class RunConfig(Section):
             )
 
     @property
-    def trains_every(self) -> bool:
-        """True if completions without an advantage have a gradient too."""
-        return self.teacher.is_used or self.algorithm.trains_every
-
-    @property
     def servers_in_job(self) -> int:
         """Further machines of a scheduler's job, each of which runs a vLLM server."""
         in_job = self.launch.launcher in ("kubernetes", "slurm") and not self.launch.server_hosts

@@ -105,10 +105,18 @@ def check_tokenizers(config: RunConfig, named: str, own: Mapping[str, int], teac
     )
 
 
-def unseen_notes(config: RunConfig) -> list[str]:
-    """A sentence for each teacher whose tokenizer is not on this machine."""
-    found = []
-    for key, teacher in loaded_teachers(config).items():
+def teacher_notes(config: RunConfig) -> list[str]:
+    """A sentence about what teaches, and one for each teacher whose tokenizer is not on this machine."""
+    keys, loaded = config.teacher, loaded_teachers(config)
+    if not keys.is_used:
+        return []
+    named = ", ".join(f"{key} = {it.name_or_path!r}" for key, it in loaded.items()) or (keys.url and keys.named)
+    shown = "" if keys.template is None else ", shown teacher.template,"
+    average = "" if keys.update_rate is None else f" and averaged at update_rate = {keys.update_rate:g},"
+    how = f"a divergence, divergence_beta = {keys.divergence_beta:g}" if keys.diverges else "each token's advantage"
+    beside = "without rewards" if teaches_alone(config) else "beside the rewards"
+    found = [f"{named or 'the policy itself'}{shown}{average} teaches {beside} by {how}, weight {keys.weight:g}"]
+    for key, teacher in loaded.items():
         try:
             _vocabulary(teacher)
         except ForecastError:

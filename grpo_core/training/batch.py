@@ -147,24 +147,24 @@ def _join_sequences(parts: Sequence[Sequences]) -> Sequences:
     return Sequences(**columns)
 
 
-def has_gradient(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return which completions' policy terms have a gradient. (B,) bool
+def has_gradient(config: RunConfig, advantages: Tensor, mask: Tensor, taught: Tensor | None) -> Tensor:
+    """Return which completions have a gradient. `taught`: see `Rollout`. (B,) bool
 
     A completion whose group has equal rewards, or whose reward equals the mean, has no advantage and adds nothing to
-    the gradient of any loss; nor does one without a token in the loss.
+    the gradient of any loss, unless KL, an entropy bonus, its routers or a teacher do; nor does one without a token in
+    the loss.
     """
-    return (advantages != 0) & (mask.sum(1) > 0)
+    if config.algorithm.trains_every or (config.teacher.is_used and taught is None):
+        return mask.sum(1) > 0
+    return ((advantages != 0) if taught is None else (advantages != 0) | (taught > 0)) & (mask.sum(1) > 0)
 
 
 def own_rows(
-    batch: MicroBatch, process: int, processes: int, *, without_advantage: bool, share_prompts: bool
+    batch: MicroBatch, config: RunConfig, process: int, processes: int, *, share_prompts: bool
 ) -> MicroBatch:
-    """Return the rows of an update that one process computes, at least one, so that every process has figures.
-
-    Rows without a gradient are left out; with `without_advantage`, those without an advantage have one (KL, teacher,
-    entropy bonus). Token weights are unchanged, so the normalisation is too.
-    """
-    needed = batch.mask.sum(1) > 0 if without_advantage else has_gradient(batch.advantages, batch.mask)
+    """Return the rows of an update that one process computes, at least one, so that every process has figures. Rows
+    without a gradient are left out. Token weights are unchanged, so the normalisation is too."""
+    needed = has_gradient(config, batch.advantages, batch.mask, batch.taught)
     if not needed.any():
         needed[batch.sequences.lengths.argmin()] = True
         # Old log-probabilities were not computed for this row: the current ones are used.

@@ -47,6 +47,7 @@ class OutOfMemoryRetry:
     planned: int  # see `first_limit`
     policy: Policy
     longest: int = 0  # tokens that a sequence of this training may have
+    shows: bool = False  # a teacher reads longer ones, by teacher.template
     tokens: int = field(init=False)  # that fit, as far as is known
 
     def __post_init__(self) -> None:
@@ -83,10 +84,11 @@ class OutOfMemoryRetry:
                     and self.policy.recomputed < len(self.policy.recomputable)
                 )
                 if largest <= longest and not keeps:
+                    less = "show less in teacher.template, whose prompts are longer, " if self.shows else ""
                     raise TrainingError(
                         f"memory runs out with a single completion ({longest} tokens with its prompt) in a forward "
-                        "pass; shorten max_completion_length, set train.gradient_checkpointing or model.use_peft, or "
-                        f"take a smaller model ({error})"
+                        f"pass; shorten max_completion_length, {less}set train.gradient_checkpointing or "
+                        f"model.use_peft, or take a smaller model ({error})"
                     ) from error
                 if self.policy.is_sharded and largest > longest:
                     fewer = max(largest // 2, longest)

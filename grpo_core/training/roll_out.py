@@ -49,9 +49,9 @@ def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollou
         batch, samples, left = *replay(index, session.config, session.plan), list[Group]()
     else:
         batch, samples, left = _sample(session, session.sampler, index, state)
-    old_logprobs, keep, difference = _old_logprobs(session, batch)
-    logprobs: dict[str, Any] = {"old_logprobs": old_logprobs, "ref_logprobs": _ref_logprobs(session, batch)}
     shown, taught = _shown(session, batch, samples)
+    old_logprobs, keep, difference = _old_logprobs(session, batch, taught)
+    logprobs: dict[str, Any] = {"old_logprobs": old_logprobs, "ref_logprobs": _ref_logprobs(session, batch)}
     if session.config.teacher.is_used and not session.config.teacher.diverges:  # else in each update
         logprobs["teacher_logprobs"] = _teacher_logprobs(session, replace(batch, prompt_ids=shown), samples, taught)
     if taught is not None:
@@ -88,7 +88,9 @@ def _sample(
 
 
 @phase("old log-probabilities")
-def _old_logprobs(session: Session, batch: GenerationBatch) -> tuple[Tensor | None, Tensor | None, dict[str, float]]:
+def _old_logprobs(
+    session: Session, batch: GenerationBatch, taught: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, dict[str, float]]:
     """Return the policy's log-probabilities before the first update, and the mask of the tokens of highest entropy,
     (B, T) each, None if no update reads them; and the metric of how far the engine's routing differs from the policy's.
     """
@@ -100,7 +102,7 @@ def _old_logprobs(session: Session, batch: GenerationBatch) -> tuple[Tensor | No
         return None if plan.on_policy else logprobs, keep, difference
     if plan.on_policy:
         return None, None, {}
-    read = in_loss if session.config.trains_every else has_gradient(batch.advantages, batch.completion_mask)
+    read = has_gradient(session.config, batch.advantages, batch.completion_mask, taught)
     logprobs, _, difference = _routed_logprobs(session, batch, read)
     return logprobs, None, difference
 

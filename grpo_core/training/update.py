@@ -40,9 +40,8 @@ from grpo_core.training.state import TrainingState
 def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[str, float]:
     """Accumulate the gradient of this process's rows of the batch, average it over the processes, and step.
 
-    Returns global metrics. Those of tokens are means over the trained ones: without KL, teacher and entropy bonus, of
-    completions with an advantage. With an adaptive entropy bonus, entropy is measured over all completions, even while
-    the bonus is off.
+    Returns global metrics. Those of tokens are means over the completions that have a gradient. With an adaptive
+    entropy bonus, entropy is measured over all completions, even while the bonus is off.
 
     Raises NotFiniteError, with the metrics, if loss or gradient is not finite before the step, or a weight after it.
     The CPU waits for the device only to read the figures and whether the weights are finite, and for optimizer moments
@@ -51,13 +50,8 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
     config, accelerator, optimizer = session.config, session.accelerator, session.optimizer
     entropy_coef = applied_entropy_coef(config.algorithm, state)
     session.policy.refresh()
-    batch = own_rows(
-        batch,
-        accelerator.process_index,
-        accelerator.num_processes,
-        without_advantage=config.trains_every,
-        share_prompts=session.policy.packs,
-    )
+    place = accelerator.process_index, accelerator.num_processes
+    batch = own_rows(batch, config, *place, share_prompts=session.policy.packs)
 
     def prepared(parts: list[Tensor]) -> Iterator[tuple[PassInputs, MicroBatch]]:
         """What the model and the loss read in each pass. The CPU makes it while the device works on the pass before."""

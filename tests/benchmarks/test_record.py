@@ -17,6 +17,7 @@ from benchmarks import vs_trl
 from benchmarks.cases import GATED, Case
 from benchmarks.command import ROOT
 from benchmarks.record import Verdict, judge, read_record, record_path, save
+from benchmarks.workload import write
 
 HARDWARE = "2 cores of Example Processor"
 
@@ -173,6 +174,17 @@ def test_what_comes_by_pythonpath_reaches_each_side(monkeypatch: pytest.MonkeyPa
     assert vs_trl.environment()["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/wheels", "/more"]
     monkeypatch.delenv("PYTHONPATH")
     assert vs_trl.environment()["PYTHONPATH"] == str(ROOT), "an empty part would be the working folder"
+
+
+def test_the_quickstarts_sums_are_made_for_a_benchmark_in_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    sums = next(case.workload for case in GATED if case.name == "tiny")
+    write(sums, tmp_path / "measured")
+    assert (tmp_path / "measured" / "model" / "config.json").exists()
+    assert (tmp_path / "measured" / "prompts.parquet").exists()
 
 
 NEEDED = {"datasets", "numpy", "pyarrow", "torch", "transformers", "trl"}

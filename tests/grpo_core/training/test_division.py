@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
+from grpo_core.config.teacher import TeacherConfig
 from grpo_core.data.order import training_order
 from grpo_core.model.loading import load_model
 from grpo_core.model.policy import Policy
@@ -122,8 +123,7 @@ def test_an_update_has_the_same_rows_on_each_number_of_processes_and_each_is_com
         config, plan = _set_up(options, processes)
         batch = update_batch([(rollout, 2), (rollout, 3)], plan, config)
         parts = [
-            own_rows(batch, process, processes, without_advantage=False, share_prompts=True)
-            for process in range(processes)
+            own_rows(batch, config, process, processes, share_prompts=True) for process in range(processes)
         ]
         rows = [
             (ids[:length].tolist(), float(advantage))
@@ -151,3 +151,19 @@ def test_processes_without_rows_compute_one_that_counts_for_nothing(policy: Poli
         tokens = [any((gradient != 0).any() for gradient in gradients) for gradients, _ in found]
         assert tokens == [bool(trained)] + [False] * 7
         assert ["entropy" in metrics for _, metrics in found] == [True] + [False] * 7
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_completion_is_computed_if_an_advantage_the_teacher_or_kl_teaches_it(policy: Policy, beta: float) -> None:
+    torch.manual_seed(0)
+    config, plan = _set_up({"beta": beta}, 1)
+    config = config.model_copy(update={"teacher": TeacherConfig(template="{better}{prompt}")})
+    rollout = _rollout(_session(policy, config, plan, 0), 0.5)
+    shown = torch.arange(len(rollout.advantages)) % 3 == 0
+    batch = update_batch([(replace(rollout, taught=shown.float()), 0)], plan, config)
+    rows = own_rows(batch, config, 0, 1, share_prompts=True)
+    planned = torch.from_numpy(training_order(plan, config.seed, 0)[[0]].flatten())
+    expected = planned if beta else planned[shown[planned] | (rollout.advantages[planned] != 0)]
+    assert 0 < len(expected)
+    assert sorted(rows.sequences.completion_lengths.tolist()) == sorted(rollout.completion_lengths[expected].tolist())
+    assert len(planned[~shown[planned] & (rollout.advantages[planned] == 0)]), "some teach nothing"

@@ -82,11 +82,14 @@ def test_no_number_is_advised_that_a_plan_refuses(policy: Policy, capsys: pytest
     )
 
 
-def test_without_a_gradient_nothing_is_recomputed_and_the_longest_sequence_is_named(policy: Policy) -> None:
-    memory = OutOfMemoryRetry(100, policy)
-    with torch.no_grad(), pytest.raises(TrainingError, match=r"single completion \(40 tokens with its prompt\)"):
+@pytest.mark.parametrize("shows", [False, True])
+def test_without_a_gradient_nothing_is_recomputed_and_what_is_too_long_is_named(policy: Policy, shows: bool) -> None:
+    memory = OutOfMemoryRetry(100, policy, shows=shows)
+    said = r"single completion \(40 tokens with its prompt\)"
+    with torch.no_grad(), pytest.raises(TrainingError, match=said) as raised:
         _largest_of_each_try(memory, lambda _: False)
     assert policy.recomputed == 0
+    assert ("show less in teacher.template" in str(raised.value)) == shows
 
 
 def test_a_training_that_had_memory_for_all_says_so(policy: Policy) -> None:
