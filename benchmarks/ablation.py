@@ -1,9 +1,9 @@
-"""Measures what each optimisation of the update gains by itself: compares the loop with the loop without it.
+"""Measures what each optimisation of update and sampling gains by itself: compares the loop with the loop without it.
 
     python -m benchmarks.ablation [--rounds 5] [--tiny]
 
 One process, one rollout; the variants take turns, in this order and back. Prints medians, and their ratio to the
-unchanged loop.
+unchanged loop. Where a processor has no instructions for bf16, its case is left out.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from unittest import mock
 import torch
 from accelerate.state import AcceleratorState
 
-from benchmarks.cases import LONG_PROMPTS, SMALL, tiny
+from benchmarks.cases import GENERATE, LONG_PROMPTS, SMALL, TINY, tiny
 from benchmarks.command import parse
 from benchmarks.side_ours import replayed, run_directory
+from benchmarks.vs_trl import multiplies_faster_in_bf16
 from benchmarks.workload import Workload, write
 
 Variant = Callable[[Any], Iterator[None]]
@@ -87,6 +88,26 @@ def old_logprobs_pass(session: Any) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def all_logits_at_once(session: Any) -> Iterator[None]:
+    with mock.patch("grpo_core.config.memory_bounds.CHUNK_LOGITS", 2**40):
+        yield
+
+
+@contextmanager
+def no_kept_probabilities(session: Any) -> Iterator[None]:
+    with mock.patch("grpo_core.model.logprobs.KEPT_LOGITS", 0):
+        yield
+
+
+@contextmanager
+def prompt_for_each_completion(session: Any) -> Iterator[None]:
+    session.sampler.engine.shares_cache = False
+    yield
+    session.sampler.engine.shares_cache = True
+
+
+SAMPLING = {"as it is": as_it_is, "each completion's prompt by itself": prompt_for_each_completion}
 CASES: list[tuple[str, Workload, str, dict[str, Any]]] = [
     (
         "5.8M, float32",
@@ -98,11 +119,15 @@ CASES: list[tuple[str, Workload, str, dict[str, Any]]] = [
             "no bound on the tokens of a pass": one_large_pass,
             "AdamW not fused": unfused_adamw,
             "a pass for old log-probabilities": old_logprobs_pass,
+            "all logits at once": all_logits_at_once,
+            "probabilities computed again": no_kept_probabilities,
         },
     ),
     ("half of the groups silent", replace(SMALL, silent=0.5), "no", {"as it is": as_it_is, "all rows": all_rows}),
     ("prompts 8×", LONG_PROMPTS, "no", {"as it is": as_it_is, "padded rows, each with its prompt": padded_rows}),
     ("5.8M, bf16", SMALL, "bf16", {"as it is": as_it_is, "torch's fused attention": fused_attention}),
+    ("0.8M, sampling", TINY, "no", SAMPLING),
+    ("5.8M, sampling", GENERATE, "no", SAMPLING),
 ]
 
 
@@ -111,6 +136,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parse(parser)
     for name, workload, precision, variants in CASES:
+        if precision == "bf16" and not options.tiny and not multiplies_faster_in_bf16():
+            continue
         print(name)
         seconds = measure(tiny(workload) if options.tiny else workload, precision, variants, options.rounds)
         base = median(seconds["as it is"])
@@ -134,13 +161,14 @@ def measure(workload: Workload, precision: str, variants: dict[str, Any], rounds
             progress = TrainingState(tokens_per_pass=session.memory.tokens)
             rollout, *_ = roll_out(session, 0, progress)
         batch = update_batch([(rollout, 0)], session.plan, session.config)
+        is_sampled = workload.mode == "generate"
         seconds: dict[str, list[float]] = {name: [] for name in variants}
         for turn in range(rounds + 1):
             for name in variants if turn % 2 == 0 else reversed(variants):
                 with ExitStack() as stack:
                     stack.enter_context(variants[name](session))
                     start = time.perf_counter()
-                    module.update(session, batch, progress)
+                    roll_out(session, 0, progress) if is_sampled else module.update(session, batch, progress)
                     if turn:  # the first is warm-up
                         seconds[name].append(time.perf_counter() - start)
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -11,7 +11,7 @@ from typing import Any
 import polars as pl
 
 from grpo_core.config.run import RunConfig
-from tasks import validate
+from tasks import screen as screening
 from tasks.data.rows import Rows
 
 
@@ -25,7 +25,7 @@ def whole(rows: Rows) -> pl.DataFrame:
 
 
 def screen(config: RunConfig) -> Any:
-    """What `tasks.validate.screen` says, with frames instead of rows."""
-    screened = validate.screen(config)
+    """What `tasks.screen.screen` says, with frames instead of rows."""
+    screened = screening.screen(config)
     kept, dropped = ({name: whole(rows) for name, rows in sets.items()} for sets in (screened.kept, screened.dropped))
     return replace(screened, kept=kept, dropped=dropped)

@@ -75,8 +75,9 @@ def write_schema(
 def _check_run(file: Path, overrides: list[str] | None) -> None:
     run = load_config(file, overrides)
     from tasks.data.path_or_hub import check_places
+    from tasks.screen import refusal, screen
     from tasks.stages.base_model import with_checkpoint
-    from tasks.validate import refusal, screen, too_few_groups
+    from tasks.validate import too_few_groups
 
     check_places(run)
     run = with_checkpoint(run, say)

@@ -63,19 +63,17 @@ def _search(blocks: Tensor, sums: Tensor, target: Tensor) -> Tensor:
 
 
 def _truncate(p: Tensor, sampling: Sampling) -> None:
-    """Set the probabilities that min-p, then top-k, then top-p leave out to 0, in place. (B, V), the highest 1"""
+    """Set the probabilities that min-p, then top-k, then top-p leave out to 0, in place; one that equals the lowest of
+    those that are left is left too. (B, V), the highest 1"""
     p.masked_fill_(p < sampling.min_p, 0)
     if not sampling.top_k and sampling.top_p == 1:
         return
-    ordered, order = p.sort(descending=True)
-    drop = torch.zeros_like(ordered, dtype=torch.bool)
-    if sampling.top_k:
-        drop[:, sampling.top_k :] = True
-        ordered[:, sampling.top_k :] = 0
+    ordered = p.sort(descending=True).values[:, : sampling.top_k or None]
     if sampling.top_p < 1:
         before = ordered.cumsum(-1) - ordered
-        drop |= before >= sampling.top_p * ordered.sum(-1, keepdim=True)
-    p.masked_fill_(torch.zeros_like(drop).scatter(1, order, drop), 0)
+        drop = before >= sampling.top_p * ordered.sum(-1, keepdim=True)
+        ordered = ordered.masked_fill(drop, torch.inf)
+    p.masked_fill_(p < ordered.amin(-1, keepdim=True), 0)
 
 
 def uniforms(requests: Sequence[Request], length: int) -> Tensor:

@@ -159,9 +159,7 @@ def has_gradient(config: RunConfig, advantages: Tensor, mask: Tensor, taught: Te
     return ((advantages != 0) if taught is None else (advantages != 0) | (taught > 0)) & (mask.sum(1) > 0)
 
 
-def own_rows(
-    batch: MicroBatch, config: RunConfig, process: int, processes: int, *, share_prompts: bool
-) -> MicroBatch:
+def own_rows(batch: MicroBatch, config: RunConfig, process: int, processes: int, *, share_prompts: bool) -> MicroBatch:
     """Return the rows of an update that one process computes, at least one, so that every process has figures. Rows
     without a gradient are left out. Token weights are unchanged, so the normalisation is too."""
     needed = has_gradient(config, batch.advantages, batch.mask, batch.taught)

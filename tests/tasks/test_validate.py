@@ -27,8 +27,9 @@ from grpo_core.training.loop import train
 from tasks import validate
 from tasks.data.lengths import ModelError, load_tokenizer_and_context
 from tasks.processes.gpus import locks as gpu_locks
+from tasks.screen import refusal
 from tasks.stages.run import Context
-from tasks.validate import deciding_metric_of, refusal, too_few_to_promote
+from tasks.validate import deciding_metric_of, too_few_to_promote
 from tests.conftest import config_values, make_model, make_run, write_sums
 from tests.nvidia_smi import put_nvidia_smi
 from tests.rows import screen

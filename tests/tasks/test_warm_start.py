@@ -21,7 +21,7 @@ from grpo_core.data.curriculum import PassRates, write_rates
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.planning.hardware import named_gpu
 from grpo_core.planning.warm_start import Sizes, describe_warm_start
-from tasks import validate
+from tasks import screen
 from tasks.data.demonstrations import write_demonstrations
 from tasks.data.sources import SourceError
 from tasks.stages.condition import conditions, refuse_outdated_inputs
@@ -53,7 +53,7 @@ def _with(values: dict[str, Any], **keys: Any) -> dict[str, Any]:
 
 def _written(values: dict[str, Any], path: Path) -> dict[str, Any]:
     config = parse_config(values)
-    held_out = {"eval": validate.screen(config).kept["eval"]}
+    held_out = {"eval": screen.screen(config).kept["eval"]}
     return write_demonstrations(config, lambda row: [], held_out, path)
 
 

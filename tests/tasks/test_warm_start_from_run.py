@@ -19,7 +19,7 @@ from grpo_core.config.files import dump_config, parse_config
 from grpo_core.data.recording import KEY
 from grpo_core.errors import GrpoError
 from grpo_core.training.loop import train
-from tasks import validate
+from tasks import screen
 from tasks.data.demonstrations import write_demonstrations
 from tasks.data.sources import SourceError
 from tasks.stages.lineage import lineage_keys
@@ -80,7 +80,7 @@ def _selected(run: Path) -> list[dict[str, Any]]:
 
 def _written(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     config = parse_config(values)
-    held_out = {"eval": validate.screen(config).kept["eval"]}
+    held_out = {"eval": screen.screen(config).kept["eval"]}
     figures = write_demonstrations(config, lambda row: [], held_out, folder / "found.parquet")
     return figures, pq.read_table(folder / "found.parquet").to_pylist()
 

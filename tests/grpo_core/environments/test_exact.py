@@ -107,7 +107,7 @@ def test_a_training_on_conversations_killed_at_any_micro_step_ends_with_the_same
     "keys",
     [
         {"loss_type": "grpo"},
-        {"importance_sampling_level": "sequence", "num_iterations": 2, "beta": 0.1},
+        {"importance_sampling_level": "sequence", "num_iterations": 2, "beta": 0.1, "top_p": 0.8, "top_k": 9},
         pytest.param({"top_entropy_quantile": 0.3, "max_steps": 3}, marks=pytest.mark.e2e),
         pytest.param({"use_peft": True, "lora_r": 4, "gradient_accumulation_steps": 2}, marks=pytest.mark.e2e),
     ],

@@ -122,9 +122,7 @@ def test_an_update_has_the_same_rows_on_each_number_of_processes_and_each_is_com
     for processes in (1, 2, 8):
         config, plan = _set_up(options, processes)
         batch = update_batch([(rollout, 2), (rollout, 3)], plan, config)
-        parts = [
-            own_rows(batch, config, process, processes, share_prompts=True) for process in range(processes)
-        ]
+        parts = [own_rows(batch, config, process, processes, share_prompts=True) for process in range(processes)]
         rows = [
             (ids[:length].tolist(), float(advantage))
             for part in parts
@@ -164,6 +162,6 @@ def test_a_completion_is_computed_if_an_advantage_the_teacher_or_kl_teaches_it(p
     rows = own_rows(batch, config, 0, 1, share_prompts=True)
     planned = torch.from_numpy(training_order(plan, config.seed, 0)[[0]].flatten())
     expected = planned if beta else planned[shown[planned] | (rollout.advantages[planned] != 0)]
-    assert 0 < len(expected)
+    assert len(expected) > 0
     assert sorted(rows.sequences.completion_lengths.tolist()) == sorted(rollout.completion_lengths[expected].tolist())
     assert len(planned[~shown[planned] & (rollout.advantages[planned] == 0)]), "some teach nothing"

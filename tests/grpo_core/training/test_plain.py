@@ -201,7 +201,7 @@ def drawn_run(
             options |= LORA | {"lora_target_modules": ["q_proj"]}
     if options["repetition_penalty"] != 1:
         options["vllm_importance_sampling_correction"] = True  # else refused
-    options |= draw.choice(TRUNCATIONS)
+    options |= TRUNCATIONS[number % len(TRUNCATIONS)] if number < FEW else draw.choice(TRUNCATIONS)
     cut = {"loss_type": loss_type, "per_device_train_batch_size": b, "steps_per_generation": steps}
     (folder / "data").mkdir(parents=True)
     if from_sources := draw.random() < 0.3 or by_source:

@@ -17,7 +17,7 @@ from grpo_core.config.run import RunConfig
 from tasks.data import contract
 from tasks.data.contract import RULES
 from tasks.data.lengths import ModelError
-from tasks.validate import refusal
+from tasks.screen import refusal
 from tests.conftest import config_values, make_model
 from tests.rows import screen, write_lines
 

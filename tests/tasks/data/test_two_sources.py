@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from grpo_core.config.files import parse_config
 from tasks.data.rows import of_frame
 from tasks.data.sources import pooled, unlike_columns
-from tasks.validate import Screened
+from tasks.screen import Screened
 from tests.command_line import run_here
 from tests.rows import screen, whole
 from tests.sources import two_sources
