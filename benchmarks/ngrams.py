@@ -53,9 +53,8 @@ def side(run: Path) -> None:
             step = engine.llm.llm_engine.step
             with mock.patch.object(engine.llm.llm_engine, "step", side_effect=step) as counted:
                 start = time.perf_counter()
-                tokens = sum(
-                    len(one.ids) for part in engine.generate(requests, sampling) for _, got in part for one in got
-                )
+                parts = [*engine.generate(requests, sampling)]
+                tokens = sum(len(one.ids) for part in parts for _, completions in part for one in completions)
                 seconds = time.perf_counter() - start
             if turn:
                 found.setdefault(name, []).append([seconds, tokens, counted.call_count])
