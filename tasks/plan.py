@@ -94,6 +94,8 @@ def _work(context: Context) -> dict[str, Any]:
         get_run_logger().info(text)
     rates, taken = _first_epoch(config, plan, context.run)
     pass_rates = rates or validated_pass_rates(data.prompts)
+    for note in teacher_notes(config):
+        get_run_logger().info(note)
     for note in silent_notes(config, pass_rates):
         get_run_logger().warning(note)
     # Without `sampling`: this run's configuration has already taken the place of its last training's.

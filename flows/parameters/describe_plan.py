@@ -15,7 +15,7 @@ from grpo_core.config.files import named_modules
 from grpo_core.config.run import RunConfig
 from grpo_core.data.curriculum import curriculum_notes
 from grpo_core.data.order import source_counts
-from grpo_core.data.teacher import silent_notes, teacher_notes
+from grpo_core.data.teacher import silent_notes, teacher_notes, unseen_notes
 from grpo_core.errors import ConfigError
 from grpo_core.planning.adapter import base_notes, check_adapter
 from grpo_core.planning.forecast import forecast
@@ -85,16 +85,17 @@ def describe_plan(
     if pace is None and gpu is None:
         pace = measure(resolved, figures, lengths, hardware, data.prompts if data else None, say)
     said = [*notes(inputs, figures), *curriculum_notes(config, figures), *sampling_notes(config)]
-    said += [*silent_notes(config, pass_rates), *teacher_notes(config)]
+    said += [*teacher_notes(config), *unseen_notes(config), *silent_notes(config, pass_rates)]
     warm = None
     if config.warm_start.is_used and known_prompts is None:
         (stage,) = WARM_START.inputs(config)
         receipt = stage.read_receipt(run_folder(config.name))
         sizes = demonstrated_sizes(receipt)
         # The keys hash the base, and import the run's own modules, which is not done for another machine.
-        if config.warm_start.from_probe and sizes:
-            is_known = gpu is None and receipt["lineage_key"] == lineage_keys(config)[stage.name]
-            sizes = sizes if is_known else None
+        if sizes and gpu is None:
+            sizes = sizes if receipt["lineage_key"] == lineage_keys(config)[stage.name] else None
+        elif config.warm_start.from_probe:
+            sizes = None
         count = sizes.rows if sizes else count_demonstrations(config)
         text, warm = describe_warm_start(resolved, count, sizes, hardware)
         said.append(text)

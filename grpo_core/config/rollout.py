@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from grpo_core.config.base import LONGEST_SECONDS, Section
 from grpo_core.config.vllm_args import SPECULATION, check_args
-from grpo_core.system.addresses import holds_secret
+from grpo_core.system.addresses import holds_secret, is_web_address
 
 VLLM_MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
 
@@ -170,7 +170,7 @@ class RolloutConfig(Section):
                 "servers started by `python -m grpo_core.rollout.vllm.serve` ask for the secret in GRPO_VLLM_SECRET"
             )
         if self.engine == "vllm-server":
-            wrong = [url for url in self.vllm_server_base_urls if not url.startswith(("http://", "https://"))]
+            wrong = [url for url in self.vllm_server_base_urls if not is_web_address(url)]
             if wrong:
                 raise ValueError(f"vllm_server_base_urls: {wrong[0]!r} is not an address such as http://127.0.0.1:8000")
             if len(set(self.vllm_server_base_urls)) < len(self.vllm_server_base_urls):

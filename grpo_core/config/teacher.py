@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from grpo_core.config.base import Section
 from grpo_core.config.columns import template_parts
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.system.addresses import holds_secret
+from grpo_core.system.addresses import holds_secret, is_web_address
 
 if TYPE_CHECKING:
     from grpo_core.config.run import RunConfig
@@ -77,7 +77,7 @@ class TeacherConfig(Section):
                 "url contains a user, password or token, which would be recorded: leave it out, and set the server's "
                 "key in the environment variable GRPO_TEACHER_API_KEY"
             )
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
+        if self.url is not None and not is_web_address(self.url):
             raise ValueError(f"url: {self.url!r} is not an address such as http://10.0.0.5:8000")
         if self.url is not None and self.url.rstrip("/").endswith("/v1"):
             raise ValueError(
@@ -200,10 +200,15 @@ def teacher_problem(config: RunConfig) -> str:
     """Problem of a teacher with other keys; "" if there is none."""
     if problem := _source_problem(config):
         return problem
-    if config.teacher.teaches_silent_groups and config.rollout.dynamic_sample:
+    if config.rollout.dynamic_sample and config.teacher.teaches_silent_groups:
         return (
             f"rollout.dynamic_sample=true with {config.teacher.named}: groups whose rewards are equal "
             "are replaced, and the teacher teaches there; remove one of the two, or show {better} in teacher.template"
+        )
+    if config.rollout.dynamic_sample and teaches_alone(config):
+        return (
+            f"rollout.dynamic_sample=true with {config.teacher.named} and no reward with a weight: every group would "
+            "be replaced, since no advantage tells its completions apart; remove dynamic_sample"
         )
     if config.teacher.url is not None and config.rollout.temperature != 1:
         return (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ import httpx2
 from grpo_core.config.run import RunConfig
 from grpo_core.data.teacher import OTHER_TOKENIZER, SHOWN
 from grpo_core.errors import ConfigError, EngineError
+from grpo_core.system.addresses import key_in
 
 KEY = "GRPO_TEACHER_API_KEY"  # environment variable with the server's key (`vllm serve --api-key`)
 CHECK_SECONDS = 60.0  # for an answer before the training
@@ -26,10 +26,10 @@ ROUNDING = 1e-3  # by which a log-probability may be above 0
 
 def client_options(config: RunConfig, seconds: float) -> dict[str, Any]:
     """Options of a client of the teacher's server, with the key of this environment. `seconds`: longest wait for an
-    answer."""
+    answer. Raises ConfigError for a key that no header can hold."""
     return {
         "base_url": config.teacher.url,
-        "headers": {"Authorization": f"Bearer {key}"} if (key := os.environ.get(KEY)) else {},
+        "headers": {"Authorization": f"Bearer {key}"} if (key := key_in(KEY)) else {},
         "timeout": httpx2.Timeout(seconds, connect=CONNECT_SECONDS, pool=None),
         "trust_env": False,  # through no proxy
     }
@@ -50,7 +50,8 @@ def content_of(answer: httpx2.Response) -> Any:
     JSON."""
     if not answer.is_success:
         key = f" (its key: the environment variable {KEY})" if answer.status_code in (401, 403) else ""
-        said = f"{answer.request.url.path} answers {answer.status_code}{key}: {answer.text[:500]}"
+        moved = f" (moved to {answer.headers['Location']})" if "Location" in answer.headers else ""
+        said = f"{answer.request.url.path} answers {answer.status_code}{key}{moved}: {answer.text[:500]}"
         raise httpx2.HTTPStatusError(said, request=answer.request, response=answer)
     return answer.json()
 
@@ -95,7 +96,7 @@ def logprobs_of(answer: Any, ids: Sequence[int], first: int) -> list[float]:
 def check_served(config: RunConfig, longest: int = 0, rows: int | None = None) -> str:
     """Return a sentence about the teacher that the server has. Raises ConfigError unless it answers, has the teacher,
     takes `longest` tokens and, given the `rows` of the policy's embedding, knows all of its ids."""
-    with connect(config) as http, _refusing(config):
+    with _refusing(config), connect(config) as http:
         model = teacher_among(config, ask(http, "/v1/models"))
         most = model["max_model_len"]
         if most is not None and longest >= most:  # it has to sample one more token
@@ -118,7 +119,7 @@ def check_served_tokenizer(config: RunConfig, ids: Iterable[int], decode: Callab
     def sequence(part: Sequence[int]) -> list[int]:
         return [token for number in part for token in (between, number)]
 
-    with connect(config) as http, _refusing(config):
+    with _refusing(config), connect(config) as http:
         name = teacher_among(config, ask(http, "/v1/models"))["id"]
 
         def text(part: list[int]) -> str:

@@ -106,17 +106,26 @@ def check_tokenizers(config: RunConfig, named: str, own: Mapping[str, int], teac
 
 
 def teacher_notes(config: RunConfig) -> list[str]:
-    """A sentence about what teaches, and one for each teacher whose tokenizer is not on this machine."""
-    keys, loaded = config.teacher, loaded_teachers(config)
+    """A sentence about what teaches whom and how."""
+    keys = config.teacher
     if not keys.is_used:
         return []
-    named = ", ".join(f"{key} = {it.name_or_path!r}" for key, it in loaded.items()) or (keys.url and keys.named)
+    by = ", ".join(f"{key} = {it.name_or_path!r}" for key, it in loaded_teachers(config).items())
+    if keys.url is not None:
+        by = f"the server teacher.url = {keys.url!r}" + (f" with {keys.model!r}" if keys.model else "")
     shown = "" if keys.template is None else ", shown teacher.template,"
     average = "" if keys.update_rate is None else f" and averaged at update_rate = {keys.update_rate:g},"
     how = f"a divergence, divergence_beta = {keys.divergence_beta:g}" if keys.diverges else "each token's advantage"
     beside = "without rewards" if teaches_alone(config) else "beside the rewards"
-    found = [f"{named or 'the policy itself'}{shown}{average} teaches {beside} by {how}, weight {keys.weight:g}"]
-    for key, teacher in loaded.items():
+    alone = [source for source, teacher in source_teachers(config).items() if not teacher]
+    untaught = f"; nothing teaches {', '.join(alone)} but the rewards" if alone else ""
+    return [f"taught by {by or 'the policy itself'}{shown}{average} {beside}: {how}, weight {keys.weight:g}{untaught}"]
+
+
+def unseen_notes(config: RunConfig) -> list[str]:
+    """A sentence for each teacher whose tokenizer is not on this machine."""
+    found = []
+    for key, teacher in loaded_teachers(config).items():
         try:
             _vocabulary(teacher)
         except ForecastError:

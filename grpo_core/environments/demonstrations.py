@@ -45,9 +45,9 @@ def encode(
     """
     prompt, completion = row.get("prompt"), row.get("completion")
     if row.get("messages"):
-        messages = _messages(row["messages"])
+        messages = read_messages(row["messages"])
         first = next((place for place, each in enumerate(messages) if each["role"] == "assistant"), len(messages))
-    elif not prompt or not completion:
+    elif not prompt or not completion or not str(completion).strip():
         raise DemonstrationError(f"it has no text in {FORMS}")
     elif not is_conversation(prompt):
         if is_conversation(completion):
@@ -56,8 +56,8 @@ def encode(
             )
         return _encode_text(prompt, completion, turns, stop)
     else:
-        said = _messages(completion) if is_conversation(completion) else [_assistant(completion)]
-        messages, first = [*_messages(prompt), *said], len(prompt)
+        said = read_messages(completion) if is_conversation(completion) else [_assistant(completion)]
+        messages, first = [*read_messages(prompt), *said], len(prompt)
     return _encode_messages(messages, first, turns, _own_tools(row.get("tools")) or tools)
 
 
@@ -87,6 +87,13 @@ def _encode_messages(
     while answers := [*takewhile(lambda message: message["role"] == "assistant", messages[place:])]:
         if len(answers) > 1:
             raise DemonstrationError(f"messages {place} and {place + 1} are both the assistant's: join them")
+        if not any(str(answers[0].get(name) or "").strip() for name in ("content", "tool_calls", "reasoning_content")):
+            raise DemonstrationError(f"message {place}, the assistant's, says nothing: leave the row out")
+        if answers[0].get("weight", 1) == 0 or answers[0].get("train", True) is False:  # OpenAI's sign, and axolotl's
+            raise DemonstrationError(
+                f"message {place}, the assistant's, is marked as not trained, and every turn of `messages` is: put it "
+                "into `prompt`, and what is trained into `completion`"
+            )
         try:
             own = turns.turn(messages[: place + 1], tools, found.prompt_ids + found.completion_ids)
         except TemplateError:
@@ -103,17 +110,18 @@ def _encode_messages(
     return found
 
 
-def _messages(given: Any) -> list[Message]:
-    """The messages without gaps, a call's arguments as an object. Raises DemonstrationError for those without role."""
+def read_messages(given: Any) -> list[Message]:
+    """The messages without gaps, contents as text, a call's arguments as an object. Raises DemonstrationError for those
+    without role, and for contents that are no text."""
     if not isinstance(given, Sequence) or not all(isinstance(each, Mapping) and each.get("role") for each in given):
         raise DemonstrationError("its messages are not objects with `role` and `content`")
     return [_message(each) for each in without_gaps(given)]
 
 
 def _message(message: Message) -> Message:
-    calls = message.get("tool_calls") or []
+    message, calls = {**message, "content": _text(message.get("content"))}, message.get("tool_calls") or []
     if not calls:
-        return {"content": "", **{name: value for name, value in message.items() if name != "tool_calls"}}
+        return {name: value for name, value in message.items() if name != "tool_calls"}
     read = []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
@@ -122,11 +130,20 @@ def _message(message: Message) -> Message:
         function = {**function}
         if isinstance(function.get("arguments"), str):
             try:
-                function["arguments"] = json.loads(function["arguments"])
+                function["arguments"] = json.loads(function["arguments"] or "{}")
             except ValueError:
                 raise DemonstrationError(f"the arguments {function['arguments']!r} of a call are no JSON") from None
         read.append({"type": "function", **call, "function": function} if "function" in call else function)
-    return {"content": "", **message, "tool_calls": read}
+    return {**message, "tool_calls": read}
+
+
+def _text(content: Any) -> str:
+    """A message's content, which may be a list of parts of text."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        raise DemonstrationError(f"the content {content!r:.60} of a message is no text, nor a list of parts of text")
+    return "".join(texts)
 
 
 def _assistant(text: str) -> Message:

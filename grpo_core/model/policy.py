@@ -208,10 +208,18 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def as_teacher(
-        self, sequences: Sequences, rows: Tensor, beta: float, top_k: int, *, changes: bool = False
+        self,
+        sequences: Sequences,
+        rows: Tensor,
+        beta: float,
+        top_k: int,
+        *,
+        changes: bool = False,
+        head: Tensor | None = None,
     ) -> Taught:
         """Return what a policy's distributions of the completion tokens of these rows are compared with. With a sharded
-        model, all processes call this, also those without rows. `changes`: this model gets other weights before."""
+        model, all processes call this, also those without rows. `changes`: this model gets other weights before;
+        `head`: the output layer's, if it has been kept for other rows."""
         layer = self.output_layer
         assert layer is not None
         lengths = sequences.completion_lengths
@@ -223,7 +231,8 @@ class Policy(nn.Module):
 
         def read(tokens: PackedBatch | PaddedRows) -> tuple[Tensor, Tensor]:
             keep = self.is_sharded or (changes and layer.weight.requires_grad)
-            return self.hidden_states(tokens), layer.weight.clone() if keep else layer.weight
+            weight = layer.weight if head is None else head
+            return self.hidden_states(tokens), weight.clone() if keep and head is None else weight
 
         with compiled():
             hidden, weight = call_as_forward(self.model, read, inputs.tokens)

@@ -1,11 +1,14 @@
-"""Secrets in addresses: links, events, records and error messages show an address as it is."""
+"""Addresses and keys. Links, events, records and error messages show an address as it is, and must not show a key."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from grpo_core.errors import ConfigError
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://.+", re.I)
 WEB = re.compile(r"(?:\w+\+)?(?:https?|wss?):", re.I)  # git+https: too
@@ -30,6 +33,27 @@ def holds_secret(address: str) -> bool:
     place, has_user, _ = rest.rpartition("@")  # a password may hold any character, unquoted
     has_password = bool(has_place and has_user and not rest.startswith("/") and ":" in place)
     return has_password or bool(PARAMETER.search(unquote(unquote(address))))
+
+
+def key_in(name: str, environment: Mapping[str, str] = os.environ) -> str:
+    """The key in the environment variable `name`, without white space around it; "" if it is not set. Raises
+    ConfigError if it cannot be sent as it is: an error of the client would show it."""
+    key = environment.get(name, "").strip()
+    if not (key.isascii() and key.isprintable()) or set(key) & set(" \"'\\"):
+        raise ConfigError(
+            f"the value of {name} has a space, quote, backslash, control or non-ASCII character in it, and cannot be "
+            "sent; set it to the key alone"
+        )
+    return key
+
+
+def is_web_address(address: str) -> bool:
+    """True for http:// or https:// with a host and, if there is one, a port that is a number of at most 65535."""
+    try:
+        parts = urlsplit(address)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def keys_with_secrets(values: Any, key: str = "") -> Iterator[str]:

@@ -47,7 +47,7 @@ class OutOfMemoryRetry:
     planned: int  # see `first_limit`
     policy: Policy
     longest: int = 0  # tokens that a sequence of this training may have
-    shows: bool = False  # a teacher reads longer ones, by teacher.template
+    shows: bool = False  # in its updates a teacher reads longer ones, by teacher.template
     tokens: int = field(init=False)  # that fit, as far as is known
 
     def __post_init__(self) -> None:
@@ -84,7 +84,8 @@ class OutOfMemoryRetry:
                     and self.policy.recomputed < len(self.policy.recomputable)
                 )
                 if largest <= longest and not keeps:
-                    less = "show less in teacher.template, whose prompts are longer, " if self.shows else ""
+                    reads_more = self.shows or 0 < self.longest < longest
+                    less = "show less in teacher.template, whose prompts are longer, " if reads_more else ""
                     raise TrainingError(
                         f"memory runs out with a single completion ({longest} tokens with its prompt) in a forward "
                         f"pass; shorten max_completion_length, {less}set train.gradient_checkpointing or "

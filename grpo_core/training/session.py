@@ -210,7 +210,7 @@ def _load(
             first_limit(config, plan, prompts.max_length, accelerator, max_shown),
             policy,
             longest,
-            shows=shown > longest,
+            shows=config.teacher.diverges and shown > longest,
         ),
         sampler=None if engine is None else _sampler(engine, config, setting, prompts, max_length),
         start=start,

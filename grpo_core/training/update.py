@@ -171,10 +171,7 @@ class _Tally:
         extreme = zip(self.maxima, found[len(self.sums) :], strict=True)
         highest = {name: value for name, value in extreme if math.isfinite(value)}
         lowest = {name: -highest.pop(name) for name in [*highest] if name.endswith("min")}
-        told = totals.pop("told_tokens", tokens)  # with a template, what is not taught counts as 0 in teacher_kl
-        over = dict.fromkeys(
-            ("teacher_divergence", "privileged_gap" if "privileged_gap" in totals else "teacher_kl"), told
-        )
+        over = dict.fromkeys(("teacher_divergence", "privileged_gap", "teacher_kl"), totals.pop("told_tokens", tokens))
         means = {name: value / number for name, value in totals.items() if (number := over.get(name, tokens))}
         if (square := means.pop("correction_squared", None)) is not None:  # 0 if the correction leaves out every token
             mean = means["sampling/importance_sampling_ratio/mean"]
@@ -215,9 +212,11 @@ def _taught(session: Session, batch: MicroBatch) -> list[Taught] | None:
                 parts = [rows[part] for part in own]
             if batch.shown is not None and teacher.is_sharded:
                 parts += [rows[:0]] * (max_over_processes(len(parts)) - len(parts))
+            head = None
             for part in parts:
                 how = keys.divergence_beta, keys.divergence_top_k
-                found.append(teacher.as_teacher(read, part, *how, changes=changes))
+                found.append(teacher.as_teacher(read, part, *how, changes=changes, head=head))
+                head = found[-1].weight
     return found
 
 
@@ -254,7 +253,7 @@ def _forward_backward(
             if keys.template is not None:
                 tally.add("privileged_gap", teacher_logprobs - old_logprobs, told)
             advantages = teacher_advantages(advantages, old_logprobs, teacher_logprobs, keys.weight)
-            tally.add("teacher_kl", old_logprobs - teacher_logprobs, mask)
+            tally.add("teacher_kl", old_logprobs - teacher_logprobs, told)
         losses = token_losses(
             logprobs,
             old_logprobs,

@@ -19,7 +19,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import turns
 from grpo_core.data.demonstrations import SCHEMA, read_demonstrations
 from grpo_core.data.recording import KEY, vocabulary
-from grpo_core.environments.demonstrations import FORMS, Demonstration, DemonstrationError, encode
+from grpo_core.environments.demonstrations import FORMS, Demonstration, DemonstrationError, encode, read_messages
 from grpo_core.environments.setting import end_texts
 from grpo_core.environments.turns import TemplateError, TurnFormat
 from grpo_core.rewards.composition import passed, without_range
@@ -211,11 +211,14 @@ def _problems(made: Demonstration, context: int | None, known: int, is_held_out:
 
 
 def _key(prompt: Any) -> str:
-    """A prompt without case and white space, by which it is compared; messages with their roles."""
-    return "".join(f"{role}:{text}" for role, text in turns(prompt)).casefold().translate(BLANKS)
+    """A prompt without case, white space and instructions of the system, by which it is compared; messages with their
+    roles, and a text as the user's."""
+    said = (f"{role or 'user'}:{text}" for role, text in turns(prompt) if role not in ("system", "developer"))
+    return "".join(said).casefold().translate(BLANKS)
 
 
 def _asked(row: Mapping[str, Any]) -> Any:
     """The prompt of a row that can be encoded: of messages, those before the first turn of the assistant."""
-    given = row.get("messages")
-    return [*takewhile(lambda message: message["role"] != "assistant", given)] if given else row["prompt"]
+    if row.get("messages"):
+        return [*takewhile(lambda message: message["role"] != "assistant", read_messages(row["messages"]))]
+    return row["prompt"] if isinstance(row["prompt"], str) else read_messages(row["prompt"])

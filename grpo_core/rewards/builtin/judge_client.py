@@ -13,7 +13,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_core.config.base import flatten
-from grpo_core.errors import RewardError
+from grpo_core.errors import ConfigError, RewardError
+from grpo_core.system.addresses import key_in
 
 SENT = {"accept", "accept-encoding", "authorization", "connection", "content-length", "content-type", "host"}
 KEY_NAME = re.compile(r"[A-Z0-9_]+_API_KEY")
@@ -28,14 +29,12 @@ def api_key(name: str | None) -> str | None:
         return None
     if not KEY_NAME.fullmatch(name):
         raise RewardError(f"api_key_env={name!r} must name a variable like JUDGE_API_KEY: no other is sent out")
-    key = os.environ.get(name, "").strip()
+    try:
+        key = key_in(name)
+    except ConfigError as error:
+        raise RewardError(f"api_key_env={name!r}: {error}") from None
     if not key:
         raise RewardError(f"api_key_env={name!r}: the environment variable {name} is not set")
-    if not (key.isascii() and key.isprintable()) or set(key) & set(" \"'\\"):  # an error might escape it
-        raise RewardError(
-            f"api_key_env={name!r}: the value of {name} has a space, quote, backslash, control or non-ASCII character "
-            "in it, and cannot be sent; set it to the key alone"
-        )
     return key
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from grpo_core.system.addresses import key_in
+
 SECRET = "GRPO_VLLM_SECRET"  # environment variable, of the server and of the trainer
 
 
 def with_secret(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Headers of a request to a server that has the secret of this environment; none without one."""
-    return {"Authorization": f"Bearer {secret}"} if (secret := environment.get(SECRET)) else {}
+    """Headers of a request to a server that has the secret of this environment; none without one. Raises ConfigError
+    for one that cannot be sent."""
+    return {"Authorization": f"Bearer {secret}"} if (secret := key_in(SECRET, environment)) else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 
 from starlette.datastructures import Headers
@@ -10,13 +9,14 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from grpo_core.rollout.vllm.secret import SECRET
+from grpo_core.system.addresses import key_in
 
 
 class SecretRequired:
     """ASGI middleware: answers status 401 to every request and websocket that lacks the secret of this process."""
 
     def __init__(self, app: ASGIApp):
-        self.app, self.wanted = app, f"Bearer {os.environ[SECRET]}".encode()
+        self.app, self.wanted = app, f"Bearer {key_in(SECRET)}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = "" if scope["type"] == "lifespan" else Headers(scope=scope).get("authorization", "")

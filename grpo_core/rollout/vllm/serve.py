@@ -21,6 +21,7 @@ from grpo_core.rollout.vllm.adapter import sends_adapter_alone, supported_rank
 from grpo_core.rollout.vllm.all_reduce import custom_all_reduce_fails
 from grpo_core.rollout.vllm.logprobs import HEAD, LOGPROBS_MODE
 from grpo_core.rollout.vllm.secret import SECRET
+from grpo_core.system.addresses import key_in
 from grpo_core.system.libraries import quiet_libraries
 
 # Environment variable of a training: a file with the address of each server that was started for it. A server that is
@@ -90,7 +91,7 @@ def server_command(config: RunConfig) -> list[str]:
         *("--middleware", "grpo_core.rollout.vllm.binary.BinaryCompletions"),  # the first is behind the others
         # vLLM itself answers the pages of every origin.
         *("--middleware", "grpo_core.system.origin_check.OwnPagesOnly"),
-        *(["--middleware", "grpo_core.rollout.vllm.secret_required.SecretRequired"] if os.environ.get(SECRET) else []),
+        *(["--middleware", "grpo_core.rollout.vllm.secret_required.SecretRequired"] if key_in(SECRET) else []),
         *("--logprobs-mode", LOGPROBS_MODE, "--hf-overrides", json.dumps(HEAD)),
         *("--weight-transfer-config", json.dumps({"backend": transfer})),
         *("--worker-extension-cls", "grpo_core.rollout.vllm.worker.TrainerLease"),

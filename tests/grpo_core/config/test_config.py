@@ -148,6 +148,7 @@ REFUSED = [
     ("rollout.max_staleness=1", "are for engine='vllm-server'"),
     ("rollout={engine='vllm-server', max_staleness=9}", "rollout.max_staleness = 9: Input should be less"),
     ("rollout={engine='vllm-server', vllm_server_base_urls=['10.0.0.5:8000']}", "not an address such as http://127"),
+    ("rollout={engine='vllm-server', vllm_server_base_urls=['http://a:port']}", "not an address such as http://127"),
     ("rollout={engine='vllm-server', vllm_server_base_urls=['http://a', 'http://a']}", "names a server twice"),
     (
         "rollout={engine='vllm-server', vllm_weight_transfer='ipc', vllm_tensor_parallel_size=2}",

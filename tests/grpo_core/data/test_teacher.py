@@ -17,7 +17,7 @@ from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.config.teacher import loaded_teachers, source_teachers
 from grpo_core.data.prompts import check_teacher_tokenizer
-from grpo_core.data.teacher import check_teacher, check_tokenizers, silent_notes, teacher_notes
+from grpo_core.data.teacher import check_teacher, check_tokenizers, silent_notes, teacher_notes, unseen_notes
 from grpo_core.errors import ConfigError
 from grpo_core.planning.hardware import Gpu, named_gpu
 from grpo_core.planning.memory import GIB, check_teacher_memory, peak_memory
@@ -251,23 +251,30 @@ def test_a_plan_says_that_groups_will_be_silent_and_where_a_teacher_teaches(
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"model": "m"}, "teacher.model = 'm' teaches beside the rewards by each token's advantage, weight 1"),
+        ({"model": "m"}, "taught by teacher.model = 'm' beside the rewards: each token's advantage, weight 1"),
         (
-            {"url": "http://10.0.0.5:8000", "weight": 0.5},
-            "teacher.url='http://10.0.0.5:8000' teaches beside the rewards by each token's advantage, weight 0.5",
+            {"url": "http://10.0.0.5:8000", "model": "m", "weight": 0.5},
+            "taught by the server teacher.url = 'http://10.0.0.5:8000' with 'm' beside the rewards: each token's "
+            "advantage, weight 0.5",
         ),
         (
             {"template": "{prompt} {answer}", "update_rate": 0.05, "divergence_beta": 1.0},
-            "the policy itself, shown teacher.template, and averaged at update_rate = 0.05, teaches beside the rewards "
-            "by a divergence, divergence_beta = 1, weight 1",
+            "taught by the policy itself, shown teacher.template, and averaged at update_rate = 0.05, beside the "
+            "rewards: a divergence, divergence_beta = 1, weight 1",
         ),
     ],
 )
 def test_a_plan_says_what_teaches(values: dict[str, Any], keys: dict[str, Any], said: str) -> None:
     assert teacher_notes(parse_config(values)) == []
-    assert teacher_notes(parse_config({**values, "teacher": keys}))[0] == said
+    assert teacher_notes(parse_config({**values, "teacher": keys})) == [said]
     alone = {**values, "rewards": [{**reward, "weight": 0.0} for reward in values["rewards"]], "teacher": keys}
-    assert "teaches without rewards by" in teacher_notes(parse_config(alone))[0]
+    assert " without rewards: " in teacher_notes(parse_config(alone))[0]
+
+
+def test_a_plan_names_the_teachers_of_sources_and_those_that_have_none(model_folder: Path, tmp_path: Path) -> None:
+    (said,) = teacher_notes(parse_config(by_source(model_folder, tmp_path, "7B", "")))
+    assert said.startswith("taught by teacher.model = '7B' beside the rewards")
+    assert said.endswith("; nothing teaches lines but the rewards")
 
 
 def test_a_plan_says_that_nothing_teaches_and_which_teacher_it_has_not_seen(
@@ -276,9 +283,8 @@ def test_a_plan_says_that_nothing_teaches_and_which_teacher_it_has_not_seen(
     values["rewards"] = [{**reward, "weight": 0.0} for reward in values["rewards"]]
     (said,) = silent_notes(parse_config(values), [])
     assert said.endswith("there is no [teacher]: GRPO trains nothing; give a reward a weight")
-    assert silent_notes(taught(values, model_folder), []) == []
-    assert len(teacher_notes(taught(values, model_folder))) == 1
-    _, said = teacher_notes(taught(values, "Qwen/Qwen2.5-7B-Instruct"))
+    assert silent_notes(taught(values, model_folder), []) == [] == unseen_notes(taught(values, model_folder))
+    (said,) = unseen_notes(taught(values, "Qwen/Qwen2.5-7B-Instruct"))
     assert said.startswith("teacher.model = 'Qwen/Qwen2.5-7B-Instruct' is not on this machine")
 
 

@@ -141,12 +141,38 @@ def test_a_text_ends_by_the_end_token_or_by_a_text_that_stops_sampling() -> None
         ({"messages": [USER, SAID], "tools": "[1]"}, "no list of JSON schemas: '[1]'"),
         ({"prompt": "x", "completion": [SAID]}, "its prompt is a text, and its completion is not"),
         ({"prompt": "x", "completion": 3}, "its completion is not: 3;"),
+        ({"prompt": "x", "completion": " \n"}, "no text in the column"),
+        ({"messages": [USER, {**SAID, "content": " "}]}, "message 1, the assistant's, says nothing"),
+        ({"messages": [USER, {**SAID, "content": None}]}, "message 1, the assistant's, says nothing"),
+        ({"messages": [USER, {**SAID, "weight": 0}]}, "message 1, the assistant's, is marked as not trained"),
+        ({"messages": [USER, {**SAID, "train": False}]}, "message 1, the assistant's, is marked as not trained"),
+        ({"messages": [{**USER, "content": [{"type": "image"}]}, SAID]}, "no text, nor a list of parts of text"),
+        ({"messages": [{**USER, "content": {"text": "x"}}, SAID]}, "no text, nor a list of parts of text"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_row_that_shows_nothing_is_refused(row: dict[str, Any], said: str) -> None:
     with pytest.raises(DemonstrationError, match=re.escape(said)):
         encode(row, _format("qwen2_5"), [])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "llama3_1"])
+def test_contents_in_parts_are_their_text_and_a_call_may_have_no_arguments(family: str) -> None:
+    turns = _format(family)
+
+    def parts(message: dict[str, Any]) -> dict[str, Any]:
+        text = message["content"]
+        return {**message, "content": [{"type": "text", "text": text[:2]}, {"type": "text", "text": text[2:]}]}
+
+    messages = [USER, SAID, {**USER, "content": "and 2+2"}, {**SAID, "content": "4", "weight": 1}]
+    assert encode({"messages": [*map(parts, messages)]}, turns, []) == encode({"messages": messages}, turns, [])
+    prompt, completion = [parts(USER)], [parts(SAID)]
+    assert encode({"prompt": prompt, "completion": completion}, turns, []) == encode(
+        {"messages": [USER, SAID]}, turns, []
+    )
+    called = [{**SAID, "tool_calls": [{"function": {"name": "f", "arguments": given}}]} for given in ("", "{}")]
+    empty, none = (encode({"messages": [USER, message]}, turns, [SUM]) for message in called)
+    assert empty == none
 
 
 def test_a_turn_without_an_end_token_and_one_in_another_place_are_refused() -> None:

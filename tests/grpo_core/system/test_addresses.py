@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_core.system.addresses import holds_secret
+from grpo_core.errors import ConfigError
+from grpo_core.system.addresses import holds_secret, is_web_address, key_in
 
 
 @pytest.mark.parametrize(
@@ -57,3 +58,33 @@ def test_an_address_with_a_secret_is_known(address: str) -> None:
 )
 def test_an_address_without_a_secret_is_left_alone(address: str) -> None:
     assert not holds_secret(address)
+
+
+@pytest.mark.parametrize("value", ["", "  sk-123\n", "sk-123"])
+def test_a_key_is_read_without_white_space_around_it(value: str) -> None:
+    assert key_in("KEY", {"KEY": value}) == value.strip()
+
+
+@pytest.mark.parametrize("value", ["sk 123", "sk-12\x00", "sk-é", "'sk-123'", "sk-1\n23"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(value: str) -> None:
+    with pytest.raises(ConfigError, match="the value of KEY has a space, quote") as refused:
+        key_in("KEY", {"KEY": value})
+    assert "sk" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "is_one"),
+    [
+        ("http://10.0.0.5:8000", True),
+        ("https://models.example", True),
+        ("http://[::1]:8000", True),
+        ("10.0.0.5:8000", False),
+        ("ftp://10.0.0.5", False),
+        ("http://10.0.0.5:port", False),
+        ("http://10.0.0.5:70000", False),
+        ("http://[::1", False),
+        ("http://", False),
+    ],
+)
+def test_a_web_address_has_a_host_and_a_port_that_is_one(address: str, is_one: bool) -> None:
+    assert is_web_address(address) == is_one

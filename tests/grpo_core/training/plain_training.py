@@ -198,7 +198,9 @@ class _Batch:
     def teacher_kl(self, place: int, model: Any) -> list[float]:
         """log π_old − log π_teacher of each taught token of a micro-step; for a divergence, of policy and teacher in
         the update."""
-        rows = [row for row in self.order[place].flatten().tolist() if self.taught_by[row] != ""]
+        if not self.config.teacher.is_used:
+            return []
+        rows = [row for row in self.order[place].flatten().tolist() if self.taught_by[row] != "" and self.read[row]]
         own: Any = self.old
         if self.config.teacher.divergence_beta is not None:
             with torch.no_grad():
