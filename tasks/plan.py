@@ -18,7 +18,7 @@ from grpo_core.data.curriculum import arrange, curriculum_notes, describe, read_
 from grpo_core.data.order import epoch_rows, source_counts
 from grpo_core.data.prompts import FileRows, check_teacher_tokenizer, load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
-from grpo_core.data.teacher import check_teacher, silent_notes
+from grpo_core.data.teacher import check_teacher, silent_notes, teacher_notes
 from grpo_core.planning.adapter import base_notes, check_adapter
 from grpo_core.planning.forecast import forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, capability, find_gpu, hardware_notes, name_hardware

@@ -293,7 +293,6 @@ def test_the_gap_is_the_mean_over_the_tokens_that_are_taught(values: dict[str, A
         file = run / "training" / "completions" / f"rollout-{index:06d}.parquet"
         rows = pl.read_parquet(file).to_dicts()
         shown = shown_prompts(run, parse_config(values), rows)
-        tokens = [len(row["completion_ids"]) for row in rows]
         assert step["teacher_shown"] == pytest.approx(sum(map(bool, shown)) / len(rows))
         assert ("teacher_kl" in step) == any(shown)
         assert step.get("privileged_gap", 0.0) == pytest.approx(-step.get("teacher_kl", 0.0))
