@@ -6,6 +6,7 @@ They depend only on the workload and its seed, not on a side.
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.command import ROOT
+from benchmarks.command import ROOT, python_path
 from grpo_core.rewards.builtin.answers import numeric_match
 
 END, PAD = 0, 1
@@ -62,7 +63,7 @@ def write(workload: Workload, folder: Path) -> None:
     folder.mkdir(parents=True)
     if workload.task == "sums":
         make = [sys.executable, "-m", "examples.arithmetic.make", "--out", SUMS.resolve()]
-        subprocess.run(make, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+        subprocess.run(make, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": python_path(ROOT)})
         (folder / "model").symlink_to(SUMS.resolve() / "base")
         (folder / "prompts.parquet").symlink_to(SUMS.resolve() / "train.parquet")
     else:

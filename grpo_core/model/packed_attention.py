@@ -27,6 +27,7 @@ from grpo_core.system.torch_releases import SHARED_KEYS
 Kind = Literal["padded", "varlen", "flex"]
 NAME = "grpo_packed"  # of the attention function, among transformers'
 FLEX_BLOCK = 128  # tokens; a packed batch is padded to two blocks or more: for one, flex attention is compiled again
+ALIKE = 0.75  # of the longest completion's length: shorter ones are padded to less
 SHORT = {torch.bfloat16: 512}  # keys up to which plain products are faster than torch's fused attention on a CPU
 
 
@@ -44,22 +45,24 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class _Padded:
-    """A packed batch as two padded blocks, for attention."""
+    """A packed batch as padded blocks, for attention on a CPU: one of the U prompts, and some of the completions, those
+    of like length together."""
 
     prompt_slots: Tensor  # (tokens of prompts,) in the U · P places
-    completion_slots: Tensor  # (tokens of completions,) in the R · T places
-    prompt_of: Tensor  # (R,)
-    mask: Tensor  # (R, 1, T, P + T), True where a completion's token attends to a key
     num_prompts: int
     longest_prompt: int
+    completions: tuple[_Block, ...]
+    order: Tensor  # (tokens of completions,) place of each among the tokens of the blocks, one after the other
 
-    @property
-    def num_completions(self) -> int:
-        return self.mask.shape[0]
 
-    @property
-    def longest_completion(self) -> int:
-        return self.mask.shape[2]
+@dataclass(frozen=True)
+class _Block:
+    """R completions of at most T inputs each, behind prompts of at most P."""
+
+    tokens: Tensor  # (n,) their tokens among those of all completions
+    slots: Tensor  # (n,) of these in the R · T places
+    prompt_of: Tensor  # (R,)
+    mask: Tensor  # (R, 1, T, P + T), True where a completion's token attends to a key
 
 
 @dataclass(frozen=True)
@@ -200,17 +203,27 @@ def _attend_padded(query: Tensor, key: Tensor, value: Tensor, blocks: _Padded, s
     def prompts(x: Tensor) -> Tensor:
         return _spread(x, blocks.prompt_slots, blocks.num_prompts, blocks.longest_prompt)
 
-    def completions(x: Tensor) -> Tensor:
-        return _spread(x, blocks.completion_slots, blocks.num_completions, blocks.longest_completion)
-
     k_prompts, v_prompts = prompts(k1), prompts(v1)
-    of_prompts = _attention(prompts(q1), k_prompts, v_prompts, None, scale)
-    gathered = [_gather(of_prompts, blocks.prompt_slots)]
-    if len(blocks.completion_slots):
-        keys = torch.cat([k_prompts.index_select(0, blocks.prompt_of), completions(k2)], dim=2)
-        values = torch.cat([v_prompts.index_select(0, blocks.prompt_of), completions(v2)], dim=2)
-        gathered.append(_gather(_attention(completions(q2), keys, values, blocks.mask, scale), blocks.completion_slots))
-    return torch.cat(gathered)
+    of_prompts = _gather(_attention(prompts(q1), k_prompts, v_prompts, None, scale), blocks.prompt_slots)
+    if not blocks.completions:
+        return of_prompts
+
+    def attended(block: _Block) -> Tensor:
+        rows, _, width, keys = block.mask.shape
+
+        def own(x: Tensor) -> Tensor:
+            return _spread(
+                x if len(blocks.completions) == 1 else Gather.apply(x, block.tokens), block.slots, rows, width
+            )
+
+        def behind(shared: Tensor, x: Tensor) -> Tensor:
+            return torch.cat([shared[:, :, : keys - width].index_select(0, block.prompt_of), own(x)], dim=2)
+
+        mixed = _attention(own(q2), behind(k_prompts, k2), behind(v_prompts, v2), block.mask, scale)
+        return _gather(mixed, block.slots)
+
+    found = [attended(block) for block in blocks.completions]
+    return torch.cat([of_prompts, found[0] if len(found) == 1 else Gather.apply(torch.cat(found), blocks.order)])
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -249,18 +262,23 @@ def _padded(
     in_prompts: tuple[Tensor, Tensor],
     in_completions: tuple[Tensor, Tensor],
 ) -> _Padded:
-    p, t = int(prompts.max()), int(completions.max())
-    (prompt, prompt_position), (row, offset) = in_prompts, in_completions
-    of_prompt = (torch.arange(p) < prompts[prompt_of][:, None])[:, None].expand(-1, t, -1)
-    own = torch.ones(t, t, dtype=torch.bool).tril().expand(len(prompt_of), -1, -1)
-    return _Padded(
-        prompt_slots=prompt * p + prompt_position,
-        completion_slots=row * t + offset,
-        prompt_of=prompt_of,
-        mask=torch.cat([of_prompt, own], dim=2)[:, None],
-        num_prompts=len(prompts),
-        longest_prompt=p,
-    )
+    (prompt, prompt_position), (row, offset), longest = in_prompts, in_completions, int(prompts.max())
+    blocks, block_of = list[_Block](), torch.full((len(completions),), -1)
+    ordered = completions.argsort(descending=True, stable=True)
+    left = ordered[completions[ordered] > 0]
+    while len(left):
+        t = int(completions[left[0]])
+        alike = completions[left] > ALIKE * t
+        rows, left = left[alike].sort().values, left[~alike]
+        block_of[rows] = len(blocks)
+        p, shared = int(prompts[prompt_of[rows]].max()), prompts[prompt_of[rows]]
+        of_prompt = (torch.arange(p) < shared[:, None])[:, None].expand(-1, t, -1)
+        own = torch.ones(t, t, dtype=torch.bool).tril().expand(len(rows), -1, -1)
+        tokens = (block_of[row] == len(blocks)).nonzero().flatten()
+        slots = torch.searchsorted(rows, row[tokens]) * t + offset[tokens]
+        blocks.append(_Block(tokens, slots, prompt_of[rows], torch.cat([of_prompt, own], dim=2)[:, None]))
+    order = torch.cat([block.tokens for block in blocks]).argsort() if blocks else torch.zeros(0, dtype=torch.int64)
+    return _Padded(prompt * longest + prompt_position, len(prompts), longest, tuple(blocks), order)
 
 
 def _varlen(prompts: Tensor, completions: Tensor, prompt_of: Tensor) -> _Varlen:

@@ -160,7 +160,9 @@ def test_policies_pass_and_fail_where_completions_see_each_other(
 
     def mixed(*arguments: Any) -> Any:
         found = own(*arguments)
-        return replace(found, prompt_of=found.prompt_of.flip(0))
+        return replace(
+            found, completions=tuple(replace(it, prompt_of=it.prompt_of.flip(0)) for it in found.completions)
+        )
 
     monkeypatch.setattr(packed_attention, "_padded", mixed)
     # The policy's own probe notices, and goes another way.
