@@ -140,8 +140,9 @@ def _message(message: Message) -> Message:
 def _text(content: Any) -> str:
     """A message's content, which may be a list of parts of text."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
-    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+    found = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    texts = [text for text in found if isinstance(text, str)]
+    if len(texts) < len(parts):
         raise DemonstrationError(f"the content {content!r:.60} of a message is no text, nor a list of parts of text")
     return "".join(texts)
 
