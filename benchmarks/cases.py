@@ -70,9 +70,9 @@ LARGE_VOCABULARY = Workload(
 )
 
 GATED = [
-    Case("tiny", "0.8M, end to end, natural lengths", TINY, _sides(2, 1.4), _sides(3, 2)),
-    Case("small", "5.8M, end to end", GENERATE, _sides(2.5, 2), _sides(5, 4)),
-    Case("training", "5.8M, training phase", SMALL, _sides(2.5, 2), _sides(4, 3)),
+    Case("tiny", "0.8M, end to end, natural lengths", TINY, _sides(2, 1.4), _sides(9, 3)),
+    Case("small", "5.8M, end to end", GENERATE, _sides(2.5, 2), _sides(5, 5)),
+    Case("training", "5.8M, training phase", SMALL, _sides(2.5, 2), _sides(8, 8)),
     Case(
         "half-silent",
         "training phase, half of the groups silent",

@@ -110,7 +110,8 @@ def determining(config: RunConfig) -> dict[str, Any]:
 
         values["rollout"]["content of the recording"] = content_hash(str(folder_of(config.rollout)))
     if values["rollout"].keys() & {"top_p", "top_k", "min_p"}:
-        values["rollout"]["loss"] = "over the tokens that are left"  # earlier, over the whole vocabulary
+        # Earlier over the whole vocabulary, and then without some of those at the edge that are equally likely.
+        values["rollout"]["loss"] = "over the tokens that are left, with ties"
     if config.rollout.speculation:  # samples of the same distribution, but others
         values["rollout"]["speculation"] = config.rollout.speculation
     for reward in values["rewards"]:

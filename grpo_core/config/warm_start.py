@@ -12,7 +12,6 @@ from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.config.inputs import CurriculumConfig
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.teacher import TeacherConfig
-from grpo_core.config.training import HealthConfig
 
 if TYPE_CHECKING:
     from grpo_core.config.run import RunConfig
@@ -84,8 +83,8 @@ def warm_start_problem(config: RunConfig) -> str:
 
 def supervised(config: RunConfig, longest_completion: int) -> RunConfig:
     """The configuration of the warm start itself: a training without engine and rewards, whose groups are one
-    demonstration each. `longest_completion`: tokens after the prompt, of the longest demonstration. The limits of
-    `[health]` are for GRPO, all but that for numbers that are not finite.
+    demonstration each. `longest_completion`: tokens after the prompt, of the longest demonstration. Low entropy,
+    which demonstrations are to teach, breaks no limit of `[health]`.
 
     The loss of cispo with a ratio of 1 and an advantage of 1 is −log π of each trained token, and its mean over the
     tokens of an update the supervised loss. It is not validated: no user may ask for a training without rewards.
@@ -120,7 +119,7 @@ def supervised(config: RunConfig, longest_completion: int) -> RunConfig:
             "rollout": rollout.model_copy(update={"engine": "recorded"}),
             "algorithm": algorithm,
             "train": train.model_copy(update=optimizing),
-            "health": HealthConfig(min_entropy=0, not_finite_action=config.health.not_finite_action),
+            "health": config.health.model_copy(update={"min_entropy": 0.0}),
             "teacher": TeacherConfig(),
             "environment": EnvironmentConfig(),
         }

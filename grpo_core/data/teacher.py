@@ -113,13 +113,14 @@ def teacher_notes(config: RunConfig) -> list[str]:
     by = ", ".join(f"{key} = {it.name_or_path!r}" for key, it in loaded_teachers(config).items())
     if keys.url is not None:
         by = f"the server teacher.url = {keys.url!r}" + (f" with {keys.model!r}" if keys.model else "")
-    shown = "" if keys.template is None else ", shown teacher.template,"
-    average = "" if keys.update_rate is None else f" and averaged at update_rate = {keys.update_rate:g},"
+    if keys.update_rate is not None:
+        by = f"its own moving average, teacher.update_rate = {keys.update_rate:g}"
+    shown = "" if keys.template is None else ", which reads teacher.template"
     how = f"a divergence, divergence_beta = {keys.divergence_beta:g}" if keys.diverges else "each token's advantage"
-    beside = "without rewards" if teaches_alone(config) else "beside the rewards"
+    beside = "; no reward counts" if teaches_alone(config) else "; the rewards count too"
     alone = [source for source, teacher in source_teachers(config).items() if not teacher]
-    untaught = f"; nothing teaches {', '.join(alone)} but the rewards" if alone else ""
-    return [f"taught by {by or 'the policy itself'}{shown}{average} {beside}: {how}, weight {keys.weight:g}{untaught}"]
+    untaught = f", and alone in {', '.join(alone)}" if alone else ""
+    return [f"the policy is taught by {by or 'itself'}{shown}: by {how}, weight {keys.weight:g}{beside}{untaught}"]
 
 
 def unseen_notes(config: RunConfig) -> list[str]:

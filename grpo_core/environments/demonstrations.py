@@ -91,8 +91,8 @@ def _encode_messages(
             raise DemonstrationError(f"message {place}, the assistant's, says nothing: leave the row out")
         if answers[0].get("weight", 1) == 0 or answers[0].get("train", True) is False:  # OpenAI's sign, and axolotl's
             raise DemonstrationError(
-                f"message {place}, the assistant's, is marked as not trained, and every turn of `messages` is: put it "
-                "into `prompt`, and what is trained into `completion`"
+                f"message {place}, the assistant's, is marked as not trained, and every turn of `messages` and of "
+                "`completion` is: put it into `prompt`, and what follows into `completion`"
             )
         try:
             own = turns.turn(messages[: place + 1], tools, found.prompt_ids + found.completion_ids)

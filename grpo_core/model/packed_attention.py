@@ -2,8 +2,8 @@
 
 Every part of a decoder that works token by token, which is all except attention, computes each token once. Attention is
 of one of three kinds: "varlen", torch's flash kernel for sequences of different lengths, in bfloat16 on a GPU; "flex",
-flex attention with a block mask, a compiled kernel for any dtype on a GPU; "padded", blocks as a CPU has them, where
-padding costs little.
+flex attention with a block mask, a compiled kernel for any dtype on a GPU; "padded", on a CPU, blocks of completions of
+like length.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from grpo_core.system.torch_releases import SHARED_KEYS
 Kind = Literal["padded", "varlen", "flex"]
 NAME = "grpo_packed"  # of the attention function, among transformers'
 FLEX_BLOCK = 128  # tokens; a packed batch is padded to two blocks or more: for one, flex attention is compiled again
-ALIKE = 0.75  # of the longest completion's length: shorter ones are padded to less
+ALIKE = 0.75  # completions longer than this share of the longest are padded to it; the others go to another block
 SHORT = {torch.bfloat16: 512}  # keys up to which plain products are faster than torch's fused attention on a CPU
 
 
@@ -52,15 +52,15 @@ class _Padded:
     num_prompts: int
     longest_prompt: int
     completions: tuple[_Block, ...]
-    order: Tensor  # (tokens of completions,) place of each among the tokens of the blocks, one after the other
+    by_block: Tensor  # (tokens of completions,) block by block: each token of the blocks among those of all completions
+    order: Tensor  # (tokens of completions,) and back
 
 
 @dataclass(frozen=True)
 class _Block:
     """R completions of at most T inputs each, behind prompts of at most P."""
 
-    tokens: Tensor  # (n,) their tokens among those of all completions
-    slots: Tensor  # (n,) of these in the R · T places
+    slots: Tensor  # (their tokens,) in the R · T places
     prompt_of: Tensor  # (R,)
     mask: Tensor  # (R, 1, T, P + T), True where a completion's token attends to a key
 
@@ -208,22 +208,17 @@ def _attend_padded(query: Tensor, key: Tensor, value: Tensor, blocks: _Padded, s
     if not blocks.completions:
         return of_prompts
 
-    def attended(block: _Block) -> Tensor:
-        rows, _, width, keys = block.mask.shape
-
-        def own(x: Tensor) -> Tensor:
-            return _spread(
-                x if len(blocks.completions) == 1 else Gather.apply(x, block.tokens), block.slots, rows, width
-            )
-
-        def behind(shared: Tensor, x: Tensor) -> Tensor:
-            return torch.cat([shared[:, :, : keys - width].index_select(0, block.prompt_of), own(x)], dim=2)
-
-        mixed = _attention(own(q2), behind(k_prompts, k2), behind(v_prompts, v2), block.mask, scale)
-        return _gather(mixed, block.slots)
-
-    found = [attended(block) for block in blocks.completions]
-    return torch.cat([of_prompts, found[0] if len(found) == 1 else Gather.apply(torch.cat(found), blocks.order)])
+    is_one = len(blocks.completions) == 1
+    arranged = (x if is_one else Gather.apply(x, blocks.by_block) for x in (q2, k2, v2))
+    parts = (x.split([len(block.slots) for block in blocks.completions]) for x in arranged)
+    found = []
+    for block, queries, keys, values in zip(blocks.completions, *parts, strict=True):
+        rows, _, width, length = block.mask.shape
+        q, k, v = (_spread(x, block.slots, rows, width) for x in (queries, keys, values))
+        shared = (x[:, :, : length - width].index_select(0, block.prompt_of) for x in (k_prompts, v_prompts))
+        k, v = (torch.cat([prompt, own], dim=2) for prompt, own in zip(shared, (k, v), strict=True))
+        found.append(_gather(_attention(q, k, v, block.mask, scale), block.slots))
+    return torch.cat([of_prompts, found[0] if is_one else Gather.apply(torch.cat(found), blocks.order)])
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -274,11 +269,12 @@ def _padded(
         p, shared = int(prompts[prompt_of[rows]].max()), prompts[prompt_of[rows]]
         of_prompt = (torch.arange(p) < shared[:, None])[:, None].expand(-1, t, -1)
         own = torch.ones(t, t, dtype=torch.bool).tril().expand(len(rows), -1, -1)
-        tokens = (block_of[row] == len(blocks)).nonzero().flatten()
-        slots = torch.searchsorted(rows, row[tokens]) * t + offset[tokens]
-        blocks.append(_Block(tokens, slots, prompt_of[rows], torch.cat([of_prompt, own], dim=2)[:, None]))
-    order = torch.cat([block.tokens for block in blocks]).argsort() if blocks else torch.zeros(0, dtype=torch.int64)
-    return _Padded(prompt * longest + prompt_position, len(prompts), longest, tuple(blocks), order)
+        is_here = block_of[row] == len(blocks)
+        slots = torch.searchsorted(rows, row[is_here]) * t + offset[is_here]
+        blocks.append(_Block(slots, prompt_of[rows], torch.cat([of_prompt, own], dim=2)[:, None]))
+    by_block = block_of[row].argsort(stable=True)
+    slots = prompt * longest + prompt_position
+    return _Padded(slots, len(prompts), longest, tuple(blocks), by_block, by_block.argsort())
 
 
 def _varlen(prompts: Tensor, completions: Tensor, prompt_of: Tensor) -> _Varlen:

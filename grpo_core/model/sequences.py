@@ -66,7 +66,8 @@ def pack(sequences: Sequences, tokens: int, *, share_prompts: bool) -> Iterator[
     """Divide the rows into parts of at most `tokens` tokens, or of one row; rows of like length are next to each other.
     With `share_prompts`, so are rows with the same prompt, and it counts once; otherwise padding counts too.
 
-    Completions padded to the longest, as attention on a CPU has them, are at most twice as many tokens.
+    Completions padded to the longest of their part are at most twice as many tokens: attention on a CPU pads those of
+    like length together.
     """
     lengths, completions = sequences.lengths.tolist(), sequences.completion_lengths.tolist()
     if share_prompts:

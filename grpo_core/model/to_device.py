@@ -29,7 +29,8 @@ def move(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def to_device(value: T, device: torch.device) -> T:
-    """Return a dataclass with its tensors, and those of the dataclasses in it, on the device."""
+    """Return a dataclass with its tensors, and those of the dataclasses and tuples of dataclasses in it, on the
+    device."""
     return _with_tensors(value, iter(move([*_tensors(value)], device)))
 
 
@@ -39,13 +40,19 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield found
         elif dataclasses.is_dataclass(found):
             yield from _tensors(found)
+        elif isinstance(found, tuple) and all(map(dataclasses.is_dataclass, found)):
+            for each in found:
+                yield from _tensors(each)
 
 
 def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     """Return the dataclass with other tensors, in the order of `_tensors`."""
-    changes = {
-        name: next(tensors) if isinstance(found, Tensor) else _with_tensors(found, tensors)
-        for name, found in vars(value).items()
-        if isinstance(found, Tensor) or dataclasses.is_dataclass(found)
-    }
+    changes: dict[str, Any] = {}
+    for name, found in vars(value).items():
+        if isinstance(found, Tensor):
+            changes[name] = next(tensors)
+        elif dataclasses.is_dataclass(found):
+            changes[name] = _with_tensors(found, tensors)
+        elif isinstance(found, tuple) and all(map(dataclasses.is_dataclass, found)):
+            changes[name] = tuple(_with_tensors(each, tensors) for each in found)
     return dataclasses.replace(value, **changes)

@@ -26,15 +26,15 @@ def _truncation(config: RunConfig) -> list[str]:
     keys = truncating_keys(config)
     if not keys:
         return []
-    counted = (
-        "; the training says after its first generation batch how many sampled tokens the trainer would leave out "
-        "(sampling/outside_share)"
-    )
-    return [
+    said = (
         f"{keys}: the policy that is trained is the one that samples, without the unlikely tokens: ratio, loss and "
         "entropy are over those that are left. A token that is never sampled is never learned"
-        + counted
-        * (config.rollout.engine != "recorded")
+    )
+    if config.rollout.engine == "recorded":
+        return [said]
+    return [
+        f"{said}; the training says after its first generation batch how many sampled tokens the trainer would leave "
+        "out (sampling/outside_share)"
     ]
 
 

@@ -36,24 +36,28 @@ def holds_secret(address: str) -> bool:
 
 
 def key_in(name: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The key in the environment variable `name`, without white space around it; "" if it is not set. Raises
-    ConfigError if it cannot be sent as it is: an error of the client would show it."""
-    key = environment.get(name, "").strip()
+    """The key in the environment variable `name`, without white space around it; "" if it is not set, or empty. Raises
+    ConfigError, which does not show it, if it is blank, or has characters with which a client's error might show it."""
+    value = environment.get(name, "")
+    key = value.strip()
+    if value and not key:
+        raise ConfigError(f"{name} holds nothing but white space: set it to the key, or unset it")
     if not (key.isascii() and key.isprintable()) or set(key) & set(" \"'\\"):
         raise ConfigError(
-            f"the value of {name} has a space, quote, backslash, control or non-ASCII character in it, and cannot be "
-            "sent; set it to the key alone"
+            f"the value of {name} has a space, quote, backslash, control or non-ASCII character in it, with which an "
+            "error message might show it; set it to the key alone"
         )
     return key
 
 
 def is_web_address(address: str) -> bool:
-    """True for http:// or https:// with a host and, if there is one, a port that is a number of at most 65535."""
+    """True for http:// or https:// with a host and, if there is one, a port from 1 to 65535, without white space."""
     try:
         parts = urlsplit(address)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
+    return is_one and address.isprintable() and " " not in address
 
 
 def keys_with_secrets(values: Any, key: str = "") -> Iterator[str]:

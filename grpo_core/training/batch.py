@@ -150,9 +150,8 @@ def _join_sequences(parts: Sequence[Sequences]) -> Sequences:
 def has_gradient(config: RunConfig, advantages: Tensor, mask: Tensor, taught: Tensor | None) -> Tensor:
     """Return which completions have a gradient. `taught`: see `Rollout`. (B,) bool
 
-    A completion whose group has equal rewards, or whose reward equals the mean, has no advantage and adds nothing to
-    the gradient of any loss, unless KL, an entropy bonus, its routers or a teacher do; nor does one without a token in
-    the loss.
+    A completion with a token in the loss has one if it has an advantage, if a teacher teaches it, or if KL, an entropy
+    bonus or the routers' loss trains all. It has no advantage if its reward equals its group's mean.
     """
     if config.algorithm.trains_every or (config.teacher.is_used and taught is None):
         return mask.sum(1) > 0

@@ -39,7 +39,7 @@ def observe(
     A finding comes when a streak reaches its length, and again each time it has grown by that length.
     """
     # Silent groups teach nothing, except with a teacher that has something to show.
-    silent = NO_SIGNAL if "teacher_kl" in metrics and metrics.get("teacher_shown") != 0 else ()
+    silent = NO_SIGNAL if metrics.get("teacher_shown", float("teacher_kl" in metrics)) else ()
     rules = {rule.name: rule for rule in _rules(config) if rule.name not in silent}
     excess = {name: rule.sign * (metrics.get(rule.metric, rule.limit) - rule.limit) for name, rule in rules.items()}
     broken = {name: rules[name] for name in rules if excess[name] > 0}

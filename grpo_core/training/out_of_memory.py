@@ -85,11 +85,11 @@ class OutOfMemoryRetry:
                 )
                 if largest <= longest and not keeps:
                     reads_more = self.shows or 0 < self.longest < longest
-                    less = "show less in teacher.template, whose prompts are longer, " if reads_more else ""
+                    more = "; if the teacher's pass ran out, show less in teacher.template" if reads_more else ""
                     raise TrainingError(
                         f"memory runs out with a single completion ({longest} tokens with its prompt) in a forward "
-                        f"pass; shorten max_completion_length, {less}set train.gradient_checkpointing or "
-                        f"model.use_peft, or take a smaller model ({error})"
+                        "pass; shorten max_completion_length, set train.gradient_checkpointing or model.use_peft, or "
+                        f"take a smaller model{more} ({error})"
                     ) from error
                 if self.policy.is_sharded and largest > longest:
                     fewer = max(largest // 2, longest)

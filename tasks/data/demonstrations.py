@@ -126,7 +126,7 @@ def write_demonstrations(config: RunConfig, tools: Tools, held_out: Mapping[str,
     turn_format = TurnFormat(tokenizer, end_texts(config, tokenizer), config.data.chat_template_kwargs)
     known, overlap, stop = embedding_rows(config.model), config.data.checks.near_overlap, config.rollout.stop
     frames = (frame for rows in held_out.values() for frame in rows.slices() if overlap != "warn")
-    shown = {_key(prompt) for frame in frames for prompt in frame["prompt"]}
+    shown = {_key(prompt) for frame in frames for prompt in frame["prompt"].to_list()}
     if is_run := run_files.is_run(source.data):
         _check_former(source, vocabulary(tokenizer), config)
     kind = "right completions" if is_run else "rows"
@@ -211,14 +211,14 @@ def _problems(made: Demonstration, context: int | None, known: int, is_held_out:
 
 
 def _key(prompt: Any) -> str:
-    """A prompt without case, white space and instructions of the system, by which it is compared; messages with their
-    roles, and a text as the user's."""
-    said = (f"{role or 'user'}:{text}" for role, text in turns(prompt) if role not in ("system", "developer"))
-    return "".join(said).casefold().translate(BLANKS)
+    """A prompt without case, white space and the system's message, by which it is compared; messages with their roles,
+    and a text as the user's."""
+    said = turns(prompt if isinstance(prompt, str) else read_messages(prompt))
+    asked = [turn for turn in said if turn[0] not in ("system", "developer")] or said
+    return "".join(f"{role or 'user'}:{text}" for role, text in asked).casefold().translate(BLANKS)
 
 
 def _asked(row: Mapping[str, Any]) -> Any:
     """The prompt of a row that can be encoded: of messages, those before the first turn of the assistant."""
-    if row.get("messages"):
-        return [*takewhile(lambda message: message["role"] != "assistant", read_messages(row["messages"]))]
-    return row["prompt"] if isinstance(row["prompt"], str) else read_messages(row["prompt"])
+    given = row.get("messages")
+    return [*takewhile(lambda message: message["role"] != "assistant", given)] if given else row["prompt"]

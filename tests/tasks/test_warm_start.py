@@ -22,7 +22,7 @@ from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.planning.hardware import named_gpu
 from grpo_core.planning.warm_start import Sizes, describe_warm_start
 from tasks import screen
-from tasks.data.demonstrations import write_demonstrations
+from tasks.data.demonstrations import _key, write_demonstrations
 from tasks.data.sources import SourceError
 from tasks.stages.condition import conditions, refuse_outdated_inputs
 from tasks.stages.errors import StageError
@@ -95,6 +95,18 @@ def test_a_row_that_cannot_be_learnt_from_is_refused_by_its_number(
         for severity, kept in (("drop", 4), ("warn", 5)):
             shown["data"] = {**shown["data"], "checks": {"near_overlap": severity}}
             assert _written(shown, tmp_path / "found.parquet")["rows"] == kept
+
+
+def test_a_held_out_prompt_is_known_in_each_of_its_forms() -> None:
+    call = {"name": "add", "arguments": {"a": 1}}
+    user, system = {"role": "user", "content": "How much is 1+1?"}, {"role": "system", "content": "Be brief."}
+    parts = {**user, "content": [{"type": "text", "text": "how much"}, {"type": "text", "text": " is 1+1?"}]}
+    assert len({_key(each) for each in ("How much is 1+1?", [user], [system, user], [parts])}) == 1
+    said = [user, {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]}]
+    as_json = {**call, "arguments": '{"a": 1}'}
+    written = [user, {"role": "assistant", "tool_calls": [{"type": "function", "function": as_json}]}]
+    assert _key(said) == _key(written) != _key([user])
+    assert _key([system]) != _key([{**system, "content": "Be long."}])
 
 
 def test_the_plan_refuses_what_the_stage_would_and_says_what_it_takes(values: dict[str, Any], tmp_path: Path) -> None:

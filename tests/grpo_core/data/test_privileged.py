@@ -284,8 +284,10 @@ def test_an_average_that_a_gpu_cannot_hold_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_the_gap_is_the_mean_over_the_tokens_that_are_taught(values: dict[str, Any], tmp_path: Path) -> None:
-    """So is `teacher_kl`, with the other sign."""
+def test_the_gap_is_teacher_kl_with_the_other_sign_and_absent_where_nothing_is_shown(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    """That it is the mean over the taught tokens, the plain trainings of test_plain.py hold."""
     values["teacher"] = {"template": "{better}+{prompt}"}
     run = trained_run(tmp_path / "run", values)
     shares = []

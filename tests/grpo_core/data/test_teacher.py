@@ -251,16 +251,24 @@ def test_a_plan_says_that_groups_will_be_silent_and_where_a_teacher_teaches(
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"model": "m"}, "taught by teacher.model = 'm' beside the rewards: each token's advantage, weight 1"),
+        (
+            {"model": "m"},
+            "the policy is taught by teacher.model = 'm': by each token's advantage, weight 1; the rewards count too",
+        ),
         (
             {"url": "http://10.0.0.5:8000", "model": "m", "weight": 0.5},
-            "taught by the server teacher.url = 'http://10.0.0.5:8000' with 'm' beside the rewards: each token's "
-            "advantage, weight 0.5",
+            "the policy is taught by the server teacher.url = 'http://10.0.0.5:8000' with 'm': by each token's "
+            "advantage, weight 0.5; the rewards count too",
+        ),
+        (
+            {"template": "{prompt} {answer}"},
+            "the policy is taught by itself, which reads teacher.template: by each token's advantage, weight 1; the "
+            "rewards count too",
         ),
         (
             {"template": "{prompt} {answer}", "update_rate": 0.05, "divergence_beta": 1.0},
-            "taught by the policy itself, shown teacher.template, and averaged at update_rate = 0.05, beside the "
-            "rewards: a divergence, divergence_beta = 1, weight 1",
+            "the policy is taught by its own moving average, teacher.update_rate = 0.05, which reads "
+            "teacher.template: by a divergence, divergence_beta = 1, weight 1; the rewards count too",
         ),
     ],
 )
@@ -268,13 +276,13 @@ def test_a_plan_says_what_teaches(values: dict[str, Any], keys: dict[str, Any], 
     assert teacher_notes(parse_config(values)) == []
     assert teacher_notes(parse_config({**values, "teacher": keys})) == [said]
     alone = {**values, "rewards": [{**reward, "weight": 0.0} for reward in values["rewards"]], "teacher": keys}
-    assert " without rewards: " in teacher_notes(parse_config(alone))[0]
+    assert teacher_notes(parse_config(alone))[0].endswith("; no reward counts")
 
 
 def test_a_plan_names_the_teachers_of_sources_and_those_that_have_none(model_folder: Path, tmp_path: Path) -> None:
     (said,) = teacher_notes(parse_config(by_source(model_folder, tmp_path, "7B", "")))
-    assert said.startswith("taught by teacher.model = '7B' beside the rewards")
-    assert said.endswith("; nothing teaches lines but the rewards")
+    assert said.startswith("the policy is taught by teacher.model = '7B': ")
+    assert said.endswith("; the rewards count too, and alone in lines")
 
 
 def test_a_plan_says_that_nothing_teaches_and_which_teacher_it_has_not_seen(

@@ -139,3 +139,18 @@ def test_flex_attention_past_dynamo_s_limit_is_an_error_and_not_all_scores(
         _pass(2, grad=True, trainable=True)
         with pytest.raises(FailOnRecompileLimitHit):
             _pass(2, grad=False, trainable=False)
+
+
+def test_completions_are_padded_to_others_of_like_length_alone() -> None:
+    """The longest, and those longer than three quarters of it; then the longest of the others. As inputs, completions
+    are one token shorter."""
+    lengths = torch.tensor([101, 5, 81, 76, 1, 61, 60, 5])
+    prompts = torch.tensor([9, 9, 9, 3, 3, 3, 3, 3])
+    ids = torch.zeros(len(lengths), int((prompts + lengths).max()), dtype=torch.int64)
+    attention: Any = pack_batch(Sequences(ids, prompts, lengths, (prompts == 3).long()), "padded").attention
+    assert [tuple(block.mask.shape) for block in attention.completions] == [
+        (2, 1, 100, 109),
+        (3, 1, 75, 78),
+        (2, 1, 4, 13),
+    ]
+    assert sorted(attention.by_block.tolist()) == [*range(int((lengths - 1).sum()))]

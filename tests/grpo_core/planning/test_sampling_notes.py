@@ -23,6 +23,9 @@ def test_truncated_sampling_is_named_with_its_keys(tmp_path: Path, keys: dict[st
     named = ", ".join(f"rollout.{name} = {value:g}" for name, value in keys.items())
     assert note.startswith(f"{named}: the policy that is trained is the one that samples, without the unlikely tokens")
     assert "sampling/outside_share" in note
+    (recorded,) = _notes(tmp_path, engine="recorded", recording="run", **keys)
+    assert note.startswith(recorded), "on a recording, nothing is counted"
+    assert "sampling/outside_share" not in recorded
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,8 @@ def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(value: str) -> None:
     with pytest.raises(ConfigError, match="the value of KEY has a space, quote") as refused:
         key_in("KEY", {"KEY": value})
     assert "sk" not in str(refused.value)
+    with pytest.raises(ConfigError, match="KEY holds nothing but white space"):
+        key_in("KEY", {"KEY": " \n"})
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,10 @@ def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(value: str) -> None:
         ("http://10.0.0.5:70000", False),
         ("http://[::1", False),
         ("http://", False),
+        ("http://10.0.0.5:0", False),
+        (" http://10.0.0.5", False),
+        ("http://10.0.0.5\n", False),
+        ("http://10.0 .0.5", False),
     ],
 )
 def test_a_web_address_has_a_host_and_a_port_that_is_one(address: str, is_one: bool) -> None:

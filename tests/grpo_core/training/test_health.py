@@ -76,8 +76,9 @@ def test_silent_groups_are_no_problem_while_a_teacher_has_something_to_show() ->
     config = HealthConfig(zero_advantages_steps=1)
     silent = {**HEALTHY, "frac_reward_zero_std": 1.0}
     told = [silent | {"teacher_kl": 0.3}, silent | {"teacher_kl": 0.3, "teacher_shown": 0.1}]
-    nothing = silent | {"teacher_kl": 0.0, "teacher_shown": 0.0}
-    assert _after(config, [*told, nothing, silent]) == [[], [], ["zero_advantages"], ["zero_advantages"]]
+    told += [silent | {"teacher_shown": 0.1}]  # in another update of the batch
+    nothing = silent | {"teacher_shown": 0.0}
+    assert _after(config, [*told, nothing, silent]) == [[], [], [], ["zero_advantages"], ["zero_advantages"]]
 
 
 def test_healthy_figures_and_missing_ones_break_nothing() -> None:

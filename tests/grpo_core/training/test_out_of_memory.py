@@ -82,14 +82,18 @@ def test_no_number_is_advised_that_a_plan_refuses(policy: Policy, capsys: pytest
     )
 
 
-@pytest.mark.parametrize("shows", [False, True])
-def test_without_a_gradient_nothing_is_recomputed_and_what_is_too_long_is_named(policy: Policy, shows: bool) -> None:
-    memory = OutOfMemoryRetry(100, policy, shows=shows)
+@pytest.mark.parametrize(
+    ("longest", "shows", "names_template"), [(0, False, False), (40, False, False), (0, True, True), (39, False, True)]
+)
+def test_without_a_gradient_nothing_is_recomputed_and_what_is_too_long_is_named(
+    policy: Policy, longest: int, shows: bool, names_template: bool
+) -> None:
+    memory = OutOfMemoryRetry(100, policy, longest, shows=shows)
     said = r"single completion \(40 tokens with its prompt\)"
     with torch.no_grad(), pytest.raises(TrainingError, match=said) as raised:
         _largest_of_each_try(memory, lambda _: False)
     assert policy.recomputed == 0
-    assert ("show less in teacher.template" in str(raised.value)) == shows
+    assert ("show less in teacher.template" in str(raised.value)) == names_template
 
 
 def test_a_training_that_had_memory_for_all_says_so(policy: Policy) -> None:
