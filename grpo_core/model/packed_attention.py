@@ -85,9 +85,10 @@ class _Members:
     completion: Tensor  # (N,) number of its completion, -1 in a prompt
 
 
-def pack_batch(sequences: Sequences, kind: Kind, *, with_rows: bool = False) -> PackedBatch:
+def pack_batch(sequences: Sequences, kind: Kind, *, with_rows: bool = False, one_block: bool = False) -> PackedBatch:
     """Pack the sequences for one kind of attention, on the CPU. A completion's last token is no input: nothing comes
-    after it. `with_rows`: also for layers that carry a state."""
+    after it. `with_rows`: also for layers that carry a state; `one_block`: pad all completions to the longest, for
+    layers that would be compiled again for each number of blocks."""
     firsts, owners = prompts_of(sequences)
     of_row = torch.tensor(owners)
     prompts, completions = sequences.prompt_lengths[firsts], (sequences.completion_lengths - 1).clamp(min=0)
@@ -111,7 +112,8 @@ def pack_batch(sequences: Sequences, kind: Kind, *, with_rows: bool = False) -> 
     elif kind == "varlen":
         attention = _varlen(prompts, completions, of_row)
     else:
-        attention = _padded(prompts, completions, of_row, (prompt, prompt_position), (row, offset))
+        alike = -1.0 if one_block else ALIKE
+        attention = _padded(prompts, completions, of_row, (prompt, prompt_position), (row, offset), alike)
     rows = lay_in_rows(prompts, completions, of_row, len(ids)) if with_rows else None
     return PackedBatch(ids[None], positions[None], predicts, attention, rows, places)
 
@@ -256,6 +258,7 @@ def _padded(
     prompt_of: Tensor,
     in_prompts: tuple[Tensor, Tensor],
     in_completions: tuple[Tensor, Tensor],
+    alike: float,
 ) -> _Padded:
     (prompt, prompt_position), (row, offset), longest = in_prompts, in_completions, int(prompts.max())
     blocks, block_of = list[_Block](), torch.full((len(completions),), -1)
@@ -263,8 +266,8 @@ def _padded(
     left = ordered[completions[ordered] > 0]
     while len(left):
         t = int(completions[left[0]])
-        alike = completions[left] > ALIKE * t
-        rows, left = left[alike].sort().values, left[~alike]
+        together = completions[left] > alike * t
+        rows, left = left[together].sort().values, left[~together]
         block_of[rows] = len(blocks)
         p, shared = int(prompts[prompt_of[rows]].max()), prompts[prompt_of[rows]]
         of_prompt = (torch.arange(p) < shared[:, None])[:, None].expand(-1, t, -1)

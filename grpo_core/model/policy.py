@@ -101,7 +101,7 @@ class Policy(nn.Module):
         self.master = master
         self.is_sharded = is_sharded(master)
         self.model = model = working_copy(master) if bf16 and not self.is_sharded else master
-        self.temperature, self.max_length = temperature, max_length
+        self.temperature, self.max_length, self.compiles = temperature, max_length, torch_compile
         self.floor: Floor | None = None  # None: all tokens can be sampled
         self.routers: Routers | None = None  # of a mixture, if they are to be read
         self.replays_routes = False
@@ -162,7 +162,9 @@ class Policy(nn.Module):
         rows, offsets = (torch.arange(width) < lengths[:, None]).nonzero(as_tuple=True)
         columns = sequences.prompt_lengths[rows] + offsets
         if self.packs:
-            tokens: PackedBatch | PaddedRows = pack_batch(sequences, self.attention, with_rows=self.with_rows)
+            tokens: PackedBatch | PaddedRows = pack_batch(
+                sequences, self.attention, with_rows=self.with_rows, one_block=self.compiles
+            )
         else:
             tokens = PaddedRows(sequences.input_ids, rows * sequences.input_ids.shape[1] + columns - 1)
         routes = None
