@@ -25,11 +25,11 @@ BASE = Path("storage", "examples", "smollm", "base")
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
 TEXT = "The tower bridge was opened in {} by the mayor, who had paid {} coins for {} flags, {} drums and a grey horse."
 TASKS = {
-    "copies": ("Repeat this text exactly: " + TEXT, Sampling(48)),
-    "answers, greedy": ("How much is {} + {}, and {} + {}? Explain each step.", Sampling(48)),
-    "answers, drawn": ("How much is {} + {}, and {} + {}? Explain each step.", Sampling(48, temperature=1.0)),
+    "copies": ("Repeat this text exactly: " + TEXT, Sampling(32)),
+    "answers, greedy": ("How much is {} + {}, and {} + {}? Explain each step.", Sampling(32)),
+    "answers, drawn": ("How much is {} + {}, and {} + {}? Explain each step.", Sampling(32, temperature=1.0)),
 }
-ROUNDS = 3
+ROUNDS = 2
 
 
 def side(run: Path) -> None:
@@ -45,7 +45,7 @@ def side(run: Path) -> None:
     engine: Any = make_engine(config, config.model.name_or_path, model, tokenizer, 256)
     found: dict[str, Any] = {}
     for name, (text, sampling) in TASKS.items():
-        prompts = [[{"role": "user", "content": text.format(11 + n, 23 + n, 37 + n, 58 + n)}] for n in range(16)]
+        prompts = [[{"role": "user", "content": text.format(11 + n, 23 + n, 37 + n, 58 + n)}] for n in range(8)]
         ids = [tokenizer.apply_chat_template(it, add_generation_prompt=True, tokenize=True) for it in prompts]
         ids = [it["input_ids"] if not isinstance(it, list) else it for it in ids]
         requests = [Request(list(prompt), 1, seed=100 * n) for n, prompt in enumerate(ids)]

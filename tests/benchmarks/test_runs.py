@@ -67,6 +67,8 @@ LONG = (
     "sharded_memory",
     "staleness --real",
     "staleness --learn",
+    "self_distillation",
+    "lost_weights",
 )
 ELSEWHERE = {"gpu_check", "mutants"}  # test_gpu_check.py; Cosmic Ray is not installed here
 # By these processes, and by those that they start. Not Prefect: it reads its settings when it is imported.

@@ -28,7 +28,7 @@ from tests.grpo_core.rollout.vllm_engine import (
     start,
 )
 
-pytestmark = pytest.mark.served
+pytestmark = [pytest.mark.served, pytest.mark.e2e]
 
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 ARGS = {
