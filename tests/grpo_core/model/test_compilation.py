@@ -137,6 +137,7 @@ def test_layers_that_would_be_compiled_too_often_run_uncompiled_and_it_is_said(
 ) -> None:
     monkeypatch.setattr(policies.torch, "compile", partial(torch.compile, backend="eager"))
     plain, compiled = (_policy(smooth_model_folder, torch_compile=each) for each in (False, True))
+    plain.compiles = True  # as far as the padding goes
     sequences = _sequences(3, 2)
     with torch._dynamo.config.patch(recompile_limit=1):
         _computed(compiled, sequences)
@@ -168,6 +169,7 @@ def test_a_limit_reached_in_the_middle_of_a_pass_leaves_what_is_computed_again_t
     plain, compiled = (
         _policy(smooth_model_folder, torch_compile=it, gradient_checkpointing=True) for it in (False, True)
     )
+    plain.compiles = True  # as far as the padding goes
     for number, layer in enumerate(compiled.recomputable):
         layer.mlp.act_fn = _NamedSilu(f"layer {number}")  # what is compiled holds for one name
     sequences = _sequences(3, 2)
