@@ -12,7 +12,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -28,7 +28,19 @@ from benchmarks.side_ours import replayed, run_directory
 from benchmarks.vs_trl import multiplies_faster_in_bf16
 from benchmarks.workload import Workload, write
 
-Variant = Callable[[Any], Iterator[None]]
+Variant = Callable[[Any], AbstractContextManager[Any]]
+
+
+def patched(name: str, value: Any) -> Variant:
+    return lambda _: mock.patch(f"grpo_core.{name}", value)
+
+
+all_rows = patched("training.update.own_rows", lambda batch, *_, **__: batch)
+one_large_pass = patched("training.out_of_memory.CPU_TOKENS", 2**30)
+fused_attention = patched("model.packed_attention.SHORT", {})
+padded_to_the_longest = patched("model.packed_attention.ALIKE", -1.0)
+all_logits_at_once = patched("config.memory_bounds.CHUNK_LOGITS", 2**40)
+no_kept_probabilities = patched("model.logprobs.KEPT_LOGITS", 0)
 
 
 @contextmanager
@@ -41,24 +53,6 @@ def padded_rows(session: Any) -> Iterator[None]:
     session.policy.packs = False
     yield
     session.policy.packs = True
-
-
-@contextmanager
-def all_rows(session: Any) -> Iterator[None]:
-    with mock.patch("grpo_core.training.update.own_rows", lambda batch, *_, **__: batch):
-        yield
-
-
-@contextmanager
-def one_large_pass(session: Any) -> Iterator[None]:
-    with mock.patch("grpo_core.training.out_of_memory.CPU_TOKENS", 2**30):
-        yield
-
-
-@contextmanager
-def fused_attention(session: Any) -> Iterator[None]:
-    with mock.patch("grpo_core.model.packed_attention.SHORT", {}):
-        yield
 
 
 @contextmanager
@@ -89,26 +83,8 @@ def old_logprobs_pass(session: Any) -> Iterator[None]:
 
 
 @contextmanager
-def all_logits_at_once(session: Any) -> Iterator[None]:
-    with mock.patch("grpo_core.config.memory_bounds.CHUNK_LOGITS", 2**40):
-        yield
-
-
-@contextmanager
-def no_kept_probabilities(session: Any) -> Iterator[None]:
-    with mock.patch("grpo_core.model.logprobs.KEPT_LOGITS", 0):
-        yield
-
-
-@contextmanager
 def prompt_for_each_completion(session: Any) -> Iterator[None]:
     with mock.patch.object(session.sampler.engine, "shares_cache", False):
-        yield
-
-
-@contextmanager
-def padded_to_the_longest(session: Any) -> Iterator[None]:
-    with mock.patch("grpo_core.model.packed_attention.ALIKE", -1.0):
         yield
 
 

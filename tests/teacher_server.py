@@ -84,6 +84,8 @@ def teacher_server(folder: Path, name: str = "") -> Iterator[TeacherServer]:
                 status, text = refusal.status, refusal.text
             self.send_response(status)
             self.send_header("Content-Length", str(len(text)))
+            if 300 <= status < 400:
+                self.send_header("Location", "https://elsewhere")
             self.end_headers()
             self.wfile.write(text.encode())
 

@@ -94,7 +94,7 @@ def describe_plan(
         # The keys hash the base, and import the run's own modules, which is not done for another machine.
         if sizes and gpu is None:
             sizes = sizes if receipt["lineage_key"] == lineage_keys(config)[stage.name] else None
-        elif sizes and (config.warm_start.from_probe or sizes.rows != count_demonstrations(config)):
+        elif sizes and config.warm_start.from_probe:
             sizes = None
         count = sizes.rows if sizes else count_demonstrations(config)
         text, warm = describe_warm_start(resolved, count, sizes, hardware)

@@ -26,7 +26,7 @@ ROUNDING = 1e-3  # by which a log-probability may be above 0
 
 def client_options(config: RunConfig, seconds: float) -> dict[str, Any]:
     """Options of a client of the teacher's server, with the key of this environment. `seconds`: longest wait for an
-    answer. Raises ConfigError for a key that no header can hold."""
+    answer. Raises ConfigError for a key that `key_in` refuses."""
     return {
         "base_url": config.teacher.url,
         "headers": {"Authorization": f"Bearer {key}"} if (key := key_in(KEY)) else {},

@@ -17,6 +17,7 @@ import pytest
 from flows.parameters.describe_plan import describe_plan
 from flows.parameters.early_refusals import refuse_early
 from grpo_core.config.files import parse_config
+from grpo_core.config.warm_start import supervised
 from grpo_core.data.curriculum import PassRates, write_rates
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.planning.hardware import named_gpu
@@ -251,6 +252,27 @@ def test_too_few_completions_for_a_warm_start_from_the_probe_are_refused_as_soon
     # For another machine, whether the probe is up to date is not known: that would import the run's own modules.
     monkeypatch.setattr("flows.parameters.describe_plan.lineage_keys", None)
     assert planned(gpu="H200").startswith("warm start: at most 12 updates")
+
+
+def test_the_plan_takes_the_sizes_of_demonstrations_that_have_not_changed_alone(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse_config(values)
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
+    monkeypatch.setattr("flows.parameters.describe_plan.read_validated", lambda run: None)
+    receipt = tmp_path / "runs" / config.name / "dataset" / "report.json"
+    receipt.parent.mkdir(parents=True)
+    written = {"rows": 8, "longest": 8, "longest_completion": 3, "mean": 8.0}
+    for key, said in (("another", "2 updates"), (lineage_keys(config)["validate"], "4 updates of 2 .* 64 tokens")):
+        receipt.write_text(json.dumps({"lineage_key": key, "demonstrations": written}))
+        notes = describe_plan(config, measure=lambda *_: PACE)["notes"]
+        assert re.match(f"warm start: {said}", next(note for note in notes if note.startswith("warm start")))
+
+
+def test_low_entropy_breaks_no_limit_of_a_warm_start_and_other_limits_stay(values: dict[str, Any]) -> None:
+    health = {"entropy_action": "stop", "not_finite_action": "roll_back", "max_roll_backs": 5}
+    own = parse_config({**values, "health": health})
+    assert supervised(own, 3).health == own.health.model_copy(update={"min_entropy": 0.0})
 
 
 def test_a_run_without_a_warm_start_has_the_lineage_that_it_had(values: dict[str, Any]) -> None:

@@ -15,5 +15,5 @@ SECRET = "GRPO_VLLM_SECRET"  # environment variable, of the server and of the tr
 
 def with_secret(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Headers of a request to a server that has the secret of this environment; none without one. Raises ConfigError
-    for one that cannot be sent."""
+    for one that `key_in` refuses."""
     return {"Authorization": f"Bearer {secret}"} if (secret := key_in(SECRET, environment)) else {}

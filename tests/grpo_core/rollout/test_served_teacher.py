@@ -113,6 +113,7 @@ def test_each_completion_is_asked_for_once_at_a_server_that_is_lost_and_comes_ba
         ("/v1/completions", 500, rf"{ATTEMPTS} attempts at one answer have failed; the last: .*answers 500: why"),
         ("/v1/models", {}, r"no answer of a vLLM server to /v1/models: KeyError\('data'\)"),
         ("/v1/completions", {"choices": []}, "no answer of a vLLM server to /v1/completions: IndexError"),
+        ("/v1/completions", 307, r"refuses: /v1/completions answers 307 \(moved to https://elsewhere\): why"),
         ("/v1/models", 401, rf"answers 401 \(its key: the environment variable {KEY}\)"),
         ("/v1/completions", None, "gives the token 3 at place 2 of 3 the log-probability None; needed is"),
         ("/v1/completions", math.nan, "the log-probability nan"),

@@ -11,6 +11,7 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from grpo_core.config.files import parse_config
+from grpo_core.errors import ConfigError
 from grpo_core.rollout.vllm.binary import PATH
 from grpo_core.rollout.vllm.secret import SECRET, with_secret
 from grpo_core.rollout.vllm.secret_required import SecretRequired
@@ -42,6 +43,10 @@ def test_a_server_without_a_secret_asks_for_none(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(SECRET, "right")
     assert guard in server_command(config)
     assert "right" not in " ".join(server_command(config)), "every user sees a command line"
+    monkeypatch.setenv(SECRET, " ")
+    for asked in (with_secret, lambda: server_command(config)):  # a server without a guard is not what was meant
+        with pytest.raises(ConfigError, match="holds nothing but white space"):
+            asked()
 
 
 def test_completions_as_bytes_are_behind_the_secret_and_the_check_of_pages(
