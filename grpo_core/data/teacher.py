@@ -50,12 +50,7 @@ def _check_loaded(config: RunConfig, named: str, teacher: ModelConfig, longest: 
         )
     if own_rows:
         check_top_k(config, own_rows)
-    positions = values.get("max_position_embeddings")
-    if positions and longest > positions:
-        raise ConfigError(
-            f"{named}: it takes {positions:,} tokens, and {config.teacher.read_at_most} has {longest:,}: lower "
-            "rollout.max_completion_length, or take a teacher with a longer context"
-        )
+    check_positions(config, named, values.get("max_position_embeddings"), longest)
     try:
         vocabularies = [_vocabulary(each) for each in (config.model, teacher)]
     except ForecastError:
@@ -75,6 +70,16 @@ def _check_server(config: RunConfig, longest: int) -> None:
         return
     ids = own.get_vocab(with_added_tokens=True).values()
     check_served_tokenizer(config, ids, partial(own.decode, skip_special_tokens=False))
+
+
+def check_positions(config: RunConfig, named: str, positions: int | None, longest: int) -> None:
+    """Raises ConfigError if the teacher that is `named` by its key takes fewer than `longest` tokens. `positions`: how
+    many it takes; None: no limit, or not known."""
+    if positions is not None and longest > positions:
+        raise ConfigError(
+            f"{named}: it takes {positions:,} tokens, and {config.teacher.read_at_most} has {longest:,}: lower "
+            "rollout.max_completion_length, or take a teacher with a longer context"
+        )
 
 
 def check_top_k(config: RunConfig, vocabulary: int) -> None:
@@ -106,7 +111,7 @@ def check_tokenizers(config: RunConfig, named: str, own: Mapping[str, int], teac
 
 
 def teacher_notes(config: RunConfig) -> list[str]:
-    """A sentence about what teaches whom and how."""
+    """A sentence about what teaches whom and how, and one for each teacher that ends its answers otherwise."""
     keys = config.teacher
     if not keys.is_used:
         return []
@@ -120,7 +125,38 @@ def teacher_notes(config: RunConfig) -> list[str]:
     beside = "; no reward counts" if teaches_alone(config) else "; the rewards count too"
     alone = [source for source, teacher in source_teachers(config).items() if not teacher]
     untaught = f", and alone in {', '.join(alone)}" if alone else ""
-    return [f"the policy is taught by {by or 'itself'}{shown}: by {how}, weight {keys.weight:g}{beside}{untaught}"]
+    taught = f"the policy is taught by {by or 'itself'}{shown}: by {how}, weight {keys.weight:g}{beside}{untaught}"
+    return [taught, *_end_notes(config)]
+
+
+def _end_notes(config: RunConfig) -> list[str]:
+    """A sentence for each teacher whose end tokens, where both models' files name them, are not the policy's."""
+    own, found = _end_tokens(config.model), []
+    for key, teacher in loaded_teachers(config).items():
+        if own and (ends := _end_tokens(teacher)) and ends != own:
+            found.append(
+                f"{key} = {teacher.name_or_path!r} ends an answer with {_listed(ends)}, and the policy with "
+                f"{_listed(own)}: where the teacher expects another end token, it finds the policy's unlikely, and the "
+                "policy may learn not to end; watch completions/clipped_ratio, or take a teacher with the policy's end "
+                "token and chat template"
+            )
+    return found
+
+
+def _end_tokens(model: ModelConfig) -> dict[int, str]:
+    """Id → text of the tokens that end the model's answers, by its generation_config.json or else its config.json;
+    empty if the files on this machine do not say."""
+    said = _values(model, "generation_config.json").get("eos_token_id", _values(model).get("eos_token_id"))
+    try:
+        tokenizer = _tokenizer(model)
+    except ForecastError:
+        return {}
+    ids = said if isinstance(said, list) else [said]
+    return {it: tokenizer.id_to_token(it) or f"id {it}" for it in sorted(it for it in ids if isinstance(it, int))}
+
+
+def _listed(tokens: Mapping[int, str]) -> str:
+    return " or ".join(repr(text) for text in tokens.values())
 
 
 def unseen_notes(config: RunConfig) -> list[str]:
@@ -161,10 +197,10 @@ def silent_notes(config: RunConfig, pass_rates: Sequence[float]) -> list[str]:
     ]
 
 
-def _values(model: ModelConfig) -> dict[str, Any]:
-    """Content of the model's config.json; empty if it is not on this machine."""
+def _values(model: ModelConfig, file: str = "config.json") -> dict[str, Any]:
+    """Content of a JSON file of the model; empty if it is not on this machine."""
     try:
-        return json.loads(config_file(model.name_or_path, model.revision).read_text())
+        return json.loads(config_file(model.name_or_path, model.revision, file).read_text())
     except (ForecastError, ValueError):
         return {}
 

@@ -24,14 +24,14 @@ from grpo_core.data.curriculum import PassRates, no_rates, read_rates
 from grpo_core.data.demonstrations import Demonstrations, demonstrations_file, read_demonstrations, starting_model
 from grpo_core.data.prompts import Prompts, check_teacher_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
-from grpo_core.data.teacher import check_teacher, check_top_k
+from grpo_core.data.teacher import check_positions, check_teacher, check_top_k
 from grpo_core.distributed import any_process, from_main
 from grpo_core.environments.setting import Setting
 from grpo_core.errors import ConfigError, TrainingError
 from grpo_core.model.loading import copy_of_trainable_state, load_model, other_weights, with_adapter
 from grpo_core.model.logprobs import FUSED
 from grpo_core.model.policy import OWN_LOGITS, Policy
-from grpo_core.model.pretrained import check_context
+from grpo_core.model.pretrained import usable_positions
 from grpo_core.model.routing import routers_of
 from grpo_core.model.sharded import sharding
 from grpo_core.planning.adapter import base_notes, check_adapter
@@ -186,7 +186,7 @@ def _load(
     _read_routers(policy, engine, config)
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     reference = _reference(keys, config, accelerator, max_length)
-    teachers = _teachers(config, accelerator, taught)
+    teachers = _teachers(config, accelerator, max(longest, shown))
     _check_divergence(config, policy, teachers)
     optimizer = make_optimizer(model, config.train)
     if accelerator.is_main_process:
@@ -314,22 +314,28 @@ def _check_divergence(config: RunConfig, policy: Policy, teachers: Mapping[str, 
     """Raises ConfigError if the divergence from a teacher cannot be computed in chunks, or not on so many tokens."""
     if not config.teacher.diverges:
         return
-    for name, model in {config.model.name_or_path: policy, **teachers}.items():
+    for name, model in [(config.model.name_or_path, policy), *teachers.items()]:  # a base may teach its own adapter
         if (layer := model.output_layer) is None:
+            way_out = "remove it"
+            if model is policy and config.model.lora_target_modules:
+                way_out += (
+                    ", or, if one of model.lora_target_modules is the output layer, name that in "
+                    "model.lora_modules_to_save instead"
+                )
             raise ConfigError(
-                f"teacher.divergence_beta={config.teacher.divergence_beta:g} with {name!r}: {OWN_LOGITS}; remove it"
+                f"teacher.divergence_beta={config.teacher.divergence_beta:g} with {name!r}: {OWN_LOGITS}; {way_out}"
             )
         check_top_k(config, len(layer.weight))
 
 
-def _teachers(config: RunConfig, accelerator: Accelerator, max_length: int) -> dict[str, Policy]:
+def _teachers(config: RunConfig, accelerator: Accelerator, longest: int) -> dict[str, Policy]:
     """Load the teachers by name, frozen, on the path of the reference; none if a server has the teacher, and if the
-    policy teaches itself."""
+    policy teaches itself. `longest`: tokens of the longest sequence that is trained, which evaluations may exceed."""
     bf16, found = config.train.mixed_precision == "bf16", dict[str, Policy]()
-    for keys in loaded_teachers(config).values():
+    for key, keys in loaded_teachers(config).items():
         model = _load_model(keys, config, accelerator, frozen=True, in_bf16=bf16)
-        check_context(model.config, max_length)
+        check_positions(config, f"{key} = {keys.name_or_path!r}", usable_positions(model.config), longest)
         found[keys.name_or_path] = Policy(
-            model.requires_grad_(False), config.rollout.temperature, max_length=max_length
+            model.requires_grad_(False), config.rollout.temperature, max_length=max(SHORTEST + 1, longest)
         )
     return found

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from flows.parameters.early_refusals import refuse_early
 from grpo_core.config.files import parse_config
@@ -277,6 +278,23 @@ def test_a_plan_says_what_teaches(values: dict[str, Any], keys: dict[str, Any], 
     assert teacher_notes(parse_config({**values, "teacher": keys})) == [said]
     alone = {**values, "rewards": [{**reward, "weight": 0.0} for reward in values["rewards"]], "teacher": keys}
     assert teacher_notes(parse_config(alone))[0].endswith("; no reward counts")
+
+
+def test_a_plan_says_that_a_teacher_ends_its_answers_otherwise(
+    values: dict[str, Any], model_folder: Path, tmp_path: Path
+) -> None:
+    own = json.loads((model_folder / "config.json").read_text())["eos_token_id"]
+    text = Tokenizer.from_file(str(model_folder / "tokenizer.json")).id_to_token
+    alike = shutil.copytree(model_folder, tmp_path / "alike")
+    (alike / "generation_config.json").write_text(json.dumps({"eos_token_id": [own]}))
+    other = shutil.copytree(model_folder, tmp_path / "other")
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, own]}))
+    assert len(teacher_notes(taught(values, alike))) == len(teacher_notes(taught(values, "7B"))) == 1
+    _, said = teacher_notes(taught(values, other))
+    ends = " or ".join(repr(text(it)) for it in sorted([5, own]))
+    assert said.startswith(
+        f"teacher.model = {str(other)!r} ends an answer with {ends}, and the policy with {text(own)!r}: "
+    )
 
 
 def test_a_plan_names_the_teachers_of_sources_and_those_that_have_none(model_folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 
 from grpo_core.config.base import LONGEST_SECONDS
 from grpo_core.config.files import parse_config
-from grpo_core.errors import TrainingError
+from grpo_core.errors import ConfigError, TrainingError
 from grpo_core.rollout import loading
 from grpo_core.rollout.waiting import longest_wait
 from grpo_core.training.optimizer import AdamW8bit
@@ -118,3 +121,28 @@ def test_a_reference_has_float32_masters_only_if_it_follows_the_policy(
     assert {parameter.dtype for parameter in reference.master.parameters()} == {masters}
     assert {parameter.dtype for parameter in reference.model.parameters()} == {torch.bfloat16}
     assert (reference.model is reference.master) == (not moves)
+
+
+def test_a_teacher_must_read_what_is_trained_and_no_longer_evaluation(
+    values: dict[str, Any], model_folder: Path, tmp_path: Path
+) -> None:
+    teacher = shutil.copytree(model_folder, tmp_path / "teacher")
+    said = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps({**said, "max_position_embeddings": 24}))
+    values = with_keys(values, eval_steps=1) | {"teacher": {"model": str(teacher)}}
+    values["evaluation"] = {**values.get("evaluation", {}), "max_completion_length": 40}
+    assert load_session(make_run(tmp_path / "run", values)).teachers
+    refused = re.escape(f"teacher.model = {str(teacher)!r}: it takes 24 tokens, and the longest prompt plus completion")
+    with pytest.raises(ConfigError, match=refused):
+        load_session(make_run(tmp_path / "long", with_keys(values, max_completion_length=30)))
+
+
+def test_a_divergence_names_the_adapter_on_the_output_layer(
+    values: dict[str, Any], model_folder: Path, tmp_path: Path
+) -> None:
+    values = with_keys(values, use_peft=True, lora_target_modules=["q_proj", "lm_head"])
+    values["teacher"] = {"model": str(model_folder), "divergence_beta": 0.5}
+    with pytest.raises(ConfigError, match=r"if one of model\.lora_target_modules is the output layer, name that in"):
+        load_session(make_run(tmp_path / "run", values))
+    whole = with_keys(values, lora_target_modules=["q_proj"], lora_modules_to_save=["lm_head"])
+    assert load_session(make_run(tmp_path / "whole", whole)).teachers
