@@ -162,6 +162,28 @@ def test_the_counts_of_mixed_data_are_those_of_its_configuration() -> None:
 
 
 @pytest.mark.slow
+def test_the_pages_tell_of_one_run_of_the_quickstart() -> None:
+    """Its updates stand on two pages, its end on these and the README, and its report in the pictures."""
+    tutorials = ROOT / "docs" / "tutorials"
+    quickstart = (tutorials / "quickstart.md").read_text()
+    told = re.findall(r"step (\d+)/80  reward ([\d.]+) .* entropy ([\d.]+) ", quickstart)
+    rows = [line.strip("| ").split(" | ") for line in (tutorials / "reading-a-run.md").read_text().splitlines()]
+    shown = {row[0].split(",")[0].strip("`"): row[1:] for row in rows if len(row) == 5}
+    at = {update: place for place, update in enumerate(shown["a quickstart's update"])}
+    assert [update for update, *_ in told] == ["1", "80"]
+    for update, reward, entropy in told:
+        for key, figure in ("reward", reward), ("entropy", entropy):
+            assert float(shown[key][at[update]]) == pytest.approx(float(figure), abs=0.0051)
+    (base, trained), (gain,) = (
+        re.findall(r"base ([\d.]+)%, trained ([\d.]+)%", quickstart)[0],
+        re.findall(r"base by ([\d.]+) points", quickstart),
+    )
+    assert float(gain) == pytest.approx(float(trained) - float(base))
+    assert f"from {base} to {trained} %" in (tutorials / "reading-a-run.md").read_text()
+    verdict = json.loads((ROOT / "docs" / "images" / "words.json").read_text())["verdict of report"]
+    assert f"{base}% (base) → {trained}% (trained)" in verdict
+
+
 @pytest.mark.parametrize("page", sorted(RECIPE_PAGES.glob("*.md")), ids=lambda page: page.stem)
 def test_every_run_of_a_recipes_page_is_one_that_its_configuration_takes(page: Path) -> None:
     runs = _runs(page)

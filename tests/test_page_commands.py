@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.stem != "commands")]
 # Finished runs that pages name, and configurations of the reader's own.
 RUNS = ("quickstart", "slower", "seed-1", "pairs", "smallest", "one-group", "mine", "faster", "gsm8k")
-RUNS += ("rft", "longer", "again")
+RUNS += ("rft", "longer", "again", "large")
 READERS_OWN = ("mine.toml", "config.toml", "configs/mine.toml")
 STALE = 1  # exit status of `grpo status NAME`: made-up runs have no lineage
 
