@@ -59,6 +59,21 @@ def served_logprobs(config: RunConfig, asked: Sequence[tuple[list[int], list[int
         start(http.aclose()).add_done_callback(lambda _: loop.stop())  # called by the loop itself
 
 
+def wait_for_teacher(config: RunConfig) -> None:
+    """Wait until the teacher's server is up, before anything else is asked of it. Raises EngineError if it is not
+    within rollout.vllm_server_timeout."""
+
+    async def wait() -> None:
+        async with httpx2.AsyncClient(**client_options(config, CONTROL_SECONDS)) as http:
+            await _wait(http, config.rollout.vllm_server_timeout, _named(config), "")
+
+    asyncio.run(wait())
+
+
+def _named(config: RunConfig) -> str:
+    return f"the teacher's server at {config.teacher.url}"
+
+
 def _turn(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
     loop.close()
@@ -70,7 +85,7 @@ def _same(config: RunConfig, address: httpx2.URL, found: dict[str, Any]) -> str:
     model, content = found["id"], found.get("root")
     if (before := teachers.setdefault(address, (model, content))) != (model, content):
         raise EngineError(
-            f"the teacher's server at {config.teacher.url} has been started again with {model!r} ({content}) "
+            f"{_named(config)} has been started again with {model!r} ({content}) "
             f"instead of {before[0]!r} ({before[1]}): start it with the teacher of this training"
         )
     return model
@@ -86,7 +101,7 @@ async def _ask(
 ) -> Answer:
     """Return what is read from the server's answer; it is asked again if it was not available. `waiting`: held while
     one request waits for the server, so that answers from before it came back are not taken for another failure."""
-    server, keys, failure = f"the teacher's server at {config.teacher.url}", config.rollout, ""
+    server, keys, failure = _named(config), config.rollout, ""
     for _ in range(ATTEMPTS):
         try:
             return read(content_of(await http.request("GET" if body is None else "POST", path, json=body)))
@@ -113,9 +128,10 @@ async def _wait(http: httpx2.AsyncClient, seconds: float, server: str, failure: 
     deadline = time.monotonic() + seconds
     while True:
         try:
-            if (await http.get("/health", timeout=CONTROL_SECONDS)).is_success:
+            if (answer := await http.get("/health", timeout=CONTROL_SECONDS)).is_success:
                 _report(server)
                 return
+            failure = f"/health answers {answer.status_code}"
         except httpx2.HTTPError as error:
             failure = repr(error)
         _report(server, failure)

@@ -134,6 +134,10 @@ def _load(
     run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator, demonstrations: Demonstrations | None
 ) -> Session:
     check_adapter(config.model)
+    if config.teacher.url is not None:
+        from grpo_core.rollout.served_teacher import wait_for_teacher  # imports httpx2
+
+        wait_for_teacher(config)
     check_teacher(config)
     if not demonstrations:
         check_curriculum(config)

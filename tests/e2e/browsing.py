@@ -17,6 +17,7 @@ FINAL = re.compile(r"^\s*(Completed|Failed|Crashed|Cancelled)\s*$")
 
 def open_deployment(page: Page, served: Served, flow: str) -> None:
     page.goto(f"{served.prefect_url}/deployments")
+    page.get_by_placeholder("Search deployments").fill(flow)  # the page lists ten
     row = page.get_by_role("row").filter(has=page.get_by_role("link", name=flow, exact=True))
     row.get_by_role("link", name="local").click()
 

@@ -27,8 +27,10 @@ from grpo_core.errors import ConfigError, EngineError
 from grpo_core.planning.hardware import named_gpu
 from grpo_core.planning.shapes import load_teachers
 from grpo_core.planning.wall_time import wall_time
+from grpo_core.rollout import served_teacher
 from grpo_core.rollout.served_teacher import served_logprobs
 from grpo_core.rollout.waiting import ATTEMPTS, TEACHER, longest_wait, phase_limits
+from grpo_core.training.session import load_session
 from tasks.stages.lineage import lineage_keys
 from tests.conftest import config_values, make_model, make_run, with_keys, write_sums
 from tests.grpo_core.data.test_teacher import LENGTHS
@@ -161,6 +163,31 @@ def test_a_server_that_stays_away_or_hangs_is_given_up_within_the_time_limits(va
     assert phase_limits(config)[TEACHER] == limit
     assert longest_wait(config) - longest_wait(parse_config(values)) == timedelta(seconds=limit)
     assert phase_limits(parse_config(values))[TEACHER] == 0
+
+
+def test_a_training_that_begins_waits_for_its_teachers_server(
+    values: dict[str, Any],
+    teacher: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(served_teacher, "POLL_SECONDS", 0.01)
+
+    def loading(path: str, number: int, answer: dict[str, Any]) -> dict[str, Any]:
+        if path == "/health" and number < 3:
+            raise Refusal(503 if number else None)
+        return answer
+
+    with teacher_server(teacher) as server:
+        server.wrong = loading
+        load_session(make_run(tmp_path / "run", {**values, "teacher": {"url": server.url}}))
+        paths = [path for path, _ in server.said]
+    assert paths[:4] == ["/health"] * 4 and "/health" not in paths[4:]
+    assert f"{server.url} is back" in capsys.readouterr().out
+    values = with_keys(values, vllm_server_timeout=0.2) | {"teacher": {"url": server.url}}
+    with pytest.raises(EngineError, match=r"is not available for 0\.2 s \(rollout\.vllm_server_timeout\): Connect"):
+        load_session(make_run(tmp_path / "away", values))
 
 
 class ToldToStop(BaseException):
