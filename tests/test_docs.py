@@ -161,7 +161,6 @@ def test_the_counts_of_mixed_data_are_those_of_its_configuration() -> None:
     assert rows == [*source_table(counts)]
 
 
-@pytest.mark.slow
 def test_the_pages_tell_of_one_run_of_the_quickstart() -> None:
     """Its updates stand on two pages, its end on these and the README, and its report in the pictures."""
     tutorials = ROOT / "docs" / "tutorials"
@@ -182,8 +181,13 @@ def test_the_pages_tell_of_one_run_of_the_quickstart() -> None:
     assert f"from {base} to {trained} %" in (tutorials / "reading-a-run.md").read_text()
     verdict = json.loads((ROOT / "docs" / "images" / "words.json").read_text())["verdict of report"]
     assert f"{base}% (base) → {trained}% (trained)" in verdict
+    (end, start) = re.findall(
+        r"answers (\d+) % of additions.*?instead of (\d+) %", (ROOT / "README.md").read_text(), re.S
+    )[0]
+    assert (float(start), float(end)) == pytest.approx((float(base), float(trained)), abs=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", sorted(RECIPE_PAGES.glob("*.md")), ids=lambda page: page.stem)
 def test_every_run_of_a_recipes_page_is_one_that_its_configuration_takes(page: Path) -> None:
     runs = _runs(page)

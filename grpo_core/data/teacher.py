@@ -78,7 +78,8 @@ def check_positions(config: RunConfig, named: str, positions: int | None, longes
     if positions is not None and longest > positions:
         raise ConfigError(
             f"{named}: it takes {positions:,} tokens, and {config.teacher.read_at_most} has {longest:,}: lower "
-            "rollout.max_completion_length, or take a teacher with a longer context"
+            "rollout.max_completion_length, or take a teacher with a longer context (of RoPE of type dynamic or "
+            "longrope, the tokens before its frequencies change count)"
         )
 
 

@@ -339,7 +339,5 @@ def _teachers(config: RunConfig, accelerator: Accelerator, longest: int) -> dict
     for key, keys in loaded_teachers(config).items():
         model = _load_model(keys, config, accelerator, frozen=True, in_bf16=bf16)
         check_positions(config, f"{key} = {keys.name_or_path!r}", usable_positions(model.config), longest)
-        found[keys.name_or_path] = Policy(
-            model.requires_grad_(False), config.rollout.temperature, max_length=max(SHORTEST + 1, longest)
-        )
+        found[keys.name_or_path] = Policy(model.requires_grad_(False), config.rollout.temperature, max_length=longest)
     return found
