@@ -21,7 +21,7 @@ from grpo_core.system.processes import importing
 from tasks.stages.condition import conditions, refuse_outdated_inputs
 from tasks.stages.locks import locked
 from tasks.stages.run_directory import find_run, read_config, run_folder
-from tasks.stages.table import ALL_STAGES, EVALUATE, PUBLISH, REGISTER, TRAIN, stages_of
+from tasks.stages.table import ALL_STAGES, EVALUATE, PUBLISH, REGISTER, TRAIN, VALIDATE, stages_of
 
 BY_NAME = {stage.name: stage for stage in ALL_STAGES}
 
@@ -54,6 +54,9 @@ def run(
             from flows.parameters.form import changes_from_overrides
             from flows.pipeline import make_pipeline
             from flows.serving.server_setup import prefect_answering
+
+            if not VALIDATE.path(folder).exists():
+                from transformers import AutoTokenizer  # noqa: F401  slow; what validate begins with
 
     with refusals(resolved.name, started=True), prefect_answering(), tags(TAG):
         folder = make_pipeline(resolved)(str(config), changes_from_overrides(config, overrides))
