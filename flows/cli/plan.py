@@ -128,7 +128,7 @@ def own_plan(
         if file.suffix in RECIPES:
             raise ConfigError(
                 f"{file}: a configuration of this project is TOML; if this is another system's recipe, add --recipe "
-                "trl (TRL, Open-R1) or --recipe swift (ms-swift)"
+                "trl (TRL, Open-R1) or --recipe swift (ms-swift); verl's are not read"
             )
     config, known = _configuration(file, given, overrides), given.get("num_prompts")
     if file is None:

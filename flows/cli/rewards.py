@@ -24,6 +24,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.rewards.batch import Batch, ended_ids
 from grpo_core.rewards.contract import Reward, resolve_here, rewards_of
 from grpo_core.rewards.registry import BUILTIN
+from grpo_core.rewards.rehearsal import reads_as_text
 from grpo_core.rewards.scoring import score
 from grpo_core.system.libraries import quiet_libraries
 from tasks.processes.gpus.locks import one_free_gpu
@@ -74,7 +75,9 @@ def try_rewards(
         rewards = rewards_of(run)
         batch = _batch(run, rewards, row, completions)
     with refusals(str(config), started=True), one_free_gpu():
-        given = np.array(score(rewards, batch)).T  # (N, K)
+        by_reward = score(rewards, batch)
+        blind = [reads_as_text(reward, batch, values) for reward, values in zip(rewards, by_reward, strict=True)]
+    given = np.array(by_reward).T  # (N, K)
     terminal = Terminal()
     terminal.print(f"row {row}", *_row_as_lines(batch.rows[0], rewards), sep="\n")
     for text, values, counts, total in zip(
@@ -82,6 +85,8 @@ def try_rewards(
     ):
         terminal.print(f"\ncompletion {shortened(repr(text))}")
         terminal.print(rewards_table(run.rewards, values, counts, total))
+    for problem in filter(None, blind):
+        terminal.print(f"\n{problem}", style="yellow")
 
 
 def _parameters(name: str) -> tuple[str, str]:

@@ -122,7 +122,9 @@ def rehearse(
         except RewardError as error:
             errors.append(str(error))
             continue
-        if reward.name not in acting and (problem := _reads_as_text(reward, batch, values, _limits(declared)[1])):
+        if reward.name not in acting and (
+            problem := reads_as_text(replace(reward, timeout=_limits(declared)[1]), batch, values)
+        ):
             errors.append(problem)
             continue
         by_kind: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -179,18 +181,17 @@ def _timed_values(reward: Reward, batch: Batch, limits: tuple[float, float]) -> 
     return values, (time.perf_counter() - start) / len(batch.rows)
 
 
-def _reads_as_text(reward: Reward, batch: Batch, values: Sequence[float], seconds: float) -> str | None:
-    """The error if the reward gives the same to all messages, but not to their texts: `72 in completion` is never true
-    of a list of messages, and raises nothing."""
+def reads_as_text(reward: Reward, batch: Batch, values: Sequence[float]) -> str | None:
+    """The error if the reward gives the same to all messages, and something else to their texts: `72 in completion` is
+    never true of a list of messages, and raises nothing. `values`: those of the messages."""
     scored = {value for value in values if not math.isnan(value)}
     if len(scored) != 1 or not any(map(is_conversation, batch.completions)):
         return None
-    texts = [text_of(completion) for completion in batch.completions]
     try:
-        (of_texts,) = score([replace(reward, timeout=seconds)], replace(batch, completions=texts))
+        (of_texts,) = score([reward], replace(batch, completions=[text_of(it) for it in batch.completions]))
     except RewardError:
         return None
-    if len({value for value in of_texts if not math.isnan(value)}) == 1:
+    if {value for value in of_texts if not math.isnan(value)} <= scored:
         return None
     return (
         f"reward {reward.name!r} gives {scored.pop():g} to everything, because it reads completions as text: here they "

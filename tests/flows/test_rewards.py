@@ -86,6 +86,18 @@ def test_a_conversation_is_answered_by_a_message(config: Path, tmp_path: Path) -
     assert _cells(_grpo("try", str(config), "--completion", "2", "--set", data))[2][:2] == ["numeric_match", "1"]
 
 
+def test_a_reward_that_looks_for_text_in_messages_is_told_its_cause(config: Path, tmp_path: Path) -> None:
+    code = "def finds(completions, answer):\n    return [float(a in c) for c, a in zip(completions, answer)]\n"
+    (tmp_path / "looking.py").write_text(code)
+    rows = [{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    one = ["try", str(config), "--completion", "2", "--set", "rewards=[{function='looking:finds'}]"]
+    assert "because" not in _grpo(*one).splitlines()[-1]
+    told = _grpo(*one, "--set", f"data.train={tmp_path / 'chat.jsonl'}")
+    assert _cells(told)[1][:2] == ["finds", "0"]
+    assert "gives 0 to everything, because it reads completions as text" in told
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),

@@ -9,6 +9,7 @@ import queue
 import random
 import signal
 import threading
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -332,12 +333,17 @@ def test_a_run_is_known_by_the_served_name_of_its_teacher_or_by_the_address(
 
 
 @pytest.mark.e2e
-def test_vllm_teaches_as_transformers_does_and_a_killed_training_ends_with_the_same_weights(
+def test_vllm_teaches_as_transformers_does_and_a_kill_of_the_training_or_of_the_server_changes_no_weight(
     values: dict[str, Any], teacher: Path, tmp_path: Path
 ) -> None:
     asked, [port] = drawn(15, 63), free_ports(1)
-    values = with_keys(values, max_steps=5, save_steps=2, num_iterations=2, steps_per_generation=4)
-    with vllm_serve(teacher, port, tmp_path / "vllm.log", max_model_len=64) as url:
+    values = with_keys(values, max_steps=7, save_steps=3, num_iterations=2, steps_per_generation=4)
+
+    def serve() -> AbstractContextManager[str]:
+        return vllm_serve(teacher, port, tmp_path / "vllm.log", max_model_len=64)
+
+    with ExitStack() as first, ExitStack() as second:
+        url = first.enter_context(serve())
         config = taught(values, url, model="sums", weight=0.5)
         check_teacher(config, 63)
         check_teacher_tokenizer(config)
@@ -346,15 +352,31 @@ def test_vllm_teaches_as_transformers_does_and_a_killed_training_ends_with_the_s
         found = [*served_logprobs(config, asked)]
         assert largest_difference(found, expected(teacher, asked)) < 1e-4
         assert [*served_logprobs(config, asked[::-1])] == found[::-1], "whatever it is asked beside"
-        whole, run = (make_run(tmp_path / name, {**values, "teacher": {"url": url}}) for name in ("whole", "run"))
+        whole, killed, lost = (
+            make_run(tmp_path / name, {**values, "teacher": {"url": url}}) for name in ("whole", "killed", "lost")
+        )
         assert killing.train(whole) == 0
-        kill_at = int((whole / "passes").read_text()) - 2
-        assert os.WTERMSIG(killing.train(run, kill_at)) == signal.SIGKILL
-        assert killing.train(run) == 0
-    assert [step["teacher_kl"] > 0 for step in figures_of(run)] == [True] * 5
-    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 4
-    assert_same(run, whole)
+        assert os.WTERMSIG(killing.train(killed, int((whole / "passes").read_text()) - 2)) == signal.SIGKILL
+        assert killing.train(killed) == 0
+        gone, went = os.pipe()
+
+        def lose() -> None:
+            first.close()
+            os.write(went, b".")
+
+        def come_back() -> None:
+            os.read(gone, 1)
+            second.enter_context(serve())
+
+        coming_back = threading.Thread(target=come_back)
+        coming_back.start()
+        assert killing.train(lost, 3, lose) == 0  # in the first batch's updates, before the second is asked about
+        coming_back.join()
+    assert json.loads((killed / "training" / "result.json").read_text())["resumed_at_step"] == 3
+    for run in (killed, lost):
+        assert [step["teacher_kl"] > 0 for step in figures_of(run)] == [True] * 7
+        assert_same(run, whole)
     local = make_run(tmp_path / "local", {**values, "teacher": {"model": str(teacher)}})
     assert killing.train(local) == 0
-    for mine, other in zip(figures_of(local), figures_of(run), strict=True):
+    for mine, other in zip(figures_of(local), figures_of(whole), strict=True):
         assert mine["teacher_kl"] == pytest.approx(other["teacher_kl"], abs=1e-4)

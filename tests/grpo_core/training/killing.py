@@ -30,9 +30,14 @@ def in_child(work: Callable[[], None]) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def train(run: Path, kill_at: int = 0, signal_number: int = signal.SIGKILL, options: Sequence[str] = ()) -> int:
-    """Train in a child that gets the signal as its forward pass `kill_at` begins; RUN/passes counts the passes.
-    `options`: of the process."""
+def end(signal_number: int = signal.SIGKILL) -> None:
+    """Send this process the signal."""
+    os.kill(os.getpid(), signal_number)
+
+
+def train(run: Path, at: int = 0, strike: Callable[[], None] = end, options: Sequence[str] = ()) -> int:
+    """Train in a child that does this as its forward pass `at` begins; RUN/passes counts the passes. `options`: of the
+    process."""
 
     def work() -> None:
         from grpo_core.model.policy import Policy
@@ -43,8 +48,8 @@ def train(run: Path, kill_at: int = 0, signal_number: int = signal.SIGKILL, opti
         def counted(self: Policy, *args: Any, **kwargs: Any) -> Any:
             nonlocal count
             count += 1
-            if count == kill_at:
-                os.kill(os.getpid(), signal_number)
+            if count == at:
+                strike()
             return forward(self, *args, **kwargs)
 
         Policy.forward = counted  # type: ignore[method-assign]

@@ -78,7 +78,7 @@ def test_the_process_of_a_training_told_to_stop_ends_with_status_143(
     values: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run", values)
-    assert os.waitstatus_to_exitcode(killing.train(run, 6, signal.SIGTERM)) == 143
+    assert os.waitstatus_to_exitcode(killing.train(run, 6, lambda: killing.end(signal.SIGTERM))) == 143
     assert "training: told to stop, the checkpoint of step" in capfd.readouterr().out
 
 
