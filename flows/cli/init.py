@@ -22,6 +22,7 @@ FILES = Path(__file__).parent / "recipes"
 RECIPES = sorted(page.stem for page in (FILES / "docs").glob("*.md") if page.stem != "README")
 FIRST_STEPS = {"writing": "start the judge, as README.md says, and leave it running"}
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+EXAMPLE = re.compile(r"python -m examples\.(\w+)\.")
 NEXT = re.compile(r"\nNext: .*", re.DOTALL)
 
 
@@ -56,13 +57,15 @@ def write_project(name: str, recipe: str, parent: Path) -> Path:
         raise ConfigError(f"{folder} exists already; choose another name, or remove it")
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=parent) as scratch:
         new = Path(scratch, name)
-        shutil.copytree(FILES / "examples" / recipe, new / "examples" / recipe, ignore=shutil.ignore_patterns("__*"))
+        page = NEXT.sub("", (FILES / "docs" / f"{recipe}.md").read_text())
+        for package in {recipe, *EXAMPLE.findall(page)}:
+            source = FILES / "examples" / package
+            shutil.copytree(source, new / "examples" / package, ignore=shutil.ignore_patterns("__*"))
         shutil.copy(FILES / "examples" / "tiny.py", new / "examples")
         (new / "configs").mkdir()
         renamed = config.read_text().replace(f'name = "{recipe}"', f'name = "{name}"', 1)
         pointed = renamed.replace(f"docs/tutorials/recipes/{recipe}.md", "README.md")
         (new / "configs" / f"{recipe}.toml").write_text(pointed)
-        page = NEXT.sub("", (FILES / "docs" / f"{recipe}.md").read_text())
         page = LINK.sub(r"\1", page)  # the pages that links lead to are not copied
         (new / "README.md").write_text(re.sub(rf"^(grpo \w+ ){recipe}\b", rf"\g<1>{name}", page, flags=re.MULTILINE))
         new.rename(folder)

@@ -32,24 +32,23 @@ def check_teacher(config: RunConfig, longest: int = 0) -> None:
     """
     if config.teacher.url is not None:
         _check_server(config, longest)
+    if config.teacher.diverges and (rows := _text_values(config.model).get("vocab_size")):
+        check_top_k(config, rows)
     for key, teacher in loaded_teachers(config).items():
         _check_loaded(config, f"{key} = {teacher.name_or_path!r}", teacher, longest)
 
 
 def _check_loaded(config: RunConfig, named: str, teacher: ModelConfig, longest: int) -> None:
     """Do as `check_teacher` for one that the training loads. `named`: its key with its value, for messages."""
-    values, own = _values(teacher), _values(config.model)
-    if problem := quantisation_problem(values):
+    if problem := quantisation_problem(_values(teacher)):
         raise ConfigError(f"{named}: {problem}")
-    values, own = values.get("text_config") or values, own.get("text_config") or own
-    rows, own_rows = values.get("vocab_size"), own.get("vocab_size")
+    values = _text_values(teacher)
+    rows, own_rows = values.get("vocab_size"), _text_values(config.model).get("vocab_size")
     if rows and own_rows and rows < own_rows:
         raise ConfigError(
             f"{named}: its embedding has {rows:,} rows, and the policy's {own_rows:,}, so that the policy may sample "
             "ids that the teacher does not know; take a teacher with at least as many rows"
         )
-    if own_rows:
-        check_top_k(config, own_rows)
     check_positions(config, named, values.get("max_position_embeddings"), longest)
     try:
         vocabularies = [_vocabulary(each) for each in (config.model, teacher)]
@@ -62,8 +61,7 @@ def _check_server(config: RunConfig, longest: int) -> None:
     """Do as `check_teacher` for a teacher behind a server."""
     from grpo_core.data.served_teacher import check_served, check_served_tokenizer  # imports httpx2
 
-    values = _values(config.model)
-    check_served(config, longest, (values.get("text_config") or values).get("vocab_size"))
+    check_served(config, longest, _text_values(config.model).get("vocab_size"))
     try:
         own = _tokenizer(config.model)
     except ForecastError:
@@ -204,6 +202,12 @@ def _values(model: ModelConfig, file: str = "config.json") -> dict[str, Any]:
         return json.loads(config_file(model.name_or_path, model.revision, file).read_text())
     except (ForecastError, ValueError):
         return {}
+
+
+def _text_values(model: ModelConfig) -> dict[str, Any]:
+    """Content of config.json, of a model that sees too only what is about text; empty if it is not on this machine."""
+    values = _values(model)
+    return values.get("text_config") or values
 
 
 def _vocabulary(model: ModelConfig) -> dict[str, int]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from grpo_core.data.chat import is_conversation, without_gaps
-from grpo_core.environments.turns import TemplateError, TurnFormat
+from grpo_core.data.chat import ROLES, is_conversation, without_gaps
+from grpo_core.environments.turns import REASONING, TemplateError, TurnFormat
 
 Message = dict[str, Any]
 FORMS = "the column `messages`, or `prompt` and `completion`"
@@ -79,17 +79,30 @@ def _encode_messages(
     of the first message that is trained."""
     if first == 0:
         raise DemonstrationError("it begins with the assistant: there is nothing that the policy would be asked")
+    for place, message in enumerate(messages):
+        if message["role"] not in ROLES:
+            raise DemonstrationError(f"message {place} has the role {message['role']!r}: name it {', '.join(ROLES)}")
+        if message["role"] == "user" and not message["content"].strip():
+            raise DemonstrationError(f"message {place}, the user's, says nothing: leave the row out")
     try:
         found = Demonstration(turns.prompt(messages[:first], tools))
+        lost = turns.left_out(messages[:first], tools)
     except Exception as error:  # a template is a program and may raise anything
         raise TemplateError(f"the chat template refuses it: {error}") from error
+    if lost is not None:
+        said = messages[lost]
+        raise TemplateError(
+            f"the chat template leaves out message {lost}, the {said['role']}'s: {said['content']!r:.40}; put it into "
+            "a message that it writes"
+        )
     place = first
     while answers := [*takewhile(lambda message: message["role"] == "assistant", messages[place:])]:
         if len(answers) > 1:
             raise DemonstrationError(f"messages {place} and {place + 1} are both the assistant's: join them")
-        if not any(str(answers[0].get(name) or "").strip() for name in ("content", "tool_calls", "reasoning_content")):
+        if not any(str(answers[0].get(name) or "").strip() for name in ("content", "tool_calls", *REASONING)):
             raise DemonstrationError(f"message {place}, the assistant's, says nothing: leave the row out")
-        if answers[0].get("weight", 1) == 0 or answers[0].get("train", True) is False:  # OpenAI's sign, and axolotl's
+        signs = [str(answers[0].get(name, 1)).strip().lower() for name in ("weight", "train")]  # OpenAI's, axolotl's
+        if any(sign in ("0", "0.0", "false") for sign in signs):
             raise DemonstrationError(
                 f"message {place}, the assistant's, is marked as not trained, and every turn of `messages` and of "
                 "`completion` is: put it into `prompt`, and what follows into `completion`"

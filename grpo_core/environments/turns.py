@@ -20,6 +20,7 @@ from grpo_core.errors import GrpoError
 
 Message = Mapping[str, Any]
 FIRST: Message = {"role": "user", "content": "x"}
+REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a thought, as data sets and templates have them
 MARK = "pageturn"  # of letters only: templates may trim, quote or check what stands for a name
 NUMBER = {"type": "integer", "description": "A number."}
 ADD = {  # a tool: templates write calls only if there are tools, or a model has another template for tools
@@ -70,8 +71,8 @@ class TurnFormat:
 
     def turn(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], before: Sequence[int]) -> list[int]:
         """Token ids of the last message, a turn of the policy, as the template writes it behind the others: up to its
-        end token, which is included. `before`: ids of the others. Raises TemplateError if the template writes the turn
-        in another way than the policy could, or the tokenizer does."""
+        end token, which is included. `before`: ids of the others. Raises TemplateError if the template leaves out a part
+        of the turn, or writes it in another way than the policy could, or the tokenizer does."""
         *others, last = messages
         options = {"tools": list(tools) or None}
         asked = self._render(others, add_generation_prompt=True, **options)
@@ -85,16 +86,35 @@ class TurnFormat:
                     f"another text: {text[-120:]!r}; the policy could not say it so. If the model thinks first, a "
                     "variable of the template in data.chat_template_kwargs may tell it not to"
                 )
-            if not (places := [written.rfind(end) + len(end) for end in self.ends if end in written]):
+            said = {**last, "content": contents[0]} if contents else last
+            for key, parts in _parts(said).items():
+                if lost := next((part for part in parts if _written(part, written) not in written), None):
+                    raise TemplateError(
+                        f"the chat template of {self.tokenizer.name_or_path!r} leaves out what the assistant says in "
+                        f"`{key}`, {lost[:40]!r}: "
+                        + ("say it in a turn of its own" if key == "content" else "write it into `content`")
+                        + ", leave it out, or take a model whose template writes it"
+                    )
+            # Behind a text, the first end is the turn's own. Behind calls, which may spell out others, it is the last.
+            own = 0 if last.get("tool_calls") else _end_of_text(said, written)
+            find = written.rfind if not own else lambda end: written.find(end, own)
+            places = [place + len(end) for end in self.ends if (place := find(end)) >= 0]
+            if not places:
                 raise TemplateError(
                     f"the chat template ends the policy's turn by {written[-20:]!r}, and the model stops at "
                     f"{', '.join(map(repr, self.ends))}: set eos_token_id in the model's generation_config.json to the "
                     "token that ends a turn"
                 )
-            return written[: max(places)]
+            return written[: min(places) if own else max(places)]
 
         contents = [last["content"]] if last.get("content") else []
         return self.continued(before, asked, render(contents), self._encode_rendered(render, contents))
+
+    def left_out(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int | None:
+        """Index of the first of these messages of others, before the policy's turn, that the template does not write."""
+        text = self._render(messages, tools=list(tools) or None, add_generation_prompt=True)
+        contents = ("" if it["role"] == "assistant" else str(it.get("content") or "") for it in messages)
+        return next((place for place, content in enumerate(contents) if _written(content, text) not in text), None)
 
     def continued(self, before: Sequence[int], asked: str, text: str, ids: list[int]) -> list[int]:
         """`ids`, or other token ids of the text behind `asked`, that are read as this text behind the ids `before`.
@@ -245,6 +265,23 @@ def _written(content: str, text: str) -> str:
     """The content as a template has written it into the text: some trim it, some quote it as JSON."""
     quoted = json.dumps(content, ensure_ascii=False)[1:-1]
     return next((form for form in (content, content.strip(), quoted) if form in text), content)
+
+
+def _parts(turn: Message) -> dict[str, list[str]]:
+    """What a turn of the assistant says, by its keys: texts, without the signs around thoughts, and names of functions.
+    Templates write thoughts in ways of their own."""
+    signs = "|".join(map(re.escape, [*THOUGHTS, *THOUGHTS.values()]))
+    texts = {key: re.split(signs, str(turn.get(key) or "")) for key in ("content", *REASONING)}
+    calls = [str(call.get("function", call)["name"]) for call in turn.get("tool_calls") or []]
+    return {key: [*filter(None, map(str.strip, parts))] for key, parts in (texts | {"tool_calls": calls}).items()}
+
+
+def _end_of_text(turn: Message, written: str) -> int:
+    """Place behind the turn's content in what was written; 0 if it has none."""
+    if not (parts := _parts(turn)["content"]):
+        return 0
+    last = _written(parts[-1], written)
+    return written.rfind(last) + len(last)
 
 
 def _marks(contents: Sequence[str]) -> Iterator[str]:

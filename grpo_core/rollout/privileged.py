@@ -71,16 +71,17 @@ def shown_prompts(privileged: Privileged, samples: Sequence[Sample], rows: Seque
 
 def _better(samples: Sequence[Sample], config: RunConfig) -> Iterator[str]:
     """Yield the text of the best other completion of each sample's group, the first of several; "" if its reward is not
-    higher. Where no reward has a weight, each counts alike."""
-    alike = not any(reward.weight for reward in config.rewards)
-    rewards = [reward.model_copy(update={"weight": 1.0}) if alike else reward for reward in config.rewards]
-    sums = weighted_sum(np.array([sample.rewards for sample in samples], dtype=np.float64), rewards)
-    g = config.rollout.num_generations
-    for place, own in enumerate(sums):
-        start = place - place % g
-        group = sums[start : start + g]
-        best = start + int(np.nan_to_num(group, nan=-np.inf).argmax())
-        yield samples[best].text if sums[best] > own else ""
+    higher. Where no reward of the group's has a weight, each counts alike."""
+    given = np.array([sample.rewards for sample in samples], dtype=np.float64)
+    weighted = weighted_sum(given, config.rewards)
+    alike = weighted_sum(given, [reward.model_copy(update={"weight": 1.0}) for reward in config.rewards])
+    weights, g = np.array([reward.weight for reward in config.rewards]), config.rollout.num_generations
+    for start in range(0, len(samples), g):
+        place = slice(start, start + g)
+        sums = weighted[place] if weights[~np.isnan(given[place]).all(axis=0)].any() else alike[place]
+        best = int(np.nan_to_num(sums, nan=-np.inf).argmax())
+        for own in sums:
+            yield samples[start + best].text if sums[best] > own else ""
 
 
 def _errors(sample: Sample) -> str:

@@ -49,7 +49,7 @@ def arm_with_output(stage: Stage, run: Path, config: RunConfig, origin: Mapping[
     for other in other_arms(run, config):
         receipt = stage.read_receipt(other)
         if {key: receipt.get(key) for key in origin} == origin and all(
-            (stage.path(other) / name).exists() for name in stage.files(receipt)
+            (stage.path(other) / name).exists() for name in stage.files(config, receipt)
         ):
             return other
     return None

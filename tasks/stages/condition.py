@@ -52,7 +52,8 @@ def conditions(run: Path, config: RunConfig, inputs: Mapping[str, Named] | None 
         damaged = Condition("missing", f"{stage.receipt_path(run).relative_to(run)} is damaged")
         try:
             reason = _why_stale(stage, receipt, config, inputs, receipts) or _why_soon_stale(stage, config, found)
-            gone = [name for name in stage.files(receipt) if not (stage.path(run) / name).exists()] if receipt else []
+            files = stage.files(config, receipt) if receipt and not reason else ()
+            gone = [name for name in files if not (stage.path(run) / name).exists()]
         except (AttributeError, KeyError, TypeError):  # JSON, but not as the stage wrote it
             found[stage.name] = damaged
             continue

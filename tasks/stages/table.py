@@ -64,7 +64,7 @@ class Stage:
     content: Callable[[Path, Receipt], str | dict[str, str]] | None = None
     """Gives the identity of the output (a hash), or of each data set in it, from the output and its receipt. Outputs
     with the same identity are interchangeable. None: every output counts as new."""
-    files: Callable[[Receipt], Collection[str]] = lambda receipt: ()
+    files: Callable[[RunConfig, Receipt], Collection[str]] = lambda config, receipt: ()
     """Gives the files of the output that other stages read, except the receipt."""
 
     def is_asked(self, config: RunConfig) -> bool:
@@ -137,7 +137,7 @@ VALIDATE = Stage(
     content=lambda output, receipt: {
         name: content_hash(str(output / f"{name}.parquet")) for name in _data_sets(receipt)
     },
-    files=lambda receipt: [f"{name}.parquet" for name in _data_sets(receipt)],
+    files=lambda config, receipt: [f"{name}.parquet" for name in _data_sets(receipt)],
 )
 PROBE = Stage(
     name="probe",
@@ -155,7 +155,7 @@ PROBE = Stage(
     example=4,
     prompts=lambda config: ("train",),
     content=_probe_content,
-    files=_probed,
+    files=lambda config, receipt: _probed(receipt),
 )
 PLAN = Stage(
     name="plan",
@@ -188,7 +188,7 @@ WARM_START = Stage(
     example="demonstrations.jsonl",
     prompts=lambda config: (run_files.DEMONSTRATIONS,),
     content=lambda output, receipt: content_hash(str(output / run_files.MODEL)),
-    files=lambda receipt: (run_files.MODEL,),
+    files=lambda config, receipt: (run_files.MODEL, *([run_files.ADAPTER] if config.model.use_peft else [])),
 )
 TRAIN = Stage(
     name="train",

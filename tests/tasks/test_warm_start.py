@@ -153,6 +153,8 @@ def _probe(context: Context, completions: int = 4) -> dict[str, Any]:
 def _warm_start(context: Context) -> dict[str, Any]:
     (context.partial / "model").mkdir()
     (context.partial / "model" / "weights").write_text(str(context.config.warm_start))
+    if context.config.model.use_peft:
+        (context.partial / "adapter").mkdir()
     return {"counted": {"updates": 2}, "metrics": {"loss": 1.0}}
 
 
@@ -183,6 +185,19 @@ def test_a_warm_start_is_done_again_only_for_what_its_model_follows_from(
     assert _pipeline(run, without) == ["validate", "plan", *later]
     with pytest.raises(StageError, match=r"no stage warm-start: warm_start.demonstrations is not set .* --set warm_st"):
         refuse_outdated_inputs(WARM_START, run, parse_config(without), conditions(run, parse_config(without)))
+
+
+@pytest.mark.slow
+def test_a_warm_start_of_an_adapter_is_done_again_without_what_the_training_loads_of_it(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    (run := tmp_path / "run").mkdir()
+    lora = with_keys(values, use_peft=True)
+    assert "warm-start" in _pipeline(run, values) and "warm-start" in _pipeline(run, lora)
+    assert _pipeline(run, lora) == []
+    (run / "warm-start" / "adapter").rmdir()
+    assert conditions(run, parse_config(lora))["warm-start"].reason == "adapter is gone"
+    assert _pipeline(run, lora) == ["warm-start"], "the same model"
 
 
 def _from_probe(values: dict[str, Any], number: int = 4, **keys: Any) -> dict[str, Any]:

@@ -96,6 +96,9 @@ def test_a_better_attempt_has_a_higher_reward_and_the_first_of_the_best_is_shown
     group = [sampled(0, "a", 0.0, 1.0), sampled(0, "b", 1.0, 0.5), sampled(0, "", 1.0, 1.0), sampled(0, "d", 0.0, 0.0)]
     assert shown_of(alone, group, ["?"]) == [None] * 4, "the best has said nothing"
     assert shown_of(alone, [*group[:2], *group[:2]], ["?"]) == ["?b", None, "?b", None]
+    values["rewards"][1]["weight"] = 0.0  # a source whose only reward is that one
+    other = [sampled(0, text, nan, reward) for text, reward in (("a", 0.0), ("b", 1.0), ("c", 1.0), ("d", nan))]
+    assert shown_of(told(values, "{prompt}{better}"), [*group, *other], ["?"])[4:] == ["?b", None, None, None]
 
 
 def test_what_does_not_fit_is_not_shown(values: dict[str, Any]) -> None:

@@ -161,6 +161,9 @@ def test_a_teacher_that_is_nowhere_and_keys_that_do_not_go_with_one_are_refused(
     check_teacher(taught(values, model_folder, divergence_beta=1.0, divergence_top_k=rows - 1))
     with pytest.raises(ConfigError, match=f"the vocabulary has {rows} tokens; take fewer, or 0 for all"):
         check_teacher(taught(values, model_folder, divergence_beta=1.0, divergence_top_k=rows))
+    keys = {"template": "{prompt}!", "divergence_beta": 1.0, "divergence_top_k": rows}
+    with pytest.raises(ConfigError, match=f"the vocabulary has {rows} tokens; take fewer, or 0 for all"):
+        check_teacher(parse_config({**values, "teacher": keys}))  # the policy itself teaches
 
 
 def test_a_group_may_have_one_completion_only_where_a_teacher_teaches_alone(

@@ -91,9 +91,54 @@ def test_every_template_that_trl_knows_gives_exact_masks_or_says_why_not() -> No
         assert len(said) == 2, family
         for text, wanted in zip(said, ("so 3", "again 3"), strict=True):
             assert wanted in text and any(text.endswith(end) for end in turns.ends), (family, said)
+            assert sum(text.count(end) for end in {*turns.ends}) == 1, (family, said)
     assert {family.split("_")[0] for family, why in refused.items() if "could not say it so" in why} == THINKING
-    others = {family for family, why in refused.items() if "set eos_token_id" in why or "refuses it" in why}
+    others = {family for family, why in refused.items() if "set eos_token_id" in why or "leaves out message 0" in why}
     assert {family.split("_")[0] for family in others} == WITHOUT_END
+
+
+CALLS = [_call(1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("turn", "parts", "lost"),
+    [
+        ({**SAID, "content": "", "tool_calls": CALLS}, ("add",), ("llama3", "lfm2", "phi3_5", "cohere2", "qwen2_5_vl")),
+        ({**SAID, "content": "I look", "tool_calls": CALLS}, ("I look", "add"), ("llama3", "llama3_1", "phi3")),
+        ({**SAID, "reasoning_content": "I add"}, ("I add", "so 3"), ("qwen2_5", "qwen3_instruct_2507", "llama3_1")),
+        ({**SAID, "content": "", "reasoning": "I add"}, ("I add",), ("qwen2_5", "qwen3")),
+        ({**SAID, "content": "<think>\nI add\n</think>\n\nso 3"}, ("I add", "so 3"), ()),
+    ],
+    ids=["a call", "text and a call", "a thought", "a thought by another name", "a thought in the text"],
+)
+def test_what_a_template_does_not_write_of_a_turn_is_never_left_out_silently(
+    turn: dict[str, Any], parts: tuple[str, ...], lost: tuple[str, ...]
+) -> None:
+    written, refused = set(), {}
+    for family in known_to_trl():
+        turns = format_of(family)
+        try:
+            found = encode({"messages": [USER, turn]}, turns, [SUM])
+        except TemplateError as error:
+            refused[family] = str(error)
+            continue
+        ((trained, text),) = _pieces(turns, found)
+        assert trained and all(part in text for part in parts), (family, text)
+        written.add(family)
+    assert written or "reasoning" in turn
+    for family in lost:
+        assert "leaves out what the assistant says in" in refused[family], refused[family]
+
+
+def test_a_message_that_the_template_does_not_write_is_refused() -> None:
+    turns = _format("qwen2_5")
+    turns.tokenizer.chat_template = (
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+    )
+    assert encode({"messages": [USER, SAID]}, turns, []).completion_ids
+    with pytest.raises(TemplateError, match=r"leaves out message 0, the system's: 'in verse'"):
+        encode({"messages": [{"role": "system", "content": "in verse"}, USER, SAID]}, turns, [])
 
 
 def test_a_special_token_that_a_text_spells_out_ends_no_turn() -> None:
@@ -146,6 +191,11 @@ def test_a_text_ends_by_the_end_token_or_by_a_text_that_stops_sampling() -> None
         ({"messages": [USER, {**SAID, "content": None}]}, "message 1, the assistant's, says nothing"),
         ({"messages": [USER, {**SAID, "weight": 0}]}, "message 1, the assistant's, is marked as not trained"),
         ({"messages": [USER, {**SAID, "train": False}]}, "message 1, the assistant's, is marked as not trained"),
+        ({"messages": [USER, {**SAID, "train": 0}]}, "message 1, the assistant's, is marked as not trained"),
+        ({"messages": [USER, {**SAID, "weight": "0"}]}, "message 1, the assistant's, is marked as not trained"),
+        ({"messages": [{"role": "developer", "content": "x"}, USER, SAID]}, "message 0 has the role 'developer': name"),
+        ({"messages": [USER, SAID, {"role": "human", "content": "x"}, SAID]}, "message 2 has the role 'human': name"),
+        ({"messages": [{"role": "user"}, SAID]}, "message 0, the user's, says nothing"),
         ({"messages": [{**USER, "content": [{"type": "image"}]}, SAID]}, "no text, nor a list of parts of text"),
         ({"messages": [{**USER, "content": {"text": "x"}}, SAID]}, "no text, nor a list of parts of text"),
     ],
@@ -170,7 +220,7 @@ def test_contents_in_parts_are_their_text_and_a_call_may_have_no_arguments(famil
     assert encode({"prompt": prompt, "completion": completion}, turns, []) == encode(
         {"messages": [USER, SAID]}, turns, []
     )
-    called = [{**SAID, "tool_calls": [{"function": {"name": "f", "arguments": given}}]} for given in ("", "{}")]
+    called = [{**SAID, "content": "", "tool_calls": [{"function": {"name": "f", "arguments": given}}]} for given in ("", "{}")]
     empty, none = (encode({"messages": [USER, message]}, turns, [SUM]) for message in called)
     assert empty == none
 
