@@ -58,6 +58,13 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
+def as_written(content: str, text: str) -> str | None:
+    """The content in the form in which a chat template has written it into the text; None if it has not. Some trim it,
+    some quote it as JSON."""
+    quoted = json.dumps(content, ensure_ascii=False)[1:-1]
+    return next((form for form in (content, content.strip(), quoted) if form in text), None)
+
+
 def encode_prompts(prompts: Sequence[Any], tokenizer: Any, options: Mapping[str, Any] = NO_OPTIONS) -> list[list[int]]:
     """Token ids of standard (text) or conversational prompts, the latter through the chat template; `options`: its
     variables, and the `tools` that it shows."""

@@ -8,13 +8,13 @@ rendering a short stand-in conversation in which the policy's turn is a mark.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from grpo_core.data.chat import as_written
 from grpo_core.environments.calls import FORMS, THOUGHTS, ToolCall, Tools, open_thought, read_turn
 from grpo_core.errors import GrpoError
 
@@ -71,8 +71,8 @@ class TurnFormat:
 
     def turn(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], before: Sequence[int]) -> list[int]:
         """Token ids of the last message, a turn of the policy, as the template writes it behind the others: up to its
-        end token, which is included. `before`: ids of the others. Raises TemplateError if the template leaves out a part
-        of the turn, or writes it in another way than the policy could, or the tokenizer does."""
+        end token, which is included. `before`: ids of the others. Raises TemplateError if the template leaves out a
+        part of the turn, or writes it in another way than the policy could, or the tokenizer does."""
         *others, last = messages
         options = {"tools": list(tools) or None}
         asked = self._render(others, add_generation_prompt=True, **options)
@@ -88,7 +88,7 @@ class TurnFormat:
                 )
             said = {**last, "content": contents[0]} if contents else last
             for key, parts in _parts(said).items():
-                if lost := next((part for part in parts if _written(part, written) not in written), None):
+                if lost := next((part for part in parts if as_written(part, written) is None), None):
                     raise TemplateError(
                         f"the chat template of {self.tokenizer.name_or_path!r} leaves out what the assistant says in "
                         f"`{key}`, {lost[:40]!r}: "
@@ -111,10 +111,11 @@ class TurnFormat:
         return self.continued(before, asked, render(contents), self._encode_rendered(render, contents))
 
     def left_out(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int | None:
-        """Index of the first of these messages of others, before the policy's turn, that the template does not write."""
+        """Index of the first of these messages, before the policy's turn, that others say and the template does not
+        write."""
         text = self._render(messages, tools=list(tools) or None, add_generation_prompt=True)
         contents = ("" if it["role"] == "assistant" else str(it.get("content") or "") for it in messages)
-        return next((place for place, content in enumerate(contents) if _written(content, text) not in text), None)
+        return next((place for place, content in enumerate(contents) if as_written(content, text) is None), None)
 
     def continued(self, before: Sequence[int], asked: str, text: str, ids: list[int]) -> list[int]:
         """`ids`, or other token ids of the text behind `asked`, that are read as this text behind the ids `before`.
@@ -216,7 +217,7 @@ class TurnFormat:
                 problem = str(error)
                 continue
             _, found, rest = text.rpartition(mark)
-            if not found or not all(_written(str(message["content"]), rest) in rest for message in messages):
+            if not found or any(as_written(str(message["content"]), rest) is None for message in messages):
                 problem = f"it leaves out what the {messages[0]['role']} says"
                 continue
             if places := [(rest.find(end), end) for end in self.ends if end in rest]:
@@ -261,12 +262,6 @@ class TurnFormat:
         return {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
 
 
-def _written(content: str, text: str) -> str:
-    """The content as a template has written it into the text: some trim it, some quote it as JSON."""
-    quoted = json.dumps(content, ensure_ascii=False)[1:-1]
-    return next((form for form in (content, content.strip(), quoted) if form in text), content)
-
-
 def _parts(turn: Message) -> dict[str, list[str]]:
     """What a turn of the assistant says, by its keys: texts, without the signs around thoughts, and names of functions.
     Templates write thoughts in ways of their own."""
@@ -280,7 +275,7 @@ def _end_of_text(turn: Message, written: str) -> int:
     """Place behind the turn's content in what was written; 0 if it has none."""
     if not (parts := _parts(turn)["content"]):
         return 0
-    last = _written(parts[-1], written)
+    last = as_written(parts[-1], written) or ""
     return written.rfind(last) + len(last)
 
 

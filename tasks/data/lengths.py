@@ -11,7 +11,7 @@ import polars as pl
 
 from grpo_core.config.inputs import ModelConfig, quantisation_problem
 from grpo_core.config.run import RunConfig
-from grpo_core.data.chat import NO_OPTIONS, encode_prompts, is_conversation, turns, without_gaps
+from grpo_core.data.chat import NO_OPTIONS, as_written, encode_prompts, is_conversation, turns, without_gaps
 from grpo_core.data.privileged import STAND_INS, shown_prompt
 from grpo_core.data.prompts import load_tokenizer
 from grpo_core.errors import GrpoError
@@ -105,13 +105,14 @@ def tool_calls(kind: pl.DataType) -> pl.Expr:
 
 
 def renders(conversations: pl.Series, tokenizer: Any, options: Options = NO_OPTIONS) -> pl.Series:
-    """True for each conversation that the chat template accepts, and makes a text of. Each is tried, since a template
-    may refuse what a message says: many in a call, and one by one where that fails."""
+    """True for each conversation that the chat template accepts, and makes a text of that has all of what system and
+    user say. Each is tried, since a template may refuse what a message says: many in a call, and one by one where that
+    fails."""
     found: list[bool] = []
     for start in range(0, len(conversations), TOGETHER):
         tried = [without_gaps(each) for each in conversations.slice(start, TOGETHER).to_list()]
         try:
-            found += map(bool, _rendered(tried, tokenizer, options))
+            found += map(_is_whole, tried, _rendered(tried, tokenizer, options))
         except Exception:  # a template is a program and may raise anything
             found += [_is_rendered(each, tokenizer, options) for each in tried]
     return pl.Series(found, dtype=pl.Boolean)
@@ -119,8 +120,13 @@ def renders(conversations: pl.Series, tokenizer: Any, options: Options = NO_OPTI
 
 def _is_rendered(conversation: list[dict[str, Any]], tokenizer: Any, options: Options) -> bool:
     with suppress(Exception):
-        return bool(_rendered(conversation, tokenizer, options))
+        return _is_whole(conversation, _rendered(conversation, tokenizer, options))
     return False
+
+
+def _is_whole(conversation: list[dict[str, Any]], text: str) -> bool:
+    asked = (it.get("content") or "" for it in conversation if it.get("role") in ("system", "user"))
+    return bool(text) and all(as_written(content, text) is not None for content in asked)
 
 
 def _rendered(messages: list[Any], tokenizer: Any, options: Options) -> Any:

@@ -220,7 +220,8 @@ def test_contents_in_parts_are_their_text_and_a_call_may_have_no_arguments(famil
     assert encode({"prompt": prompt, "completion": completion}, turns, []) == encode(
         {"messages": [USER, SAID]}, turns, []
     )
-    called = [{**SAID, "content": "", "tool_calls": [{"function": {"name": "f", "arguments": given}}]} for given in ("", "{}")]
+    functions = [{"function": {"name": "f", "arguments": given}} for given in ("", "{}")]
+    called = [{**SAID, "content": "", "tool_calls": [function]} for function in functions]
     empty, none = (encode({"messages": [USER, message]}, turns, [SUM]) for message in called)
     assert empty == none
 
