@@ -20,6 +20,7 @@ import httpx2
 import psutil
 
 from flows.serving.environment import FILE_LEASES
+from grpo_core.system.progress import DUMP_SIGNAL
 from tasks.stages.table import ALL_STAGES
 from tests.conftest import check_may_serve, need_vllm
 from tests.needs import VLLM, needs
@@ -355,7 +356,14 @@ def _wait(process: subprocess.Popen[bytes] | psutil.Popen, log: Path, is_ready: 
             if is_ready():
                 return
         time.sleep(0.2)
-    raise RuntimeError(f"nothing is served:\n{log.read_text()[-4000:]}")
+    said = [log, *(log.parent / name / "server.log" for name in ("prefect", "mlflow"))]
+    for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
+        with suppress(psutil.Error):
+            if child.cmdline()[1:3] == ["-m", "flows.serving.prefect_server"]:
+                child.send_signal(DUMP_SIGNAL)
+                time.sleep(2)  # it writes its stacks
+    texts = (f"{each}:\n{each.read_text()[-8000:]}" for each in said if each.exists())
+    raise RuntimeError("nothing is served:\n" + "\n".join(texts))
 
 
 def free_ports(count: int) -> list[int]:

@@ -7,6 +7,7 @@ deployment whose steps are shell commands. This server answers only its own page
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from flows.serving.find_server import ID_HEADER, SERVER_ID, STORAGE_HEADER
 from grpo_core.system.origin_check import OwnPagesOnly
 from grpo_core.system.processes import importing, run_and_leave
+from grpo_core.system.progress import DUMP_SIGNAL
 from tasks.stages.run_directory import storage_root
 
 SHUTDOWN_SECONDS = 5  # for requests in progress, such as the event streams of open pages
@@ -79,6 +81,7 @@ async def _repair_database() -> None:
 
 
 def main() -> None:
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)  # of a server that hangs, what it waits for is known only so
     with importing():
         from prefect.server.api.server import create_app
         from prefect.settings import get_current_settings
