@@ -37,6 +37,8 @@ def test_the_small_form_of_a_recipe_learns(recipe: str, tmp_path: Path) -> None:
     _python(project, f"examples.{recipe}.make")
     with _judge(project) if recipe == "writing" else nullcontext(CHANGES.get(recipe, [])) as changes:
         _python(project, "flows.cli.main", "run", f"configs/{recipe}.toml", *changes)
+    if recipe == "smollm":
+        _python(project, "examples.smollm.show")
     folder = project / "storage" / "runs" / "small"
     assert json.loads((folder / "registration.json").read_text())["version"] == "1"
     lines = (folder / "training" / "metrics.jsonl").read_text().splitlines()

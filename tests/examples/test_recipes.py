@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import json
 import operator
+import os
 import random
 import re
 import shlex
@@ -16,6 +17,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
@@ -34,6 +36,7 @@ from examples.python import gsm8k as gsm8k_by_programs
 from examples.python import make as programs
 from examples.smallest import make as smallest
 from examples.smollm import make as smollm
+from examples.smollm import show as smollm_answers
 from examples.warmstart import make as warmstart
 from grpo_core.environments.builtin.calculator import calculator as calculator_tool
 from grpo_core.environments.calls import ToolCall, read_turn
@@ -252,6 +255,25 @@ def test_a_model_that_cannot_be_read_is_not_downloaded(tmp_path: Path, monkeypat
     python = re.escape(shlex.quote(sys.executable))
     with pytest.raises(SystemExit, match=rf"the package gguf: .*; {python} -m pip install gguf$"):
         smollm.make(tmp_path)
+
+
+def test_the_answers_of_the_run_that_was_evaluated_last_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(smollm_answers, "RUNS", tmp_path)
+    with pytest.raises(SystemExit, match="has been evaluated yet"):
+        smollm_answers.main()
+    for age, name in enumerate(("newest", "older")):
+        (folder := tmp_path / name / "evaluation").mkdir(parents=True)
+        asked = [[{"role": "user", "content": f"{name}: {number} + 1?"}] for number in range(7)]
+        rows = {"set": "held-out", "sample": 0, "prompt": asked, "answer": [str(number + 1) for number in range(7)]}
+        said = {"base/completion": ["I think"] * 7, "trained/completion": rows["answer"]}
+        pl.DataFrame(rows | said).write_parquet(folder / "samples.parquet")
+        os.utime(folder / "samples.parquet", (1000 - age, 1000 - age))
+    smollm_answers.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:4] == ["", "newest: 0 + 1?  (right: 1)", "  base    'I think'", "  trained '1'"]
+    assert len(lines) == 4 * smollm_answers.PROMPTS
 
 
 def test_gsm8k_becomes_a_conversation_and_a_number() -> None:
