@@ -39,10 +39,13 @@ def recorded(prompts: list[str], completions: list[str]) -> list[float | None]:
     return [-float(len(completion)) for completion in completions]
 
 
+@pytest.mark.parametrize("teacher", [{}, {"template": "{answer}={prompt}"}], ids=["alone", "with privileged text"])
 def test_evaluation_counts_each_held_out_prompt_once_at_its_steps_and_at_the_end(
-    values: dict[str, Any], tmp_path: Path
+    values: dict[str, Any], tmp_path: Path, teacher: dict[str, Any]
 ) -> None:
+    """And asks what it says, whatever text a teacher reads."""
     SEEN.clear()
+    values["teacher"] = teacher
     values["rewards"] = [{"function": "tests.grpo_core.evaluation.test_evaluation:recorded"}]
     run = trained_run(tmp_path / "run", values, eval_steps=3, max_steps=5)
     held_out = pq.read_table(run / "dataset" / "eval.parquet")["prompt"].to_pylist()
