@@ -76,7 +76,12 @@ def try_rewards(
         batch = _batch(run, rewards, row, completions)
     with refusals(str(config), started=True), one_free_gpu():
         by_reward = score(rewards, batch)
-        blind = [reads_as_text(reward, batch, values) for reward, values in zip(rewards, by_reward, strict=True)]
+        own = [not ((known := BUILTIN.get(it.function)) and known.asks_a_model) for it in run.rewards]
+        blind = [
+            reads_as_text(reward, batch, values)
+            for reward, values, asked in zip(rewards, by_reward, own, strict=True)
+            if asked
+        ]
     given = np.array(by_reward).T  # (N, K)
     terminal = Terminal()
     terminal.print(f"row {row}", *_row_as_lines(batch.rows[0], rewards), sep="\n")

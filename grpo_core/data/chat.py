@@ -6,11 +6,13 @@ validated.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 ROLES = ("system", "user", "assistant", "tool")
+MARK = "pageturn"  # of letters only: templates may trim, quote or check what stands for a name
 NO_OPTIONS: Mapping[str, Any] = {}
 
 
@@ -61,8 +63,30 @@ def _without_nulls(value: Any) -> Any:
 def as_written(content: str, text: str) -> str | None:
     """The content in the form in which a chat template has written it into the text; None if it has not. Some trim it,
     some quote it as JSON."""
+    for form in (content, content.strip()):
+        if form in text:
+            return form
     quoted = json.dumps(content, ensure_ascii=False)[1:-1]
-    return next((form for form in (content, content.strip(), quoted) if form in text), None)
+    return quoted if quoted in text else None
+
+
+def marks(contents: Sequence[str]) -> Iterator[str]:
+    """Texts that are in none of the contents, nor in each other."""
+    found = (f"{MARK}{'x' * count}z" for count in itertools.count())
+    return (mark for mark in found if not any(mark in content for content in contents))
+
+
+def first_unwritten(
+    messages: Sequence[Mapping[str, Any]], render: Callable[[Sequence[Mapping[str, Any]]], str]
+) -> int | None:
+    """Index of the first message of system, user or tool whose content a chat template does not write; None if it
+    writes all. Marks stand in their place: a template may read a switch, such as "/no_think", out of a text.
+    `render`: gives the template's text."""
+    contents = [str(message.get("content") or "") for message in messages]
+    places = [place for place, it in enumerate(messages) if it["role"] != "assistant" and contents[place].strip()]
+    own = dict(zip(places, marks(contents), strict=False))
+    text = render([{**it, "content": own[place]} if place in own else it for place, it in enumerate(messages)])
+    return next((place for place, mark in own.items() if mark not in text), None)
 
 
 def encode_prompts(prompts: Sequence[Any], tokenizer: Any, options: Mapping[str, Any] = NO_OPTIONS) -> list[list[int]]:

@@ -10,18 +10,19 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from grpo_core.data.chat import as_written
+from grpo_core.data.chat import MARK, as_written, first_unwritten, marks
 from grpo_core.environments.calls import FORMS, THOUGHTS, ToolCall, Tools, open_thought, read_turn
 from grpo_core.errors import GrpoError
 
 Message = Mapping[str, Any]
 FIRST: Message = {"role": "user", "content": "x"}
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a thought, as data sets and templates have them
-MARK = "pageturn"  # of letters only: templates may trim, quote or check what stands for a name
+SIGNS = "(" + "|".join(map(re.escape, [*THOUGHTS, *THOUGHTS.values()])) + ")"
 NUMBER = {"type": "integer", "description": "A number."}
 ADD = {  # a tool: templates write calls only if there are tools, or a model has another template for tools
     "type": "function",
@@ -77,8 +78,8 @@ class TurnFormat:
         options = {"tools": list(tools) or None}
         asked = self._render(others, add_generation_prompt=True, **options)
 
-        def render(contents: Sequence[str]) -> str:
-            text = self._render([*others, {**last, "content": contents[0]} if contents else last], **options)
+        def write(turn: Message) -> str:
+            text = self._render([*others, turn], **options)
             written = text.removeprefix(asked)
             if written == text:
                 raise TemplateError(
@@ -86,18 +87,25 @@ class TurnFormat:
                     f"another text: {text[-120:]!r}; the policy could not say it so. If the model thinks first, a "
                     "variable of the template in data.chat_template_kwargs may tell it not to"
                 )
-            said = {**last, "content": contents[0]} if contents else last
-            for key, parts in _parts(said).items():
-                if lost := next((part for part in parts if as_written(part, written) is None), None):
-                    raise TemplateError(
-                        f"the chat template of {self.tokenizer.name_or_path!r} leaves out what the assistant says in "
-                        f"`{key}`, {lost[:40]!r}: "
-                        + ("say it in a turn of its own" if key == "content" else "write it into `content`")
-                        + ", leave it out, or take a model whose template writes it"
-                    )
-            # Behind a text, the first end is the turn's own. Behind calls, which may spell out others, it is the last.
-            own = 0 if last.get("tool_calls") else _end_of_text(said, written)
-            find = written.rfind if not own else lambda end: written.find(end, own)
+            return written
+
+        write(last)  # what it refuses is said of the turn itself
+        marked, said = _marked(last)
+        shown = write(marked)
+        for key, own in said.items():
+            if any(mark not in shown for mark in own):
+                raise TemplateError(
+                    f"the chat template of {self.tokenizer.name_or_path!r} leaves out what the assistant says in "
+                    f"`{key}`, {last[key]!r:.40}: {_remedy(key, last, write)}"
+                )
+        # Behind a text, the first end is the turn's own. Behind calls, which may spell out others, it is the last.
+        texts = said.get("content", []) if "tool_calls" not in said else []
+        behind = shown.rpartition(texts[-1])[2] if texts else None
+
+        def render(contents: Sequence[str]) -> str:
+            written = write({**last, "content": contents[0]} if contents else last)
+            own = len(written) - len(behind) if behind is not None and written.endswith(behind) else None
+            find = written.rfind if own is None else lambda end: written.find(end, own)
             places = [place + len(end) for end in self.ends if (place := find(end)) >= 0]
             if not places:
                 raise TemplateError(
@@ -105,17 +113,21 @@ class TurnFormat:
                     f"{', '.join(map(repr, self.ends))}: set eos_token_id in the model's generation_config.json to the "
                     "token that ends a turn"
                 )
-            return written[: min(places) if own else max(places)]
+            return written[: max(places) if own is None else min(places)]
 
         contents = [last["content"]] if last.get("content") else []
-        return self.continued(before, asked, render(contents), self._encode_rendered(render, contents))
+        found = self.continued(before, asked, render(contents), self._encode_rendered(render, contents))
+        ends = {self.tokenizer.convert_tokens_to_ids(end): end for end in self.ends}
+        if early := next((ends[token] for token in found[:-1] if token in ends), None):
+            raise TemplateError(f"what the assistant says spells out {early!r}, which ends its turn: leave the row out")
+        return found
 
     def left_out(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int | None:
         """Index of the first of these messages, before the policy's turn, that others say and the template does not
         write."""
-        text = self._render(messages, tools=list(tools) or None, add_generation_prompt=True)
-        contents = ("" if it["role"] == "assistant" else str(it.get("content") or "") for it in messages)
-        return next((place for place, content in enumerate(contents) if as_written(content, text) is None), None)
+        return first_unwritten(
+            messages, lambda it: self._render(it, tools=list(tools) or None, add_generation_prompt=True)
+        )
 
     def continued(self, before: Sequence[int], asked: str, text: str, ids: list[int]) -> list[int]:
         """`ids`, or other token ids of the text behind `asked`, that are read as this text behind the ids `before`.
@@ -209,7 +221,7 @@ class TurnFormat:
         """Text that the template writes before the policy's next turn, after the end token of the one before."""
         problem = "it leaves out what the assistant has said"
         tools = [ADD] if messages[0]["role"] == "tool" else None
-        mark = next(_marks([str(message["content"]) for message in messages]))
+        mark = next(marks([str(message["content"]) for message in messages]))
         for turn, answers in _stand_ins(mark, messages):
             try:
                 text = self._render([FIRST, turn, *answers], tools=tools, add_generation_prompt=True)
@@ -244,10 +256,10 @@ class TurnFormat:
         spelled = [place for place, content in enumerate(contents) if any(it in content for it in self._special_tokens)]
         if not spelled:
             return self._encode(render(contents))
-        marks = dict(zip(spelled, _marks(contents), strict=False))
-        marked = [marks.get(place, content) for place, content in enumerate(contents)]
+        stand_ins = dict(zip(spelled, marks(contents), strict=False))
+        marked = [stand_ins.get(place, content) for place, content in enumerate(contents)]
         text, ids, end = render(marked), list[int](), 0
-        for place, mark in marks.items():
+        for place, mark in stand_ins.items():
             before, _, after = text.partition(mark)
             whole = render([*marked[:place], contents[place], *marked[place + 1 :]])
             written = whole[len(before) : len(whole) - len(after)]  # some templates trim it, some quote it as JSON
@@ -262,27 +274,40 @@ class TurnFormat:
         return {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
 
 
-def _parts(turn: Message) -> dict[str, list[str]]:
-    """What a turn of the assistant says, by its keys: texts, without the signs around thoughts, and names of functions.
-    Templates write thoughts in ways of their own."""
-    signs = "|".join(map(re.escape, [*THOUGHTS, *THOUGHTS.values()]))
-    texts = {key: re.split(signs, str(turn.get(key) or "")) for key in ("content", *REASONING)}
-    calls = [str(call.get("function", call)["name"]) for call in turn.get("tool_calls") or []]
-    return {key: [*filter(None, map(str.strip, parts))] for key, parts in (texts | {"tool_calls": calls}).items()}
+def _marked(turn: Message) -> tuple[Message, dict[str, list[str]]]:
+    """The turn of the assistant with marks in the place of what it says (texts between the signs of thoughts, which
+    templates write in ways of their own, and names of functions), and these marks by the turn's keys."""
+    new, found = marks([str(turn)]), dict[str, list[str]]()
+    marked: dict[str, Any] = {**turn}
+    for key in ("content", *REASONING):
+        if isinstance(turn.get(key), str):  # else it is a setting
+            parts = re.split(SIGNS, turn[key])
+            for place, part in enumerate(parts):
+                if place % 2 == 0 and part.strip():
+                    found.setdefault(key, []).append(next(new))
+                    parts[place] = part[: -len(part.lstrip())] + found[key][-1] + part[len(part.rstrip()) :]
+            marked[key] = "".join(parts)
+    if calls := turn.get("tool_calls"):
+        found["tool_calls"] = [next(new) for _ in calls]
+        marked["tool_calls"] = [
+            {**call, "function": {**call["function"], "name": mark}} if "function" in call else {**call, "name": mark}
+            for call, mark in zip(calls, found["tool_calls"], strict=True)
+        ]
+    return marked, found
 
 
-def _end_of_text(turn: Message, written: str) -> int:
-    """Place behind the turn's content in what was written; 0 if it has none."""
-    if not (parts := _parts(turn)["content"]):
-        return 0
-    last = as_written(parts[-1], written) or ""
-    return written.rfind(last) + len(last)
-
-
-def _marks(contents: Sequence[str]) -> Iterator[str]:
-    """Texts that are in none of the contents, nor in each other."""
-    marks = (f"{MARK}{'x' * count}z" for count in itertools.count())
-    return (mark for mark in marks if not any(mark in content for content in contents))
+def _remedy(key: str, turn: Message, write: Callable[[Message], str]) -> str:
+    """What to do if the template leaves out what a turn says by this key."""
+    model = "take a model whose template writes it"
+    if key == "tool_calls":
+        return model
+    if key == "content":
+        return f"leave the text or the calls out, or {model}" if turn.get("tool_calls") else f"reword it, or {model}"
+    for other in REASONING:
+        with suppress(Exception):  # a template is a program and may raise anything
+            if MARK in write({name: value for name, value in turn.items() if name != key} | {other: MARK}):
+                return f"name it `{other}`"
+    return f"write it into `content`, as the model writes thoughts, or {model}"
 
 
 def _stand_ins(mark: str, messages: Sequence[Message]) -> Iterator[tuple[Message, Sequence[Message]]]:

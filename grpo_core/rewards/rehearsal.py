@@ -183,20 +183,22 @@ def _timed_values(reward: Reward, batch: Batch, limits: tuple[float, float]) -> 
 
 def reads_as_text(reward: Reward, batch: Batch, values: Sequence[float]) -> str | None:
     """The error if the reward gives the same to all messages, and something else to their texts: `72 in completion` is
-    never true of a list of messages, and raises nothing. `values`: those of the messages."""
+    never true of a list of messages, and raises nothing. `values`: those of the messages. Nothing is said of a reward
+    that gives other values when it is asked again."""
     scored = {value for value in values if not math.isnan(value)}
     if len(scored) != 1 or not any(map(is_conversation, batch.completions)):
         return None
+    texts = replace(batch, completions=[text_of(it) for it in batch.completions])
     try:
-        (of_texts,) = score([reward], replace(batch, completions=[text_of(it) for it in batch.completions]))
+        of_texts, again = ({*score([reward], each)[0]} for each in (texts, batch))
     except RewardError:
         return None
-    if {value for value in of_texts if not math.isnan(value)} <= scored:
+    if {value for value in of_texts if not math.isnan(value)} <= scored or not scored <= again:
         return None
     return (
-        f"reward {reward.name!r} gives {scored.pop():g} to everything, because it reads completions as text: here they "
-        "are lists of messages, since the prompts are (or data.system_prompt makes them so); let it read "
-        'completion[-1]["content"], which it tells apart'
+        f"reward {reward.name!r} gives {scored.pop():g} to {'everything' if len(values) > 1 else 'this'}, because it "
+        "reads completions as text: here they are lists of messages, since the prompts are (or data.system_prompt "
+        'makes them so); let it read completion[-1]["content"], which it tells apart'
     )
 
 

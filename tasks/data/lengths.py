@@ -11,7 +11,15 @@ import polars as pl
 
 from grpo_core.config.inputs import ModelConfig, quantisation_problem
 from grpo_core.config.run import RunConfig
-from grpo_core.data.chat import NO_OPTIONS, as_written, encode_prompts, is_conversation, turns, without_gaps
+from grpo_core.data.chat import (
+    NO_OPTIONS,
+    as_written,
+    encode_prompts,
+    first_unwritten,
+    is_conversation,
+    turns,
+    without_gaps,
+)
 from grpo_core.data.privileged import STAND_INS, shown_prompt
 from grpo_core.data.prompts import load_tokenizer
 from grpo_core.errors import GrpoError
@@ -112,7 +120,8 @@ def renders(conversations: pl.Series, tokenizer: Any, options: Options = NO_OPTI
     for start in range(0, len(conversations), TOGETHER):
         tried = [without_gaps(each) for each in conversations.slice(start, TOGETHER).to_list()]
         try:
-            found += map(_is_whole, tried, _rendered(tried, tokenizer, options))
+            texts = _rendered(tried, tokenizer, options)
+            found += [_is_whole(it, text, tokenizer, options) for it, text in zip(tried, texts, strict=True)]
         except Exception:  # a template is a program and may raise anything
             found += [_is_rendered(each, tokenizer, options) for each in tried]
     return pl.Series(found, dtype=pl.Boolean)
@@ -120,13 +129,16 @@ def renders(conversations: pl.Series, tokenizer: Any, options: Options = NO_OPTI
 
 def _is_rendered(conversation: list[dict[str, Any]], tokenizer: Any, options: Options) -> bool:
     with suppress(Exception):
-        return _is_whole(conversation, _rendered(conversation, tokenizer, options))
+        return _is_whole(conversation, _rendered(conversation, tokenizer, options), tokenizer, options)
     return False
 
 
-def _is_whole(conversation: list[dict[str, Any]], text: str) -> bool:
+def _is_whole(conversation: list[dict[str, Any]], text: str, tokenizer: Any, options: Options) -> bool:
+    """True if the text, which the chat template has made of the conversation, has what system and user say."""
     asked = (it.get("content") or "" for it in conversation if it.get("role") in ("system", "user"))
-    return bool(text) and all(as_written(content, text) is not None for content in asked)
+    if not text or all(as_written(content, text) is not None for content in asked):
+        return bool(text)
+    return first_unwritten(conversation, lambda it: _rendered(it, tokenizer, options)) is None
 
 
 def _rendered(messages: list[Any], tokenizer: Any, options: Options) -> Any:

@@ -93,9 +93,14 @@ def test_a_reward_that_looks_for_text_in_messages_is_told_its_cause(config: Path
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
     one = ["try", str(config), "--completion", "2", "--set", "rewards=[{function='looking:finds'}]"]
     assert "because" not in _grpo(*one).splitlines()[-1]
-    told = _grpo(*one, "--set", f"data.train={tmp_path / 'chat.jsonl'}")
+    chat = ["--set", f"data.train={tmp_path / 'chat.jsonl'}"]
+    told = _grpo(*one, *chat)
     assert _cells(told)[1][:2] == ["finds", "0"]
-    assert "gives 0 to everything, because it reads completions as text" in told
+    assert "gives 0 to this, because it reads completions as text" in told
+    assert "gives 0 to everything, because" in _grpo(*one, "--completion", "3", *chat)
+    code = "import itertools\nNEXT = itertools.count()\ndef drawn(completions):\n    return [float(next(NEXT))]\n"
+    (tmp_path / "looking2.py").write_text(code)
+    assert "because it reads" not in _grpo(*one, *chat, "--set", "rewards=[{function='looking2:drawn'}]")
 
 
 @pytest.mark.slow

@@ -105,11 +105,14 @@ CALLS = [_call(1, 2)]
     [
         ({**SAID, "content": "", "tool_calls": CALLS}, ("add",), ("llama3", "lfm2", "phi3_5", "cohere2", "qwen2_5_vl")),
         ({**SAID, "content": "I look", "tool_calls": CALLS}, ("I look", "add"), ("llama3", "llama3_1", "phi3")),
+        ({**SAID, "content": "add", "tool_calls": CALLS}, ("add",), ("llama3", "llama3_1", "phi3", "qwen2_5_vl")),
         ({**SAID, "reasoning_content": "I add"}, ("I add", "so 3"), ("qwen2_5", "qwen3_instruct_2507", "llama3_1")),
+        ({**SAID, "reasoning_content": "so 3"}, ("so 3",), ("qwen2_5", "phi3", "gemma4")),
         ({**SAID, "content": "", "reasoning": "I add"}, ("I add",), ("qwen2_5", "qwen3")),
         ({**SAID, "content": "<think>\nI add\n</think>\n\nso 3"}, ("I add", "so 3"), ()),
+        ({**SAID, "thinking": True, "reasoning": {"effort": "low"}}, ("so 3",), ()),
     ],
-    ids=["a call", "text and a call", "a thought", "a thought by another name", "a thought in the text"],
+    ids=["call", "text and call", "equal ones", "thought", "equal thought", "other name", "in the text", "settings"],
 )
 def test_what_a_template_does_not_write_of_a_turn_is_never_left_out_silently(
     turn: dict[str, Any], parts: tuple[str, ...], lost: tuple[str, ...]
@@ -125,9 +128,30 @@ def test_what_a_template_does_not_write_of_a_turn_is_never_left_out_silently(
         ((trained, text),) = _pieces(turns, found)
         assert trained and all(part in text for part in parts), (family, text)
         written.add(family)
-    assert written or "reasoning" in turn
+    assert len(written) > 10 or "reasoning" in turn
     for family in lost:
         assert "leaves out what the assistant says in" in refused[family], refused[family]
+    if "reasoning" in turn and lost:
+        assert "name it `reasoning_content`" in refused["qwen3"]
+        assert "write it into `content`" in refused["qwen2_5"]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3_1", "mistral", "gemma4_v2", "phi3_5", "cohere2"])
+def test_what_is_said_may_be_a_part_of_the_sign_that_ends_a_turn(family: str) -> None:
+    """Such as the letter of an answer, and as the end token's own name."""
+    turns = _format(family) if family in FAMILIES else format_of(family)
+    for said in {*turns.ends[0], *re.findall("[a-zA-Z]+", turns.ends[0])}:
+        found = encode({"messages": [USER, {**SAID, "content": said}]}, turns, [])
+        ((trained, text),) = _pieces(turns, found)
+        assert trained and re.sub(r"^<think>\s*</think>\s*", "", text) in {said + end for end in turns.ends}
+
+
+def test_a_turn_that_spells_its_end_in_an_argument_or_a_thought_is_refused() -> None:
+    end, call = "<|im_end|>", _call(1, 2)
+    call["function"]["arguments"]["a"] = f"by {end}"
+    for turn in ({**SAID, "tool_calls": [call]}, {**SAID, "reasoning_content": f"by {end}"}):
+        with pytest.raises(TemplateError, match=r"spells out '<\|im_end\|>', which ends its turn: leave the row out"):
+            encode({"messages": [USER, turn]}, _format("qwen3"), [SUM])
 
 
 def test_a_message_that_the_template_does_not_write_is_refused() -> None:

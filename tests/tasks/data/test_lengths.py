@@ -157,9 +157,22 @@ def test_what_the_template_refuses_is_found_by_roles_and_by_what_each_message_sa
     )
     said = range(2 * TOGETHER)
     prompts = pl.Series([[{"role": "user", "content": str(n)}] for n in said])
-    whole = [text.strip("8") == text for text in map(str, said)]  # else the template leaves something out
-    taken = [not {*"79"} & {*str(n)} for n in said]
-    assert renders(prompts, tokenizer).to_list() == [a and b for a, b in zip(taken, whole, strict=True)]
+    assert renders(prompts, tokenizer).to_list() == [not {*"79"} & {*str(n)} and {*str(n)} != {"8"} for n in said]
+
+
+def test_a_template_may_read_a_switch_out_of_a_text_and_leave_no_message_out() -> None:
+    tokenizer = copy.copy(TOKENIZERS["byte level"])
+    prompts = pl.Series(
+        [
+            [{"role": "system", "content": it}, {"role": "user", "content": "1+1? /no_think"}]
+            for it in ("/no_think", "x ")
+        ]
+    )
+    for condition, is_whole in (("true", True), ("m.role == 'user'", False)):
+        tokenizer.chat_template = (
+            f"{{% for m in messages if {condition} %}}{{{{ m.content.replace('/no_think', '') | trim }}}}{{% endfor %}}"
+        )
+        assert renders(prompts, tokenizer).to_list() == [is_whole] * 2
 
 
 def test_a_model_without_a_limit_takes_every_prompt() -> None:
