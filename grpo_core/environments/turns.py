@@ -94,9 +94,10 @@ class TurnFormat:
         shown = write(marked)
         for key, own in said.items():
             if any(mark not in shown for mark in own):
+                calls = [call.get("function", call)["name"] for call in last[key]] if key == "tool_calls" else []
                 raise TemplateError(
                     f"the chat template of {self.tokenizer.name_or_path!r} leaves out what the assistant says in "
-                    f"`{key}`, {last[key]!r:.40}: {_remedy(key, last, write)}"
+                    f"`{key}`, {', '.join(calls) or last[key]!r:.40}: {_remedy(key, last, write)}"
                 )
         # Behind a text, the first end is the turn's own. Behind calls, which may spell out others, it is the last.
         texts = said.get("content", []) if "tool_calls" not in said else []
@@ -119,7 +120,10 @@ class TurnFormat:
         found = self.continued(before, asked, render(contents), self._encode_rendered(render, contents))
         ends = {self.tokenizer.convert_tokens_to_ids(end): end for end in self.ends}
         if early := next((ends[token] for token in found[:-1] if token in ends), None):
-            raise TemplateError(f"what the assistant says spells out {early!r}, which ends its turn: leave the row out")
+            raise TemplateError(
+                f"the assistant's turn has {early!r} in its middle, at which the model stops: leave the row out, or "
+                "take the token out of eos_token_id in the model's generation_config.json"
+            )
         return found
 
     def left_out(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int | None:

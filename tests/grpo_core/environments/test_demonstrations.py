@@ -150,7 +150,7 @@ def test_a_turn_that_spells_its_end_in_an_argument_or_a_thought_is_refused() -> 
     end, call = "<|im_end|>", _call(1, 2)
     call["function"]["arguments"]["a"] = f"by {end}"
     for turn in ({**SAID, "tool_calls": [call]}, {**SAID, "reasoning_content": f"by {end}"}):
-        with pytest.raises(TemplateError, match=r"spells out '<\|im_end\|>', which ends its turn: leave the row out"):
+        with pytest.raises(TemplateError, match=r"has '<\|im_end\|>' in its middle, at which the model stops: leave"):
             encode({"messages": [USER, turn]}, _format("qwen3"), [SUM])
 
 
