@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -141,7 +141,7 @@ def _is_whole(conversation: list[dict[str, Any]], text: str, tokenizer: Any, opt
     return first_unwritten(conversation, lambda it: _rendered(it, tokenizer, options)) is None
 
 
-def _rendered(messages: list[Any], tokenizer: Any, options: Options) -> Any:
+def _rendered(messages: Sequence[Any], tokenizer: Any, options: Options) -> Any:
     """Text that the chat template makes of a conversation, or of each of several."""
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
 
