@@ -52,7 +52,7 @@ def conditions(run: Path, config: RunConfig, inputs: Mapping[str, Named] | None 
         damaged = Condition("missing", f"{stage.receipt_path(run).relative_to(run)} is damaged")
         try:
             reason = _why_stale(stage, receipt, config, inputs, receipts) or _why_soon_stale(stage, config, found)
-            files = stage.files(config, receipt) if receipt and not reason else ()
+            files = stage.files(config, receipt) if receipt else ()
             gone = [name for name in files if not (stage.path(run) / name).exists()]
         except (AttributeError, KeyError, TypeError):  # JSON, but not as the stage wrote it
             found[stage.name] = damaged
@@ -60,7 +60,7 @@ def conditions(run: Path, config: RunConfig, inputs: Mapping[str, Named] | None 
         if not receipt:
             there = stage.receipt_path(run).exists()
             found[stage.name] = damaged if there else Condition("missing", saved or "not done yet")
-        elif gone:
+        elif gone and not reason:
             found[stage.name] = Condition("missing", f"{', '.join(gone)} is gone")
         elif reason:
             found[stage.name] = Condition("stale", f"{reason}; {saved}" if saved else reason)
