@@ -89,22 +89,23 @@ class TurnFormat:
                 )
             return written
 
-        write(last)  # what it refuses is said of the turn itself
-        marked, said = _marked(last)
+        whole, (marked, said) = write(last), _marked(last)
         shown = write(marked)
-        for key, own in said.items():
-            if any(mark not in shown for mark in own):
-                calls = [call.get("function", call)["name"] for call in last[key]] if key == "tool_calls" else []
-                raise TemplateError(
-                    f"the chat template of {self.tokenizer.name_or_path!r} leaves out what the assistant says in "
-                    f"`{key}`, {', '.join(calls) or last[key]!r:.40}: {_remedy(key, last, write)}"
-                )
+        lost = [key for key, own in said.items() if any(mark not in shown for mark in own)]
+        thoughts = [last[key] for key in REASONING if key in said and key not in lost]  # some data have one twice
+        if key := next((key for key in lost if key not in REASONING or last[key] not in thoughts), ""):
+            calls = [call.get("function", call)["name"] for call in last[key]] if key == "tool_calls" else []
+            raise TemplateError(
+                f"the chat template of {self.tokenizer.name_or_path!r} leaves out what the assistant says in `{key}`, "
+                f"{', '.join(calls) or last[key]!r:.40}: {_remedy(key, last, write)}"
+            )
         # Behind a text, the first end is the turn's own. Behind calls, which may spell out others, it is the last.
+        spoken = [last["content"]] if last.get("content") else []
         texts = said.get("content", []) if "tool_calls" not in said else []
         behind = shown.rpartition(texts[-1])[2] if texts else None
 
         def render(contents: Sequence[str]) -> str:
-            written = write({**last, "content": contents[0]} if contents else last)
+            written = whole if contents == spoken else write({**last, "content": contents[0]})
             own = len(written) - len(behind) if behind is not None and written.endswith(behind) else None
             find = written.rfind if own is None else lambda end: written.find(end, own)
             places = [place + len(end) for end in self.ends if (place := find(end)) >= 0]
@@ -116,8 +117,7 @@ class TurnFormat:
                 )
             return written[: max(places) if own is None else min(places)]
 
-        contents = [last["content"]] if last.get("content") else []
-        found = self.continued(before, asked, render(contents), self._encode_rendered(render, contents))
+        found = self.continued(before, asked, render(spoken), self._encode_rendered(render, spoken))
         ends = {self.tokenizer.convert_tokens_to_ids(end): end for end in self.ends}
         if early := next((ends[token] for token in found[:-1] if token in ends), None):
             raise TemplateError(

@@ -111,8 +111,19 @@ CALLS = [_call(1, 2)]
         ({**SAID, "content": "", "reasoning": "I add"}, ("I add",), ("qwen2_5", "qwen3")),
         ({**SAID, "content": "<think>\nI add\n</think>\n\nso 3"}, ("I add", "so 3"), ()),
         ({**SAID, "thinking": True, "reasoning": {"effort": "low"}}, ("so 3",), ()),
+        ({**SAID, "reasoning_content": "I add", "reasoning": "I add"}, ("I add", "so 3"), ("qwen2_5", "phi3")),
     ],
-    ids=["call", "text and call", "equal ones", "thought", "equal thought", "other name", "in the text", "settings"],
+    ids=[
+        "call",
+        "text and call",
+        "equal ones",
+        "thought",
+        "equal thought",
+        "other name",
+        "in the text",
+        "settings",
+        "twice",
+    ],
 )
 def test_what_a_template_does_not_write_of_a_turn_is_never_left_out_silently(
     turn: dict[str, Any], parts: tuple[str, ...], lost: tuple[str, ...]
@@ -128,10 +139,10 @@ def test_what_a_template_does_not_write_of_a_turn_is_never_left_out_silently(
         ((trained, text),) = _pieces(turns, found)
         assert trained and all(part in text for part in parts), (family, text)
         written.add(family)
-    assert len(written) > 10 or "reasoning" in turn
+    assert len(written) > 10 or "qwen3" in lost
     for family in lost:
         assert "leaves out what the assistant says in" in refused[family], refused[family]
-    if "reasoning" in turn and lost:
+    if "reasoning" in turn and "qwen3" in lost:
         assert "name it `reasoning_content`" in refused["qwen3"]
         assert "write it into `content`" in refused["qwen2_5"]
 
