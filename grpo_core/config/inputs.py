@@ -90,7 +90,7 @@ class DataChecks(Section):
     the first; a last message that is neither the user's nor a tool's."""
     chat_template: Refusal = "error"
     """A conversation that the model's chat template refuses, because of its roles or of what a message says, or makes
-    no text of, or leaves out of what system or user say."""
+    no text of, or leaves something out of that system, user or tools say."""
     no_tokens: Refusal = "error"
     """A prompt, or a last message, that the tokenizer turns into no token: its vocabulary has none of the
     characters."""

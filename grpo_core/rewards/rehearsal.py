@@ -190,10 +190,11 @@ def reads_as_text(reward: Reward, batch: Batch, values: Sequence[float]) -> str 
         return None
     texts = replace(batch, completions=[text_of(it) for it in batch.completions])
     try:
-        of_texts, again = ({*score([reward], each)[0]} for each in (texts, batch))
+        if {value for value in score([reward], texts)[0] if not math.isnan(value)} <= scored:
+            return None
+        if not scored <= {*score([reward], batch)[0]}:
+            return None
     except RewardError:
-        return None
-    if {value for value in of_texts if not math.isnan(value)} <= scored or not scored <= again:
         return None
     return (
         f"reward {reward.name!r} gives {scored.pop():g} to {'everything' if len(values) > 1 else 'this'}, because it "
@@ -205,9 +206,9 @@ def reads_as_text(reward: Reward, batch: Batch, values: Sequence[float]) -> str 
 def longest_seconds(config: RunConfig) -> float:
     """Seconds after which the rehearsal must have ended if the rewards keep to their time limits: each call may take
     its limit, and as long again in the search for the completion that causes a failure."""
-    limits = [(*_limits(reward), _limits(reward)[1]) for reward in config.rewards]  # the last: with text
+    limits = [(*_limits(reward), *[_limits(reward)[1]] * 2) for reward in config.rewards]  # the last: with text, again
     calls = sum(2 * (seconds + GRACE) for each in limits for seconds in each)
-    starts = sum(3 * START_SECONDS for reward in config.rewards if reward.isolated)
+    starts = sum(4 * START_SECONDS for reward in config.rewards if reward.isolated)
     return LOADING_SECONDS + calls + starts
 
 

@@ -45,7 +45,7 @@ WRITTEN_DOWN = r"""^\s*(\[\s*)?\{[^{}]*["'](role|content|type)["']\s*:"""
 RULES = {
     "blank_prompt": "is not blank",
     "malformed_conversation": f"is messages with text, of {', '.join(ROLES)}; system only first, user or tool last",
-    "chat_template": "is accepted by the model's chat template, which writes all that system and user say",
+    "chat_template": "is accepted by the model's chat template, which writes all that system, user and tools say",
     "no_tokens": "has a token in the model's vocabulary",
     "missing_value": "is neither null nor blank",
     "long_prompt": "leaves room for the completion in the model's context",

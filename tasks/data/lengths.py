@@ -113,9 +113,9 @@ def tool_calls(kind: pl.DataType) -> pl.Expr:
 
 
 def renders(conversations: pl.Series, tokenizer: Any, options: Options = NO_OPTIONS) -> pl.Series:
-    """True for each conversation that the chat template accepts, and makes a text of that has all of what system and
-    user say. Each is tried, since a template may refuse what a message says: many in a call, and one by one where that
-    fails."""
+    """True for each conversation that the chat template accepts, and makes a text of that has all of what system, user
+    and tools say. Each is tried, since a template may refuse what a message says: many in a call, and one by one where
+    that fails."""
     found: list[bool] = []
     for start in range(0, len(conversations), TOGETHER):
         tried = [without_gaps(each) for each in conversations.slice(start, TOGETHER).to_list()]
@@ -134,8 +134,8 @@ def _is_rendered(conversation: list[dict[str, Any]], tokenizer: Any, options: Op
 
 
 def _is_whole(conversation: list[dict[str, Any]], text: str, tokenizer: Any, options: Options) -> bool:
-    """True if the text, which the chat template has made of the conversation, has what system and user say."""
-    asked = (it.get("content") or "" for it in conversation if it.get("role") in ("system", "user"))
+    """True if the text, which the chat template has made of the conversation, has what system, user and tools say."""
+    asked = (it.get("content") or "" for it in conversation if it["role"] != "assistant")
     if not text or all(as_written(content, text) is not None for content in asked):
         return bool(text)
     return first_unwritten(conversation, lambda it: _rendered(it, tokenizer, options)) is None

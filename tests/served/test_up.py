@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -274,3 +275,15 @@ def test_a_run_that_prefect_goes_on_with_is_kept_however_old(served: Served) -> 
         shutil.rmtree(folder)
     for name, fate in (("asleep", "kept"), ("over", "would be removed"), ("again", "kept")):
         assert f"{fate}  runs/{name}, " in cleaned.stdout, cleaned.stderr
+
+
+def test_the_page_s_command_makes_prefects_server_write_what_it_waits_for_and_ends_nothing(served: Served) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "troubleshooting.md").read_text()
+    (pattern,) = re.findall(r"pkill -USR2 -f '([^']+)'", page)
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    (server,) = (child for child in children if re.search(pattern, " ".join(child.cmdline())))  # as pkill does
+    log = served.storage / "prefect" / "server.log"
+    before = log.stat().st_size
+    server.send_signal(signal.SIGUSR2)
+    wait_for(lambda: "(most recent call first)" in log.read_text()[before:])
+    assert served.api.get("/health").is_success and all(child.is_running() for child in children)

@@ -211,8 +211,8 @@ def test_the_longest_rehearsal_allows_each_reward_its_time_limits(tmp_path: Path
         {"function": "length", "args": {"target": 3}, "isolated": True},
     ]
     config = parse_config({**config_values(tmp_path, tmp_path), "rewards": rewards})
-    calls = 2 * (3 * (5 + 1)) + 2 * (3 * (500 + 1)) + 2 * (60 + 1 + 2 * (20 + 1))
-    assert longest_seconds(config) == 600 + calls + 3 * 300
+    calls = 2 * (4 * (5 + 1)) + 2 * (4 * (500 + 1)) + 2 * (60 + 1 + 3 * (20 + 1))
+    assert longest_seconds(config) == 600 + calls + 4 * 300
 
 
 def test_it_tries_the_first_rows_of_each_source_wherever_they_stand(tmp_path: Path) -> None:

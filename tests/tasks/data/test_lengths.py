@@ -173,6 +173,12 @@ def test_a_template_may_read_a_switch_out_of_a_text_and_leave_no_message_out() -
             f"{{% for m in messages if {condition} %}}{{{{ m.content.replace('/no_think', '') | trim }}}}{{% endfor %}}"
         )
         assert renders(prompts, tokenizer).to_list() == [is_whole] * 2
+    asked = [{"role": role, "content": f"{role} says"} for role in ("user", "assistant", "tool")]
+    for kept, is_whole in (("tool", True), ("nobody", False)):
+        tokenizer.chat_template = (
+            f"{{% for m in messages if m.role in ('user', '{kept}') %}}{{{{ m.content }}}}{{% endfor %}}"
+        )
+        assert renders(pl.Series([asked]), tokenizer).to_list() == [is_whole]
 
 
 def test_a_model_without_a_limit_takes_every_prompt() -> None:
