@@ -26,7 +26,7 @@ with importing():
     from transformers import AutoConfig
 
     from grpo_core.config.inputs import ModelConfig
-    from grpo_core.model.capabilities import random_ids, shown
+    from grpo_core.model.capabilities import in_words, random_ids
     from grpo_core.model.loading import load_model, with_adapter
     from grpo_core.model.policy import Policy
     from grpo_core.model.pretrained import check_causal, from_pretrained, usable_positions
@@ -67,7 +67,7 @@ def try_small(model: dict[str, Any], max_length: int, bf16: bool, **keys: Any) -
     except ConfigError as error:
         return {"refused": str(error)}
     except Exception as error:  # of whatever kind: it says something about the copy only
-        return {"untried": shown(error)}
+        return {"untried": in_words(error)}
     max_length = min(max_length, usable_positions(small.config) or max_length)  # validate knows the real lengths
     named = [*(of_model.lora_target_modules or ()), *(of_model.lora_modules_to_save or ())]
     try:
@@ -77,9 +77,9 @@ def try_small(model: dict[str, Any], max_length: int, bf16: bool, **keys: Any) -
     except GrpoError as error:
         return {"refused": str(error)}
     except NotImplementedError as error:  # here, on a CPU
-        return {"untried": shown(error)}
+        return {"untried": in_words(error)}
     except Exception as error:  # of whatever kind: it would end the training
-        refused = f"with a small copy of it, {shown(error)}"
+        refused = f"with a small copy of it, {in_words(error)}"
         if bf16:
             with suppress(Exception):
                 _begin(small, max_length, bf16=False, **keys)

@@ -8,13 +8,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_core.errors import ConfigError
+from grpo_core.model.images import Images, Shown, image_ids, images_of, keys, on_device, showing, whole
 from grpo_core.model.logprobs import Float32Logits
-from grpo_core.model.packed_attention import Kind, pack_batch, packed_states, use_attention
+from grpo_core.model.packed_attention import Kind, pack_batch, packed_states, use_attention, with_images
 from grpo_core.model.packed_rows import takes_rows
 from grpo_core.model.sequences import Sequences
 from grpo_core.model.sharded import call_as_forward, forward
@@ -53,6 +55,14 @@ def decoder(model: Any) -> Any:
         f"{type(base).__name__}: none of its modules is the one that gives hidden states, by what transformers says; "
         "choose a model of another architecture"
     )
+
+
+def hidden_states(model: Any, ids: Tensor, shown: Shown | None) -> Tensor:
+    """Last hidden states of rows that are padded on the right, in which `look` has found these images. (B, L, h)
+
+    Inside of `showing` them."""
+    read = decoder(model) if shown is None else whole(model)
+    return read(input_ids=ids, use_cache=False, **keys(model, shown)).last_hidden_state
 
 
 @torch.no_grad()
@@ -94,6 +104,19 @@ def random_ids(model: Any, shape: tuple[int, int]) -> Tensor:
     """Token ids to try a model on, always the same, on the CPU. (rows, tokens)"""
     vocabulary = model.config.get_text_config().vocab_size
     return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(0))
+
+
+def with_image(model: Any, ids: Tensor, longest: int) -> Tensor:
+    """Put the smallest image of the run into the rows, from their second token on, if the model reads images and
+    prompts of `longest` tokens have room for one. Returns the rows. (rows, tokens)"""
+    images = images_of(model)
+    if images is None:
+        return ids
+    number = _smallest(images)
+    size = len(tokens := image_ids(images, number))
+    if size + 2 <= longest:
+        ids[:, 1 : 1 + size] = torch.tensor(tokens)
+    return ids
 
 
 @contextmanager
@@ -155,6 +178,16 @@ def check_padding(model: Any, max_length: float) -> None:
         )
 
 
+def probed(model: Any) -> int:
+    """Tokens of the sequences that two ways to compute are compared on: also of one with an image."""
+    images = images_of(model)
+    return PROBED if images is None else max(PROBED, 2 * (len(image_ids(images, _smallest(images))) + 4))
+
+
+def _smallest(images: Images) -> int:
+    return int(np.diff(images.starts).argmin())
+
+
 def probe_width(config: Any, max_length: float, wanted: int) -> int:
     """Tokens of a probe: as many as wanted, within the model's positions and the run's longest sequence."""
     return int(min(wanted, getattr(config, "max_position_embeddings", None) or wanted, max_length))
@@ -171,9 +204,9 @@ def make_packable(model: Any, kinds: Sequence[Kind], *, max_length: float = math
     config = decoder(model).config
     if not attends_to_all(config, max_length, or_carries=True):
         return None, NOT_TO_ALL
-    length = probe_width(config, max_length, PROBED)
+    length = probe_width(config, max_length, probed(model))
     prompt, completion = length // 2, length - length // 2
-    ids = random_ids(model, (4, length))
+    ids = with_image(model, random_ids(model, (4, length)), prompt)
     ids[1::2, :prompt] = ids[::2, :prompt]
     sequences = Sequences(ids, torch.full((4,), prompt), torch.full((4,), completion), torch.arange(4) // 2)
 
@@ -183,19 +216,22 @@ def make_packable(model: Any, kinds: Sequence[Kind], *, max_length: float = math
 
 def _first_match(model: Any, kinds: Sequence[Kind], sequences: Sequences) -> tuple[Kind | None, str]:
     """Do as `make_packable` says. The sequences are of one length, their prompts too."""
-    inner, ids, start = decoder(model), sequences.input_ids.to(model.device), int(sequences.prompt_lengths[0])
-    config = inner.config
+    inner, start = decoder(model), int(sequences.prompt_lengths[0])
+    config, (ids, shown) = inner.config, on_device(model, sequences.input_ids)
 
     def states() -> Tensor:
-        return inner(input_ids=ids, use_cache=False).last_hidden_state[:, start - 1 : -1].flatten(0, 1)
+        with showing(model, shown):
+            return hidden_states(model, ids, shown)[:, start - 1 : -1].flatten(0, 1)
 
     plain, usual = call_as_forward(model, states), config._attn_implementation
     reasons: list[str] = []
     for kind in kinds:
         try:
             use_attention(inner)
-            batch = to_device(pack_batch(sequences, kind, with_rows=takes_rows(inner)), model.device)
-            with torch.set_grad_enabled(kind != "padded"):  # so that a kernel that cannot be compiled fails here
+            batch = with_images(model, pack_batch(sequences, kind, with_rows=takes_rows(inner)), sequences)
+            batch = to_device(batch, model.device)
+            # With gradients, so that a kernel that cannot be compiled fails here.
+            with torch.set_grad_enabled(kind != "padded"), showing(model, batch.shown):
                 packed = call_as_forward(model, packed_states, inner, batch)
                 if packed.requires_grad:
                     packed.sum().backward()
@@ -206,7 +242,7 @@ def _first_match(model: Any, kinds: Sequence[Kind], sequences: Sequences) -> tup
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever another architecture, a kernel or a compiler raises
-            reasons.append(f"{kind}: {shown(error)}")
+            reasons.append(f"{kind}: {in_words(error)}")
             continue
         finally:
             config._attn_implementation = usual
@@ -218,7 +254,7 @@ def _first_match(model: Any, kinds: Sequence[Kind], sequences: Sequences) -> tup
     return None, "; ".join(reasons)
 
 
-def shown(error: Exception) -> str:
+def in_words(error: Exception) -> str:
     """Return the error's kind and text, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
@@ -280,10 +316,11 @@ def _parameters(policy: Any) -> list[Tensor]:
 def _gradient(policy: Any, parameters: list[Tensor], longest: int, sequences: int = 3) -> Tensor:
     """Gradient of a random projection of hidden states, of the first of three completions of two prompts. The first
     fills the run's longest sequence, or `longest` tokens that are to the model what it is. (elements,)"""
-    width = probe_width(policy.decoder.config, policy.max_length, longest)
+    width = probe_width(policy.decoder.config, policy.max_length, max(longest, probed(policy.model)))
     prompt, completion = width // 2, width - width // 2
     prompts, completions = torch.tensor([prompt, prompt, min(prompt, 3)]), torch.tensor([completion, prompt, 1])
     ids = random_ids(policy.model, (3, width))
+    with_image(policy.model, ids[:2], prompt)
     ids[1, :prompt] = ids[0, :prompt]
     tried = (ids, prompts, completions, torch.tensor([0, 0, 1]))
     inputs = policy.prepare(Sequences(*(each[:sequences] for each in tried)))

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from grpo_core.config.memory_bounds import CHUNK_LOGITS
 from grpo_core.distributed import gathered, max_over_processes, own_range
-from grpo_core.model.capabilities import decoder, plain_output_layer
+from grpo_core.model.capabilities import hidden_states, plain_output_layer
+from grpo_core.model.images import Shown, keys, on_device, showing
 from grpo_core.model.logprobs import divergence, kl_of_logs
 from grpo_core.model.sequences import pad
 from grpo_core.model.sharded import call_as_forward, forward, is_sharded
@@ -43,9 +44,9 @@ def mean_kl(
     lengths = [len(x) + len(y) for x, y in zip(prompt_ids, completion_ids, strict=True)]
 
     def kl_of_rows(rows: list[int]) -> list[float]:
-        ids = pad([prompt_ids[row] + completion_ids[row] for row in rows], torch.int64).to(policy.device)
+        ids, shown = on_device(policy, pad([prompt_ids[row] + completion_ids[row] for row in rows], torch.int64))
         spans = [(len(prompt_ids[row]) - 1, lengths[row] - 1) for row in rows]  # each state predicts the token after it
-        states = [_states(model, layer, ids, spans) for model, layer in zip((policy, base), layers, strict=True)]
+        states = [_states(model, layer, ids, shown, spans) for model, layer in zip((policy, base), layers, strict=True)]
         if layers[0] is None or layers[1] is None:
             log_p, log_q = (logits.float().log_softmax(-1) for logits in states)
             kl = kl_of_logs(log_p, log_q)
@@ -75,13 +76,14 @@ def _mean(values: Tensor, mask: list[int] | None) -> float:
     return kept.mean().item() if len(kept) else 0.0
 
 
-def _states(model: Any, layer: Any, ids: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+def _states(model: Any, layer: Any, ids: Tensor, shown: Shown | None, spans: list[tuple[int, int]]) -> Tensor:
     """Return last hidden states of the spans, or logits if the model has to make them itself. Padding is on the right,
     where a causal model does not see it."""
-    if layer is None:
-        states = forward(model, input_ids=ids, use_cache=False).logits
-    else:
-        states = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
+    with showing(model, shown):
+        if layer is None:
+            states = forward(model, input_ids=ids, use_cache=False, **keys(model, shown)).logits
+        else:
+            states = hidden_states(model, ids, shown)
     return torch.cat([row[start:stop] for row, (start, stop) in zip(states, spans, strict=True)])
 
 

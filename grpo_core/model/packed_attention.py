@@ -8,7 +8,7 @@ like length.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from grpo_core.model.images import Shown, look, positions
 from grpo_core.model.packed_rows import Gather, Repeat, Rows, lay_in_rows, use_rows
 from grpo_core.model.sequences import Sequences, prompts_of
 from grpo_core.system.torch_releases import SHARED_KEYS
@@ -36,11 +37,12 @@ class PackedBatch:
     """N tokens and where they belong: U prompts of at most P tokens, R completions of at most T inputs each."""
 
     input_ids: Tensor  # (1, N)
-    positions: Tensor  # (1, N) in their own sequence
+    positions: Tensor  # (1, N) in their own sequence; (3, 1, N) of a model that counts them by images
     predicts: Tensor  # (completion tokens,) position among the N whose hidden state predicts each, row by row
     attention: _Padded | _Varlen | _Members
     rows: Rows | None  # for layers that carry a state
     places: Tensor  # (N,) of each token among those of the sequences; a prompt's, in the first of its rows
+    shown: Shown | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,14 @@ def pack_batch(sequences: Sequences, kind: Kind, *, with_rows: bool = False, one
         attention = _padded(prompts, completions, of_row, (prompt, prompt_position), (row, offset), alike)
     rows = lay_in_rows(prompts, completions, of_row, len(ids)) if with_rows else None
     return PackedBatch(ids[None], positions[None], predicts, attention, rows, places)
+
+
+def with_images(model: Any, batch: PackedBatch, sequences: Sequences) -> PackedBatch:
+    """The packed batch as the model reads it: with the images among its tokens, and their positions."""
+    ids, shown = look(model, batch.input_ids, packed=True)
+    placed = positions(model, sequences.input_ids)
+    found = batch.positions if placed is None else placed.flatten(1)[:, None, batch.places]
+    return replace(batch, input_ids=ids, positions=found, shown=shown)
 
 
 def packed_states(decoder: Any, batch: PackedBatch) -> Tensor:

@@ -19,7 +19,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.errors import ConfigError
-from grpo_core.model.capabilities import check_recomputing, decoder, make_packable, plain_output_layer, why_not_packed
+from grpo_core.model.capabilities import (
+    check_recomputing,
+    decoder,
+    hidden_states,
+    make_packable,
+    plain_output_layer,
+    why_not_packed,
+)
+from grpo_core.model.images import Shown, keys, look, showing
 from grpo_core.model.loading import adapter_dropouts
 from grpo_core.model.logprobs import (
     LEAST,
@@ -33,7 +41,7 @@ from grpo_core.model.logprobs import (
     over_logits,
     teacher_divergence,
 )
-from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
+from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states, with_images
 from grpo_core.model.packed_rows import takes_rows
 from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.routing import Routers, Seen, difference, reading
@@ -66,6 +74,7 @@ class PaddedRows:
 
     input_ids: Int64[Tensor, "B L"]
     predicts: Int64[Tensor, " N"]  # place among the B · L whose output predicts each completion token, row by row
+    shown: Shown | None = None
 
 
 @dataclass(frozen=True)
@@ -162,11 +171,11 @@ class Policy(nn.Module):
         rows, offsets = (torch.arange(width) < lengths[:, None]).nonzero(as_tuple=True)
         columns = sequences.prompt_lengths[rows] + offsets
         if self.packs:
-            tokens: PackedBatch | PaddedRows = pack_batch(
-                sequences, self.attention, with_rows=self.with_rows, one_block=self.compiles
-            )
+            batch = pack_batch(sequences, self.attention, with_rows=self.with_rows, one_block=self.compiles)
+            tokens: PackedBatch | PaddedRows = with_images(self.model, batch, sequences)
         else:
-            tokens = PaddedRows(sequences.input_ids, rows * sequences.input_ids.shape[1] + columns - 1)
+            ids, shown = look(self.model, sequences.input_ids)
+            tokens = PaddedRows(ids, rows * ids.shape[1] + columns - 1, shown)
         routes = None
         if self.routers is not None and sequences.routes is not None:
             routes = sequences.routes.flatten(0, 1)
@@ -273,14 +282,17 @@ class Policy(nn.Module):
 
     def _own_logits(self, tokens: PackedBatch | PaddedRows) -> Float32[Tensor, "N V"]:
         """Logits of the completion tokens by the model's own forward pass."""
-        logits = forward(self.model, input_ids=tokens.input_ids, use_cache=False).logits.flatten(0, 1)
+        options = keys(self.model, tokens.shown)
+        with showing(self.model, tokens.shown):
+            logits = forward(self.model, input_ids=tokens.input_ids, use_cache=False, **options).logits.flatten(0, 1)
         return logits[tokens.predicts].float() / self.temperature
 
     def hidden_states(self, tokens: PackedBatch | PaddedRows) -> Float[Tensor, "N h"]:
         """Last hidden states that predict the completion tokens, row by row."""
-        if isinstance(tokens, PackedBatch):
-            return packed_states(self.decoder, tokens)
-        states = self.decoder(input_ids=tokens.input_ids, use_cache=False).last_hidden_state
+        with showing(self.model, tokens.shown):
+            if isinstance(tokens, PackedBatch):
+                return packed_states(self.decoder, tokens)
+            states = hidden_states(self.model, tokens.input_ids, tokens.shown)
         return states.flatten(0, 1).index_select(0, tokens.predicts)
 
     @contextmanager

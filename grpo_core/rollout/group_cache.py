@@ -27,16 +27,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_core.model.capabilities import (
     NOT_TO_ALL,
-    PROBED,
     TOLERANCE,
     attends_to_all,
     decoder,
+    in_words,
     probe_width,
+    probed,
     random_ids,
     relative_difference,
     shortened,
-    shown,
+    with_image,
 )
+from grpo_core.model.images import keys, on_device, showing
 from grpo_core.model.routing import Routers, choices, reading
 
 NAME = "grpo_group_cache"
@@ -68,12 +70,12 @@ class GroupCache:
         device = next(model.parameters()).device
         self.layers: dict[int, Layer] = {}
         self.lengths = torch.tensor([len(ids) for ids in prompts], device=device)
-        padded = [torch.tensor(ids, device=device) for ids in prompts]
-        self.input_ids = nn.utils.rnn.pad_sequence(padded, batch_first=True)  # (R, P)
+        padded = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in prompts], batch_first=True)
+        self.input_ids, self.shown = on_device(model, padded)  # (R, P)
         outside = torch.arange(self.input_ids.shape[1], device=device) >= self.lengths[:, None]
         self.prompt_bias = torch.zeros(outside.shape, device=device).masked_fill(outside, -torch.inf)  # (R, P)
         self.group = torch.arange(len(prompts), device=device).repeat_interleave(torch.tensor(copies, device=device))
-        self.positions = self.lengths[self.group]  # (B,) of the next token
+        self.positions = self._after_prompts()[self.group]  # (B,) of the next token
         self.first = torch.zeros_like(self.positions)  # (B,) place of each completion's first token
         self.next = torch.zeros(1, dtype=torch.int64, device=device)  # place of the next token of all completions
         self.step, self.capacity = 0, 0
@@ -93,16 +95,26 @@ class GroupCache:
             return output
 
         # Padded on the right, where a causal model's other positions do not see it: no mask.
-        positions = torch.arange(self.input_ids.shape[1], device=rows.device)[None]
+        positions = None if self.shown is None else self.shown.positions
+        if positions is None:
+            positions = torch.arange(self.input_ids.shape[1], device=rows.device)[None]
         hook = self.decoder.register_forward_hook(last_only)
         try:
-            logits = self._forward(self.input_ids, positions)
+            with showing(self.model, self.shown):
+                logits = self._forward(self.input_ids, positions)
         finally:
             hook.remove()
         if self.chosen is not None:
             given = self.chosen.cpu().unflatten(0, self.input_ids.shape).numpy()
             self.prompt_routes = [experts[:n] for experts, n in zip(given, self.lengths.tolist(), strict=True)]
         return logits[self.group]
+
+    def _after_prompts(self) -> Tensor:
+        """Position of the token after each prompt. (R,)"""
+        if self.shown is None or self.shown.positions is None:
+            return self.lengths
+        inside = torch.arange(self.input_ids.shape[1], device=self.lengths.device) < self.lengths[:, None]
+        return (self.shown.positions * inside).amax((0, 2)) + 1
 
     def decode(self, token: Tensor) -> Tensor:
         """Return the logits of the tokens after these. (B,) → (B, V)"""
@@ -294,7 +306,7 @@ def why_not_captured(model: Any) -> str:
     except Exception as error:  # whatever another architecture raises
         places = traceback.extract_tb(error.__traceback__)
         place = next((each for each in reversed(places) if "transformers" in each.filename), places[-1])
-        return f"{shown(error)}, in {'/'.join(Path(place.filename).parts[-2:])}:{place.lineno}, `{place.line}`"
+        return f"{in_words(error)}, in {'/'.join(Path(place.filename).parts[-2:])}:{place.lineno}, `{place.line}`"
     finally:
         torch.cuda.set_sync_debug_mode(former)
     return ""
@@ -317,13 +329,14 @@ def why_not_plain(model: Any, make_cache: Callable[..., Any], max_length: float)
     one of which joins after the others have been decoded for a step. One is as long as PROBED tokens allow, which are
     to the model what the longest sequence of `max_length` tokens will be. Raises torch.OutOfMemoryError if memory runs
     out, which says nothing about the model."""
-    width = probe_width(decoder(model).config, max_length, PROBED)
+    width = probe_width(decoder(model).config, max_length, probed(model))
     rows = random_ids(model, (4, max(width, 9)))
     rows[2] = rows[1]  # two completions of one prompt
     lengths = [max(width - 3, 3), 5, 5, 2]
     prompts = [ids[:length].tolist() for ids, length in zip(rows, lengths, strict=True)]
     later = [ids[5:8].tolist() for ids in rows]
     later[2], later[3] = later[2][::-1], later[3][:2]
+    prompts[0] = with_image(model, rows[:1], lengths[0])[0, : lengths[0]].tolist()
     steps = [torch.tensor([ids[0] for ids in later[:3]])]
     steps += [torch.tensor([*(ids[step] for ids in later[:3]), later[3][step - 1]]) for step in (1, 2)]
     steps = [step.to(model.device) for step in steps]
@@ -339,11 +352,13 @@ def why_not_plain(model: Any, make_cache: Callable[..., Any], max_length: float)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever another architecture raises
-            return shown(error)
+            return in_words(error)
         allowed = TOLERANCE[model.dtype]
         for row, (prompt, tokens) in enumerate(zip(prompts, later, strict=True)):
-            ids = torch.tensor([prompt + tokens], device=model.device)
-            plain = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
+            ids, shown = on_device(model, torch.tensor([prompt + tokens]))
+            with showing(model, shown):
+                plain = model(input_ids=ids, use_cache=False, **keys(model, shown)).logits
+            plain = plain[0, len(prompt) - 1 :].float()
             found = torch.stack([logits[row] for logits in cached[-len(plain) :]])
             difference = relative_difference(found, plain)
             if not difference < allowed:

@@ -50,7 +50,7 @@ def begin_rows(requests: Mapping[int, Request], sampling: Sampling, logits: Tens
     seen = torch.zeros(len(limits), logits.shape[1] * (sampling.repetition_penalty != 1), dtype=torch.bool)
     if sampling.repetition_penalty != 1:
         for row, (number, _) in enumerate(places):
-            seen[row, requests[number].prompt_ids] = True
+            seen[row, _text(requests[number])] = True
     return Rows(
         torch.tensor(places, device=device),
         torch.tensor(limits, device=device),
@@ -63,6 +63,11 @@ def begin_rows(requests: Mapping[int, Request], sampling: Sampling, logits: Tens
         seen.to(device),
         logits.new_zeros(len(limits), 0 if chosen is None else points.shape[1] * chosen.shape[1], dtype=torch.int16),
     )
+
+
+def _text(request: Request) -> list[int]:
+    """The prompt's tokens of text, without those of images."""
+    return [token for token in request.prompt_ids if token >= 0]
 
 
 def advance(
@@ -147,7 +152,7 @@ class StopTexts:
         for number, request in requests.items():
             for i in range(request.num_completions):
                 # After the prompt, whose last bytes may be one character together with the first of the completion.
-                self.streams[number, i] = DecodeStream(ids=request.prompt_ids, skip_special_tokens=True)
+                self.streams[number, i] = DecodeStream(ids=_text(request), skip_special_tokens=True)
                 self.ends[number, i] = ""
 
     def completed(self, places: Tensor, tokens: Tensor, going: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types
 
 from grpo_core.config.memory_bounds import MAX_ROWS
 from grpo_core.errors import EngineError
+from grpo_core.model.images import keys, on_device, showing
 from grpo_core.model.loading import whole_weights
 from grpo_core.model.precision import in_float32
 from grpo_core.model.routing import Routers, choices, reading
@@ -159,11 +160,12 @@ class TransformersEngine:
 
     @torch.no_grad()
     def compute_logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        device = next(self.model.parameters()).device
         width = max(len(ids) for ids in sequences)
-        input_ids = torch.tensor([ids + [self.pad_id] * (width - len(ids)) for ids in sequences], device=device)
+        padded = torch.tensor([ids + [self.pad_id] * (width - len(ids)) for ids in sequences])
+        input_ids, shown = on_device(self.model, padded)
         # Padded on the right, where a causal model's other positions do not see it: no mask.
-        logits = self.model(input_ids=input_ids, use_cache=False).logits[:, :-1].float()
+        with showing(self.model, shown):
+            logits = self.model(input_ids=input_ids, use_cache=False, **keys(self.model, shown)).logits[:, :-1].float()
         logprobs = logits.log_softmax(-1).gather(2, input_ids[:, 1:, None]).squeeze(2).tolist()
         return [row[: len(ids) - 1] for row, ids in zip(logprobs, sequences, strict=True)]
 
@@ -231,7 +233,7 @@ class PlainCache:
     def decode(self, token: Tensor) -> Tensor:
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
         self.positions = self.positions + 1
-        return self._step(self.cache, self.mask, token[:, None], self.positions[:, None])
+        return self._step(self.cache, self.mask, token[:, None], position_ids=self.positions[:, None])
 
     def keep(self, rows: Tensor) -> None:
         self.cache.reorder_cache(rows.nonzero().flatten())
@@ -262,17 +264,22 @@ class PlainCache:
         """Logits of each prompt's first completion token; the cache, its mask, and the position of the last token."""
         width = max(map(len, prompts))
         padding = [width - len(ids) for ids in prompts]
-        mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding], device=self.model.device)
-        ids = torch.tensor([[self.pad_id] * n + each for n, each in zip(padding, prompts, strict=True)])
-        positions, cache = (mask.cumsum(1) - 1).clamp(min=0), whole_cache(self.model.config)
-        return self._step(cache, mask, ids.to(mask.device), positions), cache, mask, positions[:, -1]
+        mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding])
+        padded = torch.tensor([[self.pad_id] * n + each for n, each in zip(padding, prompts, strict=True)])
+        ids, shown = on_device(self.model, padded, mask)
+        mask, cache = mask.to(ids.device), whole_cache(self.model.config)
+        given: dict[str, Any] = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} | keys(self.model, shown)
+        with showing(self.model, shown):
+            logits = self._step(cache, mask, ids, **given)
+        positions = given["position_ids"].view(-1, *ids.shape)  # of text, those in time, height and width are the same
+        return logits, cache, mask, positions.amax((0, 2))
 
-    def _step(self, cache: Any, mask: Any, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def _step(self, cache: Any, mask: Any, input_ids: Tensor, **given: Any) -> Tensor:
         # Without attention nothing is masked, and Mamba would multiply a state by all of it.
         mask = mask if any(hasattr(layer, "keys") for layer in cache.layers) else None
         options = {"use_cache": True, "logits_to_keep": 1, self.argument: cache}
         with reading(self.routers) as seen:
-            output = self.model(input_ids=input_ids, attention_mask=mask, position_ids=positions, **options)
+            output = self.model(input_ids=input_ids, attention_mask=mask, **given, **options)
         self.chosen = choices(seen) if seen else None
         return output.logits[:, -1].float()
 

@@ -118,7 +118,8 @@ def probe_batch(engine: Engine, prompts: Sequence[list[int]], longest: int) -> t
     """Return the ends of the first prompts, and the engine's most likely continuation of each: the same in every start
     of a run, since the engine has the base's weights. `longest`: tokens of the longest sequence that it scores,
     SHORTEST or more."""
-    contexts = [ids[-min(TOKENS, longest // 2) :] for ids in prompts[:SEQUENCES]]
+    texts = ([token for token in ids if token >= 0] for ids in prompts[:SEQUENCES])  # without images
+    contexts = [ids[-min(TOKENS, longest // 2) :] for ids in texts]
     requests = [Request(ids, num_completions=1, seed=0) for ids in contexts]
     sampling = Sampling(max_tokens=min(TOKENS, longest - longest // 2))
     said = {number: answer.ids for done in engine.generate(requests, sampling) for number, (answer,) in done}
