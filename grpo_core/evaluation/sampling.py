@@ -15,6 +15,7 @@ from grpo_core.data.prompts import Prompts
 from grpo_core.distributed import own_range
 from grpo_core.evaluation.samples import Columns, answer_columns
 from grpo_core.model.divergence import mean_kl
+from grpo_core.model.images import images_of
 from grpo_core.model.loading import load_model, load_starting_policy
 from grpo_core.model.sharded import sharding
 from grpo_core.rewards.contract import rewards_of
@@ -53,7 +54,9 @@ def load_sampling(
     prompts = read_prompts(config, files)
     scoring = Scoring(prompts.tokenizer, rewards_of(config), prompts.setting, state)
     dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
-    base = load_starting_policy(config.model, dtype=dtype, device=processes.device, shard=shard)
+    base = load_starting_policy(
+        config.model, dtype=dtype, device=processes.device, shard=shard, images=prompts.images
+    )
     max_length = max(of_set.max_length for of_set in prompts.sets.values()) + completion
     check_lengths(base, max_length)
     engine = make_engine(config, config.model.name_or_path, base, prompts.tokenizer, max_length)
@@ -74,7 +77,13 @@ def answers_of_base(session: SamplingSession, policy: str = "base") -> Columns:
 def answers_of_model(session: SamplingSession, policy: str, folder: Path) -> Columns:
     """Answers of the policy in a folder, and its KL to the base. Its weights go when this returns: one policy beside
     the base is enough."""
-    model = load_model(folder, dtype=session.dtype, device=session.processes.device, shard=session.shard)
+    model = load_model(
+        folder,
+        dtype=session.dtype,
+        device=session.processes.device,
+        shard=session.shard,
+        images=images_of(session.base),
+    )
     session.engine.sync_weights(model)
     columns: Columns = {}
     for name in session.sets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +16,7 @@ from accelerate import PartialState
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed import DistributedConfig, mixin
 
@@ -31,10 +32,11 @@ from grpo_core.distributed import (
 from grpo_core.errors import ConfigError
 from grpo_core.model.capabilities import decoder
 from grpo_core.model.checkpoint_fit import misfit, name_as_saved, not_finite
+from grpo_core.model.images import Images
 from grpo_core.model.four_bit import dequantised, keep_gradients, nf4_config, take_dequantised
 from grpo_core.model.logprobs import make_logits_float32
 from grpo_core.model.precision import make_bfloat16
-from grpo_core.model.pretrained import check_causal, from_pretrained, give_logits_alone
+from grpo_core.model.pretrained import check_causal, check_reads_images, from_pretrained, give_logits_alone
 
 # Parts of the names of tensors that bitsandbytes saves beside 4-bit weights.
 OF_4BIT = (".weight.absmax", ".weight.quant_", ".weight.nested_")
@@ -48,17 +50,18 @@ def load_model(
     device: torch.device | str = "cpu",
     shard: Callable[[Any], None] | None = None,
     in_4bit: bool = False,
+    images: Images | None = None,
 ) -> Any:
     """Load a causal LM with weights of `dtype` (float32 or bfloat16) and float32 logits, without its dropout: the ratio
     of an on-policy update must be exactly 1. Each weight goes straight from the file to the device, without a copy in
     another dtype or place.
 
     `shard`: applied to the model while it has no weights yet; each process then reads only its own shard of them.
-    `in_4bit`: linear layers have 4-bit weights, and compute in `dtype`. Raises ConfigError if the saved weights are not
-    those of the whole model, not finite, or quantised.
+    `in_4bit`: linear layers have 4-bit weights, and compute in `dtype`. `images`: those that it reads. Raises
+    ConfigError if the saved weights are not those of the whole model, not finite, or quantised.
     """
     saved = from_pretrained(AutoConfig, path, revision)
-    check_causal(saved, path)
+    (check_causal if images is None else check_reads_images)(saved, path)
     if problem := quantisation_problem(saved.to_dict()):
         raise ConfigError(f"{path}: {problem}")
     device = torch.device(device)
@@ -71,7 +74,7 @@ def load_model(
         options["quantization_config"] = nf4_config(dtype)
     with nullcontext() if shard is None else _sharding_by(shard):
         model, found = from_pretrained(
-            AutoModelForCausalLM,
+            AutoModelForCausalLM if images is None else AutoModelForImageTextToText,
             path,
             revision,
             dtype=dtype,
@@ -95,10 +98,21 @@ def load_model(
         make_bfloat16(model)  # also what transformers leaves in float32
     keep_gradients(model)
     make_logits_float32(model)
+    if images is not None:
+        give_images(model, images)
     for module in model.modules():  # some layers apply dropout by a rate of their own
         for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
             setattr(module, name, 0.0)
     return model
+
+
+def give_images(model: Any, images: Images) -> None:
+    """Let the model read these images. What is beside its language model and head is not trained, if they say so."""
+    model.images = copy.deepcopy(images)  # features are kept by model
+    if images.frozen:
+        of_text = {id(each) for part in (decoder(model), model.get_output_embeddings()) for each in part.parameters()}
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.requires_grad and id(parameter) in of_text)
 
 
 @contextmanager
@@ -255,14 +269,19 @@ def _read_adapter(adapted: nn.Module, folder: Path) -> dict[str, Tensor]:
 
 
 def load_starting_policy(
-    config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, shard: Any = None
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    shard: Any = None,
+    images: Images | None = None,
 ) -> Any:
     """Load the policy that a training starts from, without an adapter: the base as it was given, or the base that the
     training holds with `config.adapter` merged in float32 and then rounded to `dtype`; a sharded one is rounded as its
     weights are gathered."""
     merges = config.adapter is not None
     held = torch.float32 if merges else dtype
-    model = load_model(config.name_or_path, config.revision, dtype=held, device=device, shard=shard)
+    model = load_model(config.name_or_path, config.revision, dtype=held, device=device, shard=shard, images=images)
     if merges:
         if config.load_in_4bit:
             take_dequantised(

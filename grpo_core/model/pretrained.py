@@ -41,6 +41,17 @@ def check_causal(config: Any, path: Path | str) -> None:
         )
 
 
+def check_reads_images(config: Any, path: Path | str) -> None:
+    """Raises ConfigError for the configuration of a model that transformers reads no images with."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise ConfigError(
+            f"{path}: the prompts have images, and transformers has no class by which a {config.model_type} reads "
+            "them; name a vision-language model, such as Qwen2.5-VL or Gemma 3, or leave the images out"
+        )
+
+
 def from_config(kind: Any, config: Any, **options: Any) -> Any:
     """Make a model of one of transformers' Auto classes without weights of its own, see `give_logits_alone`."""
     model = kind.from_config(config, trust_remote_code=False, **options)

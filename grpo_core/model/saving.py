@@ -23,6 +23,7 @@ from grpo_core.config.inputs import ModelConfig
 from grpo_core.distributed import gathered, wait_for_all
 from grpo_core.model.checkpoint_fit import file_of, saved_tensors
 from grpo_core.model.four_bit import take_dequantised
+from grpo_core.model.images import images_of
 from grpo_core.model.loading import (
     load_model,
     load_trainable_state,
@@ -33,7 +34,7 @@ from grpo_core.model.loading import (
 from grpo_core.model.pretrained import ask_again, from_pretrained
 from grpo_core.model.sharded import is_sharded
 
-PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
 FILE_BYTES = 4 * 2**30  # of weights, in one file
 
 
@@ -55,7 +56,8 @@ def save_model(
         save_adapter(model, folder.with_name(run_files.ADAPTER))
     if config.use_peft and (is_main or shard is not None):
         new = config.model_copy(update={"adapter": None})  # the first adapter's folder may be gone by now
-        merged = with_adapter(load_model(config.name_or_path, config.revision, shard=shard), new)
+        base = load_model(config.name_or_path, config.revision, shard=shard, images=images_of(model))
+        merged = with_adapter(base, new)
         take_dequantised(merged, model)
         load_trainable_state(merged, trainable_state(model))
         model = merged if shard is not None else merged.merge_and_unload()

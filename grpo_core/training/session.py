@@ -28,6 +28,7 @@ from grpo_core.data.teacher import check_positions, check_teacher, check_top_k
 from grpo_core.distributed import any_process, from_main
 from grpo_core.environments.setting import Setting
 from grpo_core.errors import ConfigError, TrainingError
+from grpo_core.model.images import Images
 from grpo_core.model.loading import copy_of_trainable_state, load_model, other_weights, with_adapter
 from grpo_core.model.logprobs import FUSED
 from grpo_core.model.policy import OWN_LOGITS, Policy
@@ -178,7 +179,8 @@ def _load(
     read = taught if config.teacher.is_policy else max_length
     adapts, bf16 = config.model.use_peft, config.train.mixed_precision == "bf16"
     keys = starting_model(config, run)
-    base = _load_model(keys, config, accelerator, frozen=adapts, in_bf16=bf16 and adapts)
+    load = partial(_load_model, config=config, accelerator=accelerator, images=loaded.images)
+    base = load(keys, frozen=adapts, in_bf16=bf16 and adapts)
     check_lengths(base, read)
     model = with_adapter(base, keys)
     policy = _policy(model, config, accelerator, read)
@@ -189,8 +191,8 @@ def _load(
         engine.sync_weights(policy.model)
     _read_routers(policy, engine, config)
     set_seed(config.seed)  # after the engine, which seeds the process for itself
-    reference = _reference(keys, config, accelerator, max_length)
-    teachers = _teachers(config, accelerator, max(longest, shown))
+    reference = _reference(keys, config, load, max_length)
+    teachers = _teachers(config, load, max(longest, shown))
     _check_divergence(config, policy, teachers)
     optimizer = make_optimizer(model, config.train)
     if accelerator.is_main_process:
@@ -292,7 +294,15 @@ def _sampler(engine: Any, config: RunConfig, setting: Setting | None, prompts: P
     return Sampler(engine, lookahead, probe)
 
 
-def _load_model(keys: ModelConfig, config: RunConfig, accelerator: Accelerator, *, frozen: bool, in_bf16: bool) -> Any:
+def _load_model(
+    keys: ModelConfig,
+    config: RunConfig,
+    accelerator: Accelerator,
+    images: Images | None,
+    *,
+    frozen: bool,
+    in_bf16: bool,
+) -> Any:
     """Load a model, or this process's shard of it, on this process's device."""
     return load_model(
         keys.name_or_path,
@@ -301,16 +311,17 @@ def _load_model(keys: ModelConfig, config: RunConfig, accelerator: Accelerator, 
         device=accelerator.device,
         shard=sharding(config.train, frozen=frozen),
         in_4bit=keys.load_in_4bit,
+        images=images,
     )
 
 
-def _reference(keys: ModelConfig, config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy | None:
+def _reference(keys: ModelConfig, config: RunConfig, load: Callable[..., Any], max_length: int) -> Policy | None:
     """Load the model that the training begins with, frozen, if the KL term needs a copy of it; with float32 masters if
     it follows the policy."""
     if config.algorithm.beta == 0 or config.model.use_peft:
         return None
     bf16, moves = config.train.mixed_precision == "bf16", config.algorithm.sync_ref_model
-    model = _load_model(keys, config, accelerator, frozen=True, in_bf16=bf16 and not moves)
+    model = load(keys, frozen=True, in_bf16=bf16 and not moves)
     return Policy(model.requires_grad_(False), config.rollout.temperature, max_length=max_length, bf16=bf16 and moves)
 
 
@@ -332,12 +343,12 @@ def _check_divergence(config: RunConfig, policy: Policy, teachers: Mapping[str, 
         check_top_k(config, len(layer.weight))
 
 
-def _teachers(config: RunConfig, accelerator: Accelerator, longest: int) -> dict[str, Policy]:
+def _teachers(config: RunConfig, load: Callable[..., Any], longest: int) -> dict[str, Policy]:
     """Load the teachers by name, frozen, on the path of the reference; none if a server has the teacher, and if the
     policy teaches itself. `longest`: tokens of the longest sequence that is trained, which evaluations may exceed."""
     bf16, found = config.train.mixed_precision == "bf16", dict[str, Policy]()
     for key, keys in loaded_teachers(config).items():
-        model = _load_model(keys, config, accelerator, frozen=True, in_bf16=bf16)
+        model = load(keys, frozen=True, in_bf16=bf16)
         check_positions(config, f"{key} = {keys.name_or_path!r}", usable_positions(model.config), longest)
         found[keys.name_or_path] = Policy(model.requires_grad_(False), config.rollout.temperature, max_length=longest)
     return found

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from grpo_core.model.images import Images
+from grpo_core.model.loading import give_images
 
 TEXT = {
     "hidden_size": 32,
@@ -64,7 +65,7 @@ def make_seeing(family: str, seed: int = 0, *, frozen: bool = True) -> Any:
     def pixels(numbers: Sequence[int]) -> dict[str, Tensor]:
         return {name: torch.cat([of[n][name] for n in numbers]) for name in of[0]}
 
-    model.images = Images(np.cumsum([0, *sizes]), grids, pixels, frozen)
+    give_images(model, Images(np.cumsum([0, *sizes]), grids, pixels, frozen))
     return model
 
 
