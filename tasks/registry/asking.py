@@ -71,7 +71,7 @@ def _not_asked(log: Any, why: str) -> dict[str, Any]:
 def _too_much(config: RunConfig, version: Path) -> str:
     """Why this machine does not ask the version; "" if it does."""
     if len(config.environment.factories) > 1:
-        return "its environments have tools of their own, and MLflow shows it those that all of them have"
+        return "it has several environments, and MLflow shows it the tools that all of them have"
     weights = sum(file.stat().st_size for file in (version / "model").rglob("*.safetensors"))
     if weights * MEMORY > (free := available_memory()):
         return (

@@ -228,7 +228,7 @@ def drawn_run(
             if number % 16 in (4, 6) and not values["teacher"].keys() & {"model", "url"}:  # by its average
                 values["teacher"]["update_rate"] = draw.choice([0.2, 0.6])
             if "{better}" in values["teacher"]["template"]:
-                options["dynamic_sample"] = replaces
+                options["dynamic_sample"] = replaces and not alone  # without a reward that counts, refused
     if alone:
         values["rewards"] = [{**reward, "weight": 0.0} for reward in values["rewards"]]
     values = with_keys(values, **cut, **options, **CALM)
