@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -131,7 +131,7 @@ def try_family(family: str) -> dict[str, Any]:
 
 def model_of(config: Any) -> Any:
     torch.manual_seed(0)
-    model = from_config(AutoModelForCausalLM, copy.deepcopy(config)).float().eval()
+    model = from_config(copy.deepcopy(config)).float().eval()
     for weights in model.parameters():
         if weights.dim() > 1:
             torch.nn.init.normal_(weights, std=0.05)

@@ -33,7 +33,7 @@ if __name__ == "__main__":
 with importing():
     import pyarrow.parquet as pq
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     import grpo_core.training.loop  # noqa: F401 (all that a training imports, whose time counts)
     from grpo_core.config.inputs import ModelConfig
@@ -131,7 +131,7 @@ def _load_whole(keys: Any, shape: Any) -> tuple[Any, bool]:
     try:
         return load_model(keys.name_or_path, keys.revision), True
     except OSError:
-        return from_config(AutoModelForCausalLM, shape, dtype=torch.float32).eval(), False
+        return from_config(shape, dtype=torch.float32).eval(), False
 
 
 def _sliced(shape: Any, layers: int) -> Any:
@@ -142,7 +142,7 @@ def _sliced(shape: Any, layers: int) -> Any:
         if is_per_layer(value, depth):
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
-    return from_config(AutoModelForCausalLM, shape, dtype=torch.float32).eval()
+    return from_config(shape, dtype=torch.float32).eval()
 
 
 def _prompts(request: PaceRequest, tokenizer: Any) -> list[list[int]]:

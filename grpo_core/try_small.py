@@ -29,7 +29,7 @@ with importing():
     from grpo_core.model.capabilities import in_words, random_ids
     from grpo_core.model.loading import load_model, with_adapter
     from grpo_core.model.policy import Policy
-    from grpo_core.model.pretrained import check_causal, from_pretrained, usable_positions
+    from grpo_core.model.pretrained import from_pretrained, model_class, usable_positions
     from grpo_core.model.routing import routers_of
     from grpo_core.model.sequences import Sequences
     from grpo_core.model.small_copy import write_small_copy
@@ -52,7 +52,7 @@ def try_small(model: dict[str, Any], max_length: int, bf16: bool, **keys: Any) -
     path, revision = of_model.name_or_path, of_model.revision
     torch.manual_seed(0)
     try:
-        check_causal(from_pretrained(AutoConfig, path, revision), path)
+        model_class(from_pretrained(AutoConfig, path, revision), path)
         with TemporaryDirectory() as folder:
             write_small_copy(path, revision, Path(folder), LARGEST)
             small = load_model(folder)

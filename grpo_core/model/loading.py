@@ -16,7 +16,7 @@ from accelerate import PartialState
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed import DistributedConfig, mixin
 
@@ -36,7 +36,7 @@ from grpo_core.model.images import Images
 from grpo_core.model.four_bit import dequantised, keep_gradients, nf4_config, take_dequantised
 from grpo_core.model.logprobs import make_logits_float32
 from grpo_core.model.precision import make_bfloat16
-from grpo_core.model.pretrained import check_causal, check_reads_images, from_pretrained, give_logits_alone
+from grpo_core.model.pretrained import from_pretrained, give_logits_alone, model_class
 
 # Parts of the names of tensors that bitsandbytes saves beside 4-bit weights.
 OF_4BIT = (".weight.absmax", ".weight.quant_", ".weight.nested_")
@@ -61,7 +61,7 @@ def load_model(
     ConfigError if the saved weights are not those of the whole model, not finite, or quantised.
     """
     saved = from_pretrained(AutoConfig, path, revision)
-    (check_causal if images is None else check_reads_images)(saved, path)
+    kind = model_class(saved, path, with_images=images is not None)
     if problem := quantisation_problem(saved.to_dict()):
         raise ConfigError(f"{path}: {problem}")
     device = torch.device(device)
@@ -74,7 +74,7 @@ def load_model(
         options["quantization_config"] = nf4_config(dtype)
     with nullcontext() if shard is None else _sharding_by(shard):
         model, found = from_pretrained(
-            AutoModelForCausalLM if images is None else AutoModelForImageTextToText,
+            kind,
             path,
             revision,
             dtype=dtype,

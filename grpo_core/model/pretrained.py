@@ -30,30 +30,31 @@ def from_pretrained(kind: Any, path: Path | str, revision: str | None = None, **
         raise ValueError(f"{path} needs Python code of its own, and no code of a model runs here") from None
 
 
-def check_causal(config: Any, path: Path | str) -> None:
-    """Raises ConfigError for the configuration of a model that transformers has no causal language model of."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+def model_class(config: Any, path: Path | str, *, with_images: bool = False) -> Any:
+    """transformers' Auto class that makes a model of this configuration: for text alone, or, where it has none for
+    that or `with_images`, for images too. Raises ConfigError if it has none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as OF_TEXT
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as OF_IMAGES
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(
-            f"{path}: transformers has no class by which a {config.model_type} is trained on text alone; name a text "
-            "model, or a multimodal one that has such a class, as Gemma 3 and Qwen3.5 do"
-        )
-
-
-def check_reads_images(config: Any, path: Path | str) -> None:
-    """Raises ConfigError for the configuration of a model that transformers reads no images with."""
-    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+    if type(config) in OF_TEXT and not with_images:
+        return AutoModelForCausalLM
+    if type(config) in OF_IMAGES:
+        return AutoModelForImageTextToText
+    if with_images:
         raise ConfigError(
             f"{path}: the prompts have images, and transformers has no class by which a {config.model_type} reads "
             "them; name a vision-language model, such as Qwen2.5-VL or Gemma 3, or leave the images out"
         )
+    raise ConfigError(
+        f"{path}: transformers has no class by which a {config.model_type} is trained on text; name a text model, or a "
+        "vision-language one, such as Qwen2.5-VL or Gemma 3"
+    )
 
 
-def from_config(kind: Any, config: Any, **options: Any) -> Any:
-    """Make a model of one of transformers' Auto classes without weights of its own, see `give_logits_alone`."""
+def from_config(config: Any, *, with_images: bool = False, **options: Any) -> Any:
+    """Make a model of this configuration without weights of its own, see `model_class` and `give_logits_alone`."""
+    kind = model_class(config, config.name_or_path, with_images=with_images)
     model = kind.from_config(config, trust_remote_code=False, **options)
     give_logits_alone(model)
     return model
@@ -62,10 +63,9 @@ def from_config(kind: Any, config: Any, **options: Any) -> Any:
 def without_weights(config: Any) -> Any:
     """Make a causal language model of this configuration whose weights take no memory."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return from_config(AutoModelForCausalLM, config)
+        return from_config(config)
 
 
 def give_logits_alone(model: Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from grpo_core.model.pretrained import from_config, from_pretrained, without_weights
@@ -48,9 +48,9 @@ def write_small_copy(path: Path | str, revision: str | None, folder: Path, limit
     size = sum(weights.numel() for weights in shape.state_dict().values()) * torch.float32.itemsize
     if size > limit:
         raise ValueError(f"a small copy takes {size:,} bytes, and {limit:,} are the most")
-    model = from_config(AutoModelForCausalLM, config, dtype=torch.float32)
+    model = from_config(config, dtype=torch.float32)
     if model.config.model_type != config.model_type:  # its text model alone
-        model = from_config(AutoModelForImageTextToText, config, dtype=torch.float32)
+        model = from_config(config, with_images=True, dtype=torch.float32)
     model.generation_config = GenerationConfig()
     model.save_pretrained(folder)
     try:
@@ -124,6 +124,11 @@ def _make_small(part: Any, factor: int) -> None:
             setattr(part, name, max(1, value // factor))
     if own:
         part.per_layer_config = own
+    rope = values.get("rope_parameters") or {}
+    if sections := rope.get("mrope_section"):  # pairs of a head that turn by time, height and width
+        pairs = (_first(values, OF_HEAD) or _first(values, OF_MODEL) // heads) // 2
+        fewer = [pairs * section // sum(sections) for section in sections[1:]]
+        part.rope_parameters = {**rope, "mrope_section": [pairs - sum(fewer), *fewer]}
 
 
 def _kept(values: Mapping[str, Any], depth: int) -> list[int]:

@@ -55,7 +55,7 @@ def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
     with importing():
         from transformers import AutoConfig, logging
 
-        from grpo_core.model.pretrained import check_causal, from_pretrained, usable_positions
+        from grpo_core.model.pretrained import from_pretrained, model_class, usable_positions
 
     logging.set_verbosity_error()  # else it warns of each text that is longer than the model's context
     try:
@@ -65,7 +65,7 @@ def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
         raise ModelError(
             f"model.name_or_path = {config.name_or_path!r}: its tokenizer and config cannot be loaded: {error}"
         ) from error
-    check_causal(model, f"model.name_or_path = {config.name_or_path!r}")
+    model_class(model, f"model.name_or_path = {config.name_or_path!r}")
     if problem := quantisation_problem(model.to_dict()):
         raise ModelError(f"model.name_or_path = {config.name_or_path!r}: {problem}")
     return tokenizer, usable_positions(model)

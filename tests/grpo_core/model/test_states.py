@@ -57,7 +57,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     for key in {"chunk_size", "mamba_chunk_size"} & vars(config).keys():
         setattr(config, key, 8)  # tokens: shorter than sequences, and none is computed for a padding of 248
     torch.manual_seed(0)
-    model = from_config(AutoModelForCausalLM, config, dtype=torch.float32)
+    model = from_config(config, dtype=torch.float32)
     for weights in model.parameters():
         if weights.dim() > 1:
             torch.nn.init.normal_(weights, std=0.1)
