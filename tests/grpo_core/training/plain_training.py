@@ -35,12 +35,14 @@ from tests.grpo_core.training.training import metrics_of
 
 
 def assert_plain(run: Path) -> None:
-    """Each update's loss and gradient norm, and the weights in the end, relative to how far they have moved."""
+    """Each update's loss and gradient norm, and the weights in the end, relative to how far they have moved; up to the
+    first update in which rounding decides what is computed."""
     config = load_config(run / "config.toml")
     before, trained = load_policy(config), load(run / "training" / "model")
     steps, after = plain_training(run)
     bound = 2e-5 / min(2 * config.rollout.temperature, 1.0)  # float32 rounds logits before they are divided by it
-    for step, (found, (loss, norm, taught, diverges)) in enumerate(zip(metrics_of(run), steps, strict=True)):
+    whole = after is not None
+    for step, (found, (loss, norm, taught, diverges)) in enumerate(zip(metrics_of(run), steps, strict=whole)):
         if step == 1:
             bound *= 2.5  # from here on, an update begins with the rounding of those before it
         if taught:
@@ -54,8 +56,13 @@ def assert_plain(run: Path) -> None:
             assert "teacher_divergence" not in found
         assert found["loss"] == pytest.approx(loss, rel=bound, abs=1e-6)
         assert found["grad_norm"] == pytest.approx(norm, rel=bound, abs=1e-6)
-    first, found, expected = (_weights(model) for model in (before, trained, after))
-    assert (found - expected).norm() < bound * (expected - first).norm() + 1e-6
+    if whole:
+        first, found, expected = (_weights(model) for model in (before, trained, after))
+        assert (found - expected).norm() < bound * (expected - first).norm() + 1e-6
+
+
+class _TiedError(Exception):
+    pass
 
 
 def load(folder: Path | str) -> Any:
@@ -78,8 +85,9 @@ def _weights(model: Any) -> Tensor:
 
 
 def plain_training(run: Path) -> tuple[list[tuple[float, float, list[float], list[float]]], Any]:
-    """Loss, gradient norm and the terms of `teacher_kl` and `teacher_divergence` of each update, and the trained
-    model."""
+    """Loss, gradient norm and the terms of `teacher_kl` and `teacher_divergence` of each update, and the trained model;
+    None, and the updates until then, if at some token two of a teacher's are equally likely up to float32's rounding,
+    and only one is among the `divergence_top_k`."""
     config, plan = load_config(run / "config.toml"), load_plan(run / "plan.json")
     keys, model = config.train, load_policy(config)
     base, parameters = copy.deepcopy(model), [p for p in model.parameters() if p.requires_grad]
@@ -99,7 +107,10 @@ def plain_training(run: Path) -> tuple[list[tuple[float, float, list[float], lis
             if index != current:
                 current = index
                 batch = _Batch(run, config, plan, index, model, base, average if config.teacher.update_rate else model)
-            loss = loss + batch.loss(model, place, len(micro_steps), diverges)
+            try:
+                loss = loss + batch.loss(model, place, len(micro_steps), diverges)
+            except _TiedError:
+                return steps, None
             taught += batch.teacher_kl(place, model)
             if config.algorithm.router_aux_loss_coef:
                 routed += [batch.router_logits(model, row) for row in batch.order[place].flatten().tolist()]
@@ -223,6 +234,8 @@ class _Batch:
         if k:
             order = q.argsort(descending=True)
             p, q = (each.gather(1, order) for each in (p, q))
+            if (q[:, k - 1] < q[:, k] * (1 + 1e-5)).any():
+                raise _TiedError
             p, q = (torch.cat([each[:, :k], each[:, k:].sum(1, keepdim=True)], 1) for each in (p, q))
         m = {0: p, 1: q}.get(beta, beta * q + (1 - beta) * p)
         to_q, to_p = (q * (q / m).log()).sum(1), (p * (p / m).log()).sum(1)
