@@ -16,7 +16,8 @@ from grpo_core.planning.architectures import families as architectures
 from grpo_core.planning.architectures.parts import ForecastError, Linear, Part
 
 # Models of text and images, which transformers loads for text with what sees images, or without it.
-WITH_IMAGES, WITHOUT_IMAGES = ("gemma3",), ("qwen3_5", "qwen3_5_moe")
+WITH_IMAGES, WITHOUT_IMAGES = ("gemma3", "qwen2_5_vl"), ("qwen3_5", "qwen3_5_moe")
+TEXT_PART = dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_text"), "qwen2")  # older checkpoints have its keys beside the tower's
 UNTIED = ("nemotron_h", "kimi_linear")  # whatever their configurations say
 NO_ADAPTER = ("falcon_h1", "nemotron_h", "mamba2")  # on `out_proj`, by peft
 FAMILIES = (*architectures.FAMILIES, *WITH_IMAGES, *WITHOUT_IMAGES)
@@ -141,6 +142,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     """Sizes of a model from its config.json. Raises ForecastError for families whose parameters are not known here."""
     family, text = config.get("model_type"), config.get("text_config") or config
     kind = text.get("model_type", family)
+    kind = TEXT_PART.get(kind, kind)
     if family not in FAMILIES or kind not in architectures.FAMILIES:
         unknown = kind if family in FAMILIES else family
         raise ForecastError(f"model_type {unknown!r}: memory is forecast for {', '.join(FAMILIES)} only")
@@ -169,9 +171,16 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _tower(config: Mapping[str, Any], hidden: int) -> int:
-    """Parameters of SigLIP, as Gemma 3 has it, and of what brings its images into the text model."""
+    """Parameters of the image part: SigLIP, as Gemma 3 has it, or Qwen2.5-VL's tower, and of what brings its images
+    into the text model."""
     c = config["vision_config"]
-    h, i, patch, size = c["hidden_size"], c["intermediate_size"], c["patch_size"], c["image_size"]
+    h, i, patch = c["hidden_size"], c["intermediate_size"], c["patch_size"]
+    if "depth" in c:
+        layer = 4 * h * (h + 1) + 3 * h * i + 2 * i + h + 2 * h
+        merged = h * c["spatial_merge_size"] ** 2
+        images = h * 3 * c["temporal_patch_size"] * patch**2 + h
+        return c["depth"] * layer + images + merged * (merged + 1) + (merged + 1) * c["out_hidden_size"]
+    size = c["image_size"]
     layer = 4 * h * (h + 1) + 2 * h * i + i + h + 4 * h
     images = h * (c.get("num_channels", 3) * patch**2 + 1 + (size // patch) ** 2 + 2)
     return c["num_hidden_layers"] * layer + images + h * (hidden + 1)
