@@ -17,6 +17,7 @@ from grpo_core.config.columns import columns_read, is_function, is_template
 from grpo_core.config.functions import framework_of, own_name
 
 LONGEST_ARGUMENT = 200  # characters: MLflow takes names of parameters up to 250, with rewards.0.args. in front
+MOST_PIXELS = 2**26  # of an image; Pillow itself warns from 1.3 times as many
 WIDEST_RANGE = 1e12  # of a reward
 # Arguments of transformers' apply_chat_template that are not variables of the template.
 NO_VARIABLES = {
@@ -235,7 +236,7 @@ class DataConfig(PromptSource):
     `checks`. `checks.own_schema` says what to do with a row that breaks one."""
     max_images: int = Field(8, ge=1)
     """Images that a prompt may have, in the columns `image` or `images` or in its messages' parts."""
-    max_image_pixels: int = Field(2**24, ge=1, le=2**26)
+    max_image_pixels: int = Field(2**24, ge=1, le=MOST_PIXELS)
     """Pixels, height times width, that an image may have. One with more is not decoded."""
     checks: DataChecks = DataChecks()
     curriculum: CurriculumConfig = CurriculumConfig()

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from grpo_core.config.inputs import MOST_PIXELS
 from grpo_core.data.chat import NO_OPTIONS, without_gaps
 from grpo_core.errors import ConfigError
 
@@ -27,9 +28,7 @@ if TYPE_CHECKING:
     from grpo_core.model.images import Images
 
 MARK = "\ufffc"  # Unicode's object replacement character
-MOST_PIXELS = 2**26  # most that data.max_image_pixels may allow; Pillow itself warns from 1.3 times as many
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF")  # of others, Pillow starts programs to read some
-LARGEST_FILE = 2**28  # bytes
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of others, Pillow starts programs to read some
 SIZES = 2**16  # sizes of images whose tokens are kept in memory
 FILE = pa.schema(
     {
@@ -57,7 +56,7 @@ def open_image(data: bytes, max_pixels: int = MOST_PIXELS) -> Image:
             width, height = file.size
             if width * height > max_pixels:
                 raise ImageError(f"{width} × {height} pixels, and data.max_image_pixels = {max_pixels}")
-            # Of photographs in this format, the further images are previews and maps of brightness.
+            # Of photographs in this form of JPEG, the further images are previews and maps of brightness.
             if file.format != "MPO" and getattr(file, "is_animated", False):
                 raise ImageError("more than one image in a file: an animation, or several pages")
             if file.mode == "F" or (file.mode.startswith("I") and not file.mode.startswith("I;16")):
@@ -184,21 +183,30 @@ class Shown:
         out."""
         from grpo_core.model.images import image_ids
 
-        tokenizer, text = self.processor.tokenizer, render(self.processor, messages, options)
-        layouts = [layout(self.processor, *map(int, self.sizes[number])) for number in numbers]
-        (text,), _ = self.processor.get_text_with_replacements([text], [it.text for it in layouts])
+        processor, tokenizer = self.processor, self.processor.tokenizer
+        text = render(processor, messages, options)
+        layouts = [layout(processor, *map(int, self.sizes[number])) for number in numbers]
+        is_whole = not numbers or text.count(processor.image_token) == len(numbers)
+        if is_whole:
+            (text,), _ = processor.get_text_with_replacements([text], [it.text for it in layouts])
         begins = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
         ids = tokenizer(text, add_special_tokens=not begins)["input_ids"]
-        own = {*self.processor.image_token_ids}
+        if not numbers:
+            return ids
+        own = {*processor.image_token_ids}
         virtual = [*chain.from_iterable(image_ids(self.images, number) for number in numbers)]
-        if (found := sum(it in own for it in ids)) != len(virtual):
+        if not is_whole or sum(it in own for it in ids) != len(virtual):
             raise ConfigError(
-                f"a prompt with {len(numbers)} images has {found:,} tokens of images, and the images {len(virtual):,}: "
-                f"the text has {self.processor.image_token!r}, or the chat template drops images; the prompt: "
-                f"{str(messages)[:200]}"
+                f"a prompt with {len(numbers)} images has places for another number of them: the chat template leaves "
+                f"some out, or a message says {processor.image_token!r}; the prompt: {str(messages)[:200]}"
             )
         following = iter(virtual)
         return [next(following) if it in own else it for it in ids]
+
+
+def encode_row(shown: Shown, options: Mapping[str, Any], row: Mapping[str, Any]) -> list[int]:
+    """Token ids of a validated row."""
+    return shown.encode(row["prompt"], row["images"], options)
 
 
 def render(processor: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] = NO_OPTIONS) -> str:
