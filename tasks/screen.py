@@ -18,7 +18,7 @@ from grpo_core.environments.setting import make_setting
 from grpo_core.rewards.contract import Reward, check_environments, rewards_of
 from tasks.data.contract import Part, check, needed_columns, wrong_columns
 from tasks.data.groups import count_groups, group_problems
-from tasks.data.images.columns import column_problem
+from tasks.data.images.columns import NAMES, column_problem
 from tasks.data.images.numbering import have_images, number_images, refusals, unread
 from tasks.data.images.tokenizer import with_column
 from tasks.data.lengths import (
@@ -85,8 +85,9 @@ def _screen(config: RunConfig, images: Path) -> Screened:
                 numbered = number_images(rows, sources_of(config), config.data, load_processor(config.model), images)
         else:
             rows, notes = unread(rows, config)
-        rows = numbered.rows if numbered else rows
         parts = {name: replace(part, rows=rows[name]) for name, part in parts.items()}
+        if numbered:
+            parts = {name: _without_images(part, numbered.rows[name]) for name, part in parts.items()}
     if shape:
         shape = [*broken, *shape]
         report = _report(rewards, _by_part(config, read, read), read, read, shape, NONE, checks, config.teacher.columns)
@@ -226,6 +227,10 @@ def _parts(config: RunConfig, read: Mapping[str, Rows], rewards: Sequence[Reward
         shown = config.teacher.columns if data_set(name) == "train" else ()
         parts[name] = Part(rows, own, None, origin.columns, sources[name].origin, read[name].columns, shown)
     return parts
+
+
+def _without_images(part: Part, numbered: Rows) -> Part:
+    return replace(part, rows=numbered, columns={it: how for it, how in part.columns.items() if it not in NAMES})
 
 
 def template_options(config: RunConfig, tokenizer: Any) -> OptionsByEnvironment:

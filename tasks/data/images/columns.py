@@ -12,6 +12,7 @@ from grpo_core.data.images import MARK
 
 NAMES = ("images", "image")
 SOURCE = pl.Struct({"bytes": pl.Binary, "path": pl.String})  # an image as datasets stores it; a path may be a data: URL
+NO_IMAGES = pl.lit(pl.Series([[]], dtype=pl.List(SOURCE))).first()
 PAYLOADS = ("image", "image_url", "url", "path", "base64")  # keys of a content part
 
 
@@ -36,10 +37,11 @@ def sources(schema: Mapping[str, pl.DataType]) -> pl.Expr | None:
     """The images of each row, as a list of SOURCE: from a column of paths, bytes, or datasets' images, or of lists of
     these. None if its type is another."""
     if (name := column_of(schema)) is None:
-        return pl.lit(pl.Series([[]], dtype=pl.List(SOURCE)))
+        return NO_IMAGES
     kind = schema[name]
     if isinstance(kind, pl.List):
-        found = None if _source(pl.element(), kind.inner) is None else pl.col(name).list.eval(_source(pl.element(), kind.inner))
+        each = _source(pl.element(), kind.inner)
+        found = None if each is None else pl.col(name).list.eval(each)
     else:
         one = _source(pl.col(name), kind)
         found = None if one is None else pl.when(pl.col(name).is_not_null()).then(pl.concat_list(one))
@@ -62,8 +64,7 @@ def with_marks(frame: pl.DataFrame) -> pl.DataFrame:
     """Write messages of content parts as text, with a mark for each image. The images are those in the parts; those
     that a part has no image for are taken from the column, in order."""
     given = sources(frame.schema)
-    if given is None:  # said by `column_problem`
-        given = pl.lit(pl.Series([[]], dtype=pl.List(SOURCE)))
+    given = NO_IMAGES if given is None else given  # a column of that name that has none
     texts, images = [], []
     for messages, others in frame.select("prompt", given.alias("others")).iter_rows():
         waiting, found = iter(others), []

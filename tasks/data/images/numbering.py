@@ -127,7 +127,7 @@ def _frames(
             try:
                 prompts.append(messages and _with_numbers(messages, given, folder, data, writer, special))
             except RowError as error:
-                bare = [{**it, "content": it["content"] and it["content"].replace(MARK, "")} for it in messages]
+                bare = [{**it, "content": it["content"] and it["content"].replace(MARK, "[image]")} for it in messages]
                 prompts.append(bare)
                 column = column_of(frame.schema) if error.rule == BROKEN else "prompt"
                 said = {"column": column, "check": error.rule, "value": str(error)}
