@@ -22,7 +22,13 @@ CONFIG: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
         "text_config": TEXT
         | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0}},
-        "vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 32},
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 4,
+            "out_hidden_size": 32,
+        },
         "image_token_id": 256 + 5,
         "video_token_id": 256 + 6,
         "vision_start_token_id": 256 + 3,

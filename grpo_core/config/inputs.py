@@ -68,8 +68,8 @@ class ModelConfig(Section):
     weights that the 4 bits stand for. Saves memory with the transformers engine and with servers: vLLM in the training
     process shares its base with the training only if that is not in 4 bits."""
     freeze_vision_tower: bool = True
-    """If the data have images: train only the language model and its output layer, and leave everything beside them, the
-    vision tower and its projection, as it is."""
+    """If the data have images: train only the language model and its output layer, and leave all that is beside them,
+    the vision tower and its projection, as it is."""
 
     @model_validator(mode="after")
     def _adapter_keys_need_an_adapter(self) -> ModelConfig:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MARK = "\ufffc"  # Unicode's object replacement character
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of others, Pillow starts programs to read some
+UPRIGHT = 4  # the last EXIF orientation in which height and width stay
 SIZES = 2**16  # sizes of images whose tokens are kept in memory
 FILE = pa.schema(
     {
@@ -46,9 +47,9 @@ class ImageError(ValueError):
 
 
 def open_image(data: bytes, max_pixels: int = MOST_PIXELS) -> Image:
-    """Open an image file's bytes, as RGB and turned as its EXIF data say. What is transparent becomes white, and 16 bits
-    become 8. Raises ImageError if it is no image, is damaged, moves or has more than `max_pixels`, which its header says
-    before anything is decoded."""
+    """Open an image file's bytes, in RGB and turned as its EXIF data say. What is transparent becomes white, and 16
+    bits become 8. Raises ImageError if it is no image, is damaged, moves or has more than `max_pixels`, which its
+    header says before anything is decoded."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -71,25 +72,44 @@ def open_image(data: bytes, max_pixels: int = MOST_PIXELS) -> Image:
         raise ImageError(f"damaged: {type(error).__name__}: {error}") from error
 
 
-def _turned(image: Image) -> Image:
-    """The image as its EXIF data say that it is seen; as it is if they are damaged."""
+def size_of(data: bytes) -> tuple[int, int]:
+    """Height and width of an image as `open_image` gives it, by its header alone. Raises ImageError if it has none."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as file:
+            width, height = file.size
+            return (width, height) if _orientation(file) > UPRIGHT else (height, width)
+    except Exception as error:
+        raise ImageError(f"no header of an image: {error}") from error
+
+
+def _orientation(image: Image) -> int:
+    """The side that is up, by the EXIF data: 1 if they are damaged, or say nothing."""
     from PIL import ExifTags
+
+    try:
+        found = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # they need not be right for the image to be seen
+        return 1
+    return found if found in range(1, 9) else 1
+
+
+def _turned(image: Image) -> Image:
+    """The image as its EXIF data say that it is seen."""
     from PIL.Image import Transpose as To
 
-    turns = {
-        2: To.FLIP_LEFT_RIGHT,
-        3: To.ROTATE_180,
-        4: To.FLIP_TOP_BOTTOM,
-        5: To.TRANSPOSE,
-        6: To.ROTATE_270,
-        7: To.TRANSVERSE,
-        8: To.ROTATE_90,
-    }
-    try:
-        turn = turns.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except Exception:  # it need not be right to be seen
-        return image
-    return image if turn is None else image.transpose(turn)
+    turns = [
+        To.FLIP_LEFT_RIGHT,
+        To.ROTATE_180,
+        To.FLIP_TOP_BOTTOM,
+        To.TRANSPOSE,
+        To.ROTATE_270,
+        To.TRANSVERSE,
+        To.ROTATE_90,
+    ]
+    orientation = _orientation(image)
+    return image if orientation == 1 else image.transpose(turns[orientation - 2])
 
 
 def _in_rgb(image: Image) -> Image:

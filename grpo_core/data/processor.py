@@ -22,7 +22,9 @@ def takes_images(config: ModelConfig) -> bool:
 
         from grpo_core.model.pretrained import from_pretrained
 
-    return type(from_pretrained(AutoConfig, config.name_or_path, config.revision)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return (
+        type(from_pretrained(AutoConfig, config.name_or_path, config.revision)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    )
 
 
 def load_processor(config: ModelConfig) -> Any:
@@ -44,9 +46,7 @@ def load_processor(config: ModelConfig) -> Any:
         )
     kind = _without_video(family)
     try:
-        pictures = from_pretrained(
-            transformers.AutoImageProcessor, config.name_or_path, config.revision, backend="pil"
-        )
+        pictures = from_pretrained(transformers.AutoImageProcessor, config.name_or_path, config.revision, backend="pil")
         values, _ = kind.get_processor_dict(config.name_or_path, revision=config.revision)
         processor = kind.from_args_and_dict([pictures, load_tokenizer(config)], values)
     except Exception as error:  # their code reads files that anyone may have written

@@ -103,7 +103,7 @@ def images_text(images: Mapping[str, Any]) -> str:
     """Describe the images of a run's data in a sentence."""
     tokens, (width, height) = images["tokens"], images["largest"]
     return (
-        f"{images['count']:,} different images, {images['bytes'] / 2**20:,.1f} MiB, the largest of {width:,} × {height:,} "
+        f"{images['count']:,} different images, {images['bytes'] / 2**20:,.1f} MiB, the largest {width:,} × {height:,} "
         f"pixels, in {tokens['min']:,} to {tokens['max']:,} tokens each, {tokens['mean']:,.1f} in the mean"
     )
 

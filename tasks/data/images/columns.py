@@ -51,13 +51,17 @@ def sources(schema: Mapping[str, pl.DataType]) -> pl.Expr | None:
 def _source(value: pl.Expr, kind: Any) -> pl.Expr | None:
     nothing = {"bytes": pl.lit(None, pl.Binary), "path": pl.lit(None, pl.String)}
     if kind in (pl.String, pl.Binary):
-        return pl.struct(**{**nothing, "path" if kind == pl.String else "bytes": value})
+        return _struct(nothing | {"path" if kind == pl.String else "bytes": value})
     if not isinstance(kind, pl.Struct):
         return None
     own = {field.name: field.dtype for field in kind.fields}
     if not own or any(kind not in (SOURCE.to_schema().get(name), pl.Null) for name, kind in own.items()):
         return None
-    return pl.struct(**{name: value.struct.field(name) if name in own else it for name, it in nothing.items()})
+    return _struct({name: value.struct.field(name) if name in own else it for name, it in nothing.items()})
+
+
+def _struct(fields: Mapping[str, pl.Expr]) -> pl.Expr:
+    return pl.struct(value.alias(name) for name, value in fields.items())
 
 
 def with_marks(frame: pl.DataFrame) -> pl.DataFrame:
@@ -107,12 +111,12 @@ def column_problem(name: str, schema: Mapping[str, pl.DataType]) -> str:
     column = column_of(schema)
     if column and sources(schema) is None:
         return (
-            f"{name}, column {column!r}: its type is {schema[column]}; an image is a path, bytes, or datasets' image of "
-            "both, and several are a list of these. Name the column of the images in data.columns, or give it another "
-            "name if it has none"
+            f"{name}, column {column!r}: its type is {schema[column]}; an image is a path, bytes, or datasets' image, "
+            "and several are a list of these. Name the column of the images in data.columns, or give this one "
+            "another name if it has none"
         )
     if column == NAMES[0] and schema.get(NAMES[1], pl.Null()) != pl.Null:
-        return f"{name} has the columns {NAMES[0]!r} and {NAMES[1]!r}, and a row's images are in one of them: leave one out"
+        return f"{name} has the columns {NAMES[0]!r} and {NAMES[1]!r}: images are in one of them, leave one out"
     if column and schema.get("prompt") == pl.String:
         return (
             f"the prompts of {name} are text, and images stand in messages: "

@@ -18,7 +18,7 @@ from tasks.data.images.reading import ImageWriter
 from tasks.data.images.tokenizer import ImageTokenizer
 from tasks.data.repeats import FINDING
 from tasks.data.rows import Rows, kept_on_disk
-from tasks.data.sources import Source
+from tasks.data.sources import Source, folder_of
 
 BROKEN, TOO_MANY, MALFORMED = "broken_image", "too_many_images", "malformed_conversation"
 
@@ -58,6 +58,8 @@ def refusals(config: RunConfig) -> Iterator[str]:
 def have_images(parts: Mapping[str, Rows]) -> bool:
     """True if a row has an image, or if a column of images is of a type that has none."""
     for rows in parts.values():
+        if column_of(rows.schema) is None:
+            continue
         images = sources(rows.schema)
         if images is None or any(_counts(frame, images)["given"].any() for frame in rows.slices()):
             return True
@@ -80,7 +82,9 @@ def unread(parts: Mapping[str, Rows], config: RunConfig) -> tuple[dict[str, Rows
     named = any(name in origin.columns for origin in config.data.origins.values() for name in NAMES)
     for name, rows in parts.items():
         images, has_any = sources(rows.schema), False
-        for frame in rows.slices() if images is not None else ():
+        for frame in rows.slices() if column_of(rows.schema) else ():
+            if images is None:  # a column of that name that has none
+                break
             counts = _counts(frame, images)
             has_any |= bool(counts["given"].any())
             if (named and has_any) or (counts["given"] & counts["marks"]).any():
@@ -101,7 +105,7 @@ def number_images(
     special = {*processor.all_special_multimodal_tokens, *processor.tokenizer.batch_decode(processor.image_token_ids)}
     found: list[dict[str, Any]] = []
     numbered = {
-        name: kept_on_disk(_frames(name, rows, _folder(places[name]), data, writer, special, found))
+        name: kept_on_disk(_frames(name, rows, folder_of(places[name]), data, writer, special, found))
         for name, rows in parts.items()
     }
     figures = writer.close()
@@ -159,7 +163,10 @@ def _with_numbers(
         if any(text in content for content in contents if content):
             raise RowError(MALFORMED, f"a message says {text!r}, which stands for an image to the model")
     numbers = iter([_number(place, it, folder, writer) for place, it in enumerate(given)])
-    return [{**it, "content": content and _numbered(content, numbers)} for it, content in zip(messages, contents, strict=True)]
+    return [
+        {**it, "content": content and _numbered(content, numbers)}
+        for it, content in zip(messages, contents, strict=True)
+    ]
 
 
 def _number(place: int, source: Mapping[str, Any], folder: tuple[Path, bool], writer: ImageWriter) -> int:
@@ -172,15 +179,3 @@ def _number(place: int, source: Mapping[str, Any], folder: tuple[Path, bool], wr
 def _numbered(content: str, numbers: Iterator[int]) -> str:
     first, *others = content.split(MARK)
     return first + "".join(f"{MARK}{next(numbers)}{MARK}{text}" for text in others)
-
-
-def _folder(source: Source) -> tuple[Path, bool]:
-    """Where the paths of a source's images begin, and whether they may not leave it."""
-    path = Path(source.data)
-    if path.is_dir():
-        return path, False
-    if path.exists():
-        return path.parent, False
-    import datasets
-
-    return Path(datasets.config.HF_CACHE_HOME), True

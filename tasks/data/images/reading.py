@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_core.data.images import FILE, ImageError, layout, open_image
+from grpo_core.data.images import FILE, ImageError, layout, open_image, size_of
 from grpo_core.run_files import is_file
 
 GROUP = 2**22  # bytes of the images that are read together
@@ -39,10 +40,11 @@ class ImageWriter:
     def number(self, source: Mapping[str, Any], folder: Path, within: bool) -> int:
         """The number of an image. `folder`: where paths begin; `within`: they may not leave it. Raises ImageError if
         the image cannot be used."""
-        key, data = self._identified(source, folder, within)
+        held = _held(source, folder, within)
+        key = str(held) if isinstance(held, Path) else hashlib.blake2b(held, digest_size=16).digest()
         if key not in self.known:
             try:
-                self.known[key] = self._opened(data if data is not None else _read(Path(str(key))))
+                self.known[key] = self._opened(_read(held) if isinstance(held, Path) else held)
             except ImageError as error:
                 self.known[key] = error
         if isinstance(found := self.known[key], ImageError):
@@ -56,22 +58,6 @@ class ImageWriter:
         counts = self.tokens or [0]
         tokens = {"min": min(counts), "mean": float(np.mean(counts)), "max": max(counts)}
         return {"count": len(self.tokens), "bytes": self.bytes, "largest": [*self.largest], "tokens": tokens}
-
-    def _identified(self, source: Mapping[str, Any], folder: Path, within: bool) -> tuple[str | bytes, bytes | None]:
-        """What an image is known by, before it is read; and its bytes, unless they are in a file."""
-        data, path = source["bytes"], source["path"]
-        if data is None and path and path.startswith("data:"):
-            data = _decoded(path)
-        if data is not None:
-            return hashlib.blake2b(data, digest_size=16).digest(), data
-        if not path:
-            raise ImageError("neither bytes nor a path")
-        if ADDRESS.match(path):
-            raise ImageError(f"{path[:SHOWN]!r} is an address; download the images, and give paths or bytes")
-        place = folder / path
-        if within and not place.resolve().is_relative_to(folder.resolve()):
-            raise ImageError(f"{path[:SHOWN]!r} is not in the data set; a data set of the hub holds its images itself")
-        return str(place), None
 
     def _opened(self, data: bytes) -> int:
         image = open_image(data, self.max_pixels)
@@ -95,6 +81,36 @@ class ImageWriter:
         if self.rows:
             self.writer.write_table(pa.Table.from_pylist(self.rows, FILE))
         self.rows, self.waiting = [], 0
+
+
+def count_tokens(frame: pl.DataFrame, images: pl.Expr, processor: Any, folder: Path, within: bool) -> list[int]:
+    """Tokens of the images of each row, by the headers of their files; those that cannot be opened have none."""
+
+    def tokens(source: Mapping[str, Any]) -> int:
+        try:
+            held = _held(source, folder, within)
+            return layout(processor, *size_of(_read(held) if isinstance(held, Path) else held)).tokens
+        except ImageError:
+            return 0
+
+    return [sum(map(tokens, given)) for given in frame.select(images).to_series()]
+
+
+def _held(source: Mapping[str, Any], folder: Path, within: bool) -> bytes | Path:
+    """The bytes of an image, or the file that has them. `folder`, `within`: see `ImageWriter.number`."""
+    data, path = source["bytes"], source["path"]
+    if data is None and path and path.startswith("data:"):
+        data = _decoded(path)
+    if data is not None:
+        return data
+    if not path:
+        raise ImageError("neither bytes nor a path")
+    if ADDRESS.match(path):
+        raise ImageError(f"{path[:SHOWN]!r} is an address; download the images, and give paths or bytes")
+    place = folder / path
+    if within and not place.resolve().is_relative_to(folder.resolve()):
+        raise ImageError(f"{path[:SHOWN]!r} is not in the data set; a data set of the hub holds its images itself")
+    return place
 
 
 def _read(path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""Images of prompts: opened as they are seen, refused before they do harm, and shown to a model as its processor does."""
+"""Images of prompts: opened as they are seen, refused before they do harm, shown to a model as its processor does."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ def _write(path: Path, processor: Any, files: list[bytes], group: int = 2) -> Pa
     for data in files:
         width, height = open_image(data).size
         laid_out = layout(processor, height, width)
-        rows.append(
-            {"image": data, "height": height, "width": width, "tokens": laid_out.tokens, "grid": laid_out.grid}
-        )
+        rows.append({"image": data, "height": height, "width": width, "tokens": laid_out.tokens, "grid": laid_out.grid})
     pq.write_table(pa.Table.from_pylist(rows, FILE), path, row_group_size=group)
     return path
 
@@ -128,7 +126,7 @@ def test_tokens_and_grids_follow_from_the_size_alone(processor: Any, size: tuple
 
 @pytest.mark.parametrize("processor", ["qwen2_5_vl"], indirect=True)
 def test_an_image_that_the_processor_refuses_is_refused_by_its_size(processor: Any) -> None:
-    with pytest.raises(ImageError, match="801 × 4 pixels, which the model's processor refuses: .*aspect ratio"):
+    with pytest.raises(ImageError, match=r"801 × 4 pixels, which the model's processor refuses: .*aspect ratio"):
         layout(processor, 4, 801)
 
 
@@ -270,7 +268,9 @@ def test_a_photograph_with_its_preview_is_one_image() -> None:
     assert open_image(one).size == picture().size
 
 
-@given(cut=st.integers(0, 4000), changed=st.integers(0, 255), form=st.sampled_from(["PNG", "JPEG", "GIF", "WEBP", "TIFF"]))
+@given(
+    cut=st.integers(0, 4000), changed=st.integers(0, 255), form=st.sampled_from(["PNG", "JPEG", "GIF", "WEBP", "TIFF"])
+)
 def test_a_damaged_file_is_an_image_or_refused(cut: int, changed: int, form: str) -> None:
     data = bytearray(png(picture(20, 20), form))
     data[cut % len(data)] = changed
@@ -283,7 +283,9 @@ def test_a_damaged_file_is_an_image_or_refused(cut: int, changed: int, form: str
 
 def test_a_model_is_refused_that_reads_no_images_or_has_no_template(tmp_path: Path) -> None:
     text = make_model(tmp_path / "text")
-    with pytest.raises(ConfigError, match="the data have images, and a qwen2 reads text alone; name a model that reads"):
+    with pytest.raises(
+        ConfigError, match="the data have images, and a qwen2 reads text alone; name a model that reads"
+    ):
         load_processor(ModelConfig(name_or_path=str(text)))
     bare = make_vision_base(tmp_path / "bare", "qwen2_5_vl")
     (bare / "chat_template.jinja").unlink()

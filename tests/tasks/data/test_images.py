@@ -169,7 +169,9 @@ def test_content_parts_become_text_with_marks_and_images_in_their_order(qwen: Pa
         "Yes.",
         f"{MARK}?",
     ]
-    assert [_same(pixels[n], picture(seed=seed)) for n, seed in zip(row["images"], (1, 2, 1, 3), strict=True)] == [True] * 4
+    assert [_same(pixels[n], picture(seed=seed)) for n, seed in zip(row["images"], (1, 2, 1, 3), strict=True)] == [
+        True
+    ] * 4
     assert len(pixels) == 3
     (row,) = kept["eval"].to_dicts()
     assert [it["content"] for it in row["prompt"]] == ["Not this, since there is one.", "!"]
@@ -238,7 +240,9 @@ def test_drawn_rows_have_their_own_images_and_the_processor_s_tokens(
             assert all(_same(pixels[n], pictures[it]) for n, it in zip(row["images"], own, strict=True))
             (message_,) = row["prompt"]
             images = iter(pictures[it] for it in own)
-            given_ = [{**it, "image": next(images)} if it["type"] == "image" else it for it in parts(message_["content"])]
+            given_ = [
+                {**it, "image": next(images)} if it["type"] == "image" else it for it in parts(message_["content"])
+            ]
             theirs = processor.apply_chat_template(
                 [{"role": "user", "content": given_}], tokenize=True, add_generation_prompt=True, return_dict=True
             )["input_ids"][0]
@@ -246,9 +250,11 @@ def test_drawn_rows_have_their_own_images_and_the_processor_s_tokens(
             assert [placeholder if it < 0 else it for it in read.sets["train"].ids[place]] == [*theirs]
             lengths.append(len(theirs))
         assert sorted(screened.lengths["train"]) == sorted(lengths)
-        assert screened.report["images"]["count"] == len(pixels) == len({*sum(
-            ([it for it in said if isinstance(it, int)] for said in expected), []
-        )})
+        assert (
+            screened.report["images"]["count"]
+            == len(pixels)
+            == len({it for said in expected for it in said if isinstance(it, int)})
+        )
 
     check()
 
@@ -274,7 +280,9 @@ def test_an_image_is_read_and_decoded_once_and_written_once(
     assert screened.report["images"] == figures
     assert len(pixels) == 2
     table = pq.read_table(tmp_path / run_files.IMAGES)
-    assert table.drop_columns(["image"]).to_pylist() == [{"height": 20, "width": 30, "tokens": 1, "grid": [1, 2, 2]}] * 2
+    assert (
+        table.drop_columns(["image"]).to_pylist() == [{"height": 20, "width": 30, "tokens": 1, "grid": [1, 2, 2]}] * 2
+    )
 
 
 BROKEN = {
@@ -284,7 +292,10 @@ BROKEN = {
     "refused size": (png(Image.new("RGB", (801, 4))), "image 0: 801 × 4 pixels, which the model's processor refuses"),
     "missing": ({"bytes": None, "path": "gone.png"}, "gone.png': no such file"),
     "a folder": ({"bytes": None, "path": "."}, "no such file"),
-    "an address": ({"bytes": None, "path": "https://a.b/c.png"}, "image 0: 'https://a.b/c.png' is an address; download"),
+    "an address": (
+        {"bytes": None, "path": "https://a.b/c.png"},
+        "image 0: 'https://a.b/c.png' is an address; download",
+    ),
     "nothing": ({"bytes": None, "path": None}, "image 0: neither bytes nor a path"),
     "no base64": ({"bytes": None, "path": "data:image/png;base64,*"}, "image 0: base64 that cannot be decoded"),
     "a text": ({"bytes": None, "path": "data:text/plain,a"}, "is no data: URL in base64"),
@@ -303,7 +314,9 @@ def test_a_broken_image_is_named_with_its_reason_or_dropped(qwen: Path, tmp_path
     values["data"]["max_image_pixels"] = 10_000
     screened = screen(parse_config(values))
     assert screened.refused
-    assert screened.findings.select("dataset", "row", "column", "check").rows() == [("train", 2, "images", "broken_image")]
+    assert screened.findings.select("dataset", "row", "column", "check").rows() == [
+        ("train", 2, "images", "broken_image")
+    ]
     assert said in screened.findings["value"][0].replace("'[a] *", "")
     assert said in refusal(screened) and "data.checks.broken_image = 'drop'" in refusal(screened)
     values["data"]["checks"] = {"broken_image": "drop"}
@@ -413,7 +426,7 @@ def test_columns_that_are_no_images_are_refused(qwen: Path, tmp_path: Path) -> N
     text = [{**row, "prompt": "How many?"} for row in _rows(range(3))]
     (said,) = screen(parse_config(_values(qwen, tmp_path, text, _rows([9])))).shape
     assert said == (
-        "the prompts of train are text, and images stand in messages: data.system_prompt = \"\" makes messages of text"
+        'the prompts of train are text, and images stand in messages: data.system_prompt = "" makes messages of text'
     )
 
 
@@ -424,12 +437,12 @@ def test_a_model_that_reads_text_alone_leaves_images_or_is_refused(words_model: 
     assert not screened.refused and "images" not in screened.report
     assert f"train: its images are not read, since {str(words_model)!r} reads text alone" in screened.notes
     values["data"]["columns"] = {"images": "image"}
-    with pytest.raises(ConfigError, match="the data have images, and a .* reads text alone"):
+    with pytest.raises(ConfigError, match=r"the data have images, and a .* reads text alone"):
         screen(parse_config(values))
     del values["data"]["columns"]
     content = [{"type": "text", "text": "a"}, {"type": "image", "text": None}]
     shown = [{**rows[0], "prompt": [{"role": "user", "content": content}]}]
-    with pytest.raises(ConfigError, match="the data have images, and a .* reads text alone"):
+    with pytest.raises(ConfigError, match=r"the data have images, and a .* reads text alone"):
         screen(parse_config(_values(words_model, tmp_path, shown, rows[1:])))
     told = [
         {"prompt": [{"role": "user", "content": [{"type": "text", "text": f"How many {n}"}]}], "answer": "1"}
@@ -444,8 +457,8 @@ def test_a_model_that_reads_text_alone_leaves_images_or_is_refused(words_model: 
 def test_images_of_a_data_set_of_the_hub_are_its_own(tmp_path: Path) -> None:
     writer = reading.ImageWriter(tmp_path / "images.parquet", None, 100)
     (folder := tmp_path / "cache").mkdir()
-    with pytest.raises(reading.ImageError, match="is not in the data set; a data set of the hub holds its images"):
+    with pytest.raises(reading.ImageError, match=r"is not in the data set; a data set of the hub holds its images"):
         writer.number({"bytes": None, "path": "../secret.png"}, folder, within=True)
-    with pytest.raises(reading.ImageError, match="secret.png': no such file"):
+    with pytest.raises(reading.ImageError, match=r"secret\.png': no such file"):
         writer.number({"bytes": None, "path": "../secret.png"}, folder, within=False)
     writer.close()
