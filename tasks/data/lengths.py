@@ -285,16 +285,15 @@ def longest_shown(
 
 
 def _most_tokens(prompts: pl.Series, tokenizer: Any, options: Options) -> pl.Series:
-    """Upper bound of each prompt's tokens, from its bytes; with images, their number."""
-    if isinstance(tokenizer, ImageTokenizer):
-        return token_lengths(prompts, tokenizer, options)
+    """Upper bound of each prompt's tokens, from the bytes of its text and the tokens of its images."""
     growth = 1 if tokenizer.is_fast and tokenizer.backend_tokenizer.normalizer is None else GROWTH
     if prompts.dtype == pl.String:
         return _bytes(prompts) * growth + SPECIAL_TOKENS
     roles = prompts.list.eval(pl.element().struct.field("role")).list.join(",")
     overhead = {order: _overhead(order, tokenizer, options) for order in roles.unique()}
     # Doubled, for templates that add text only for some contents.
-    return 2 * (_bytes(prompts) + roles.replace_strict(overhead, return_dtype=pl.UInt32)) * growth
+    text = 2 * (_bytes(prompts) + roles.replace_strict(overhead, return_dtype=pl.UInt32)) * growth
+    return text + tokenizer.most_tokens(prompts) if isinstance(tokenizer, ImageTokenizer) else text
 
 
 def _bytes(prompts: pl.Series) -> pl.Series:

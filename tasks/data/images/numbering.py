@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tasks.data.repeats import FINDING
 from tasks.data.rows import Rows, kept_on_disk
 from tasks.data.sources import Source, folder_of
 
+FEW = 32  # rows whose images are Python objects together
 BROKEN, TOO_MANY, MALFORMED = "broken_image", "too_many_images", "malformed_conversation"
 
 
@@ -102,7 +104,7 @@ def number_images(
     """Read the images of the parts, once, and write those that differ to `path`. `places`: where each part comes
     from."""
     writer = ImageWriter(path, processor, data.max_image_pixels)
-    special = {*processor.all_special_multimodal_tokens, *processor.tokenizer.batch_decode(processor.image_token_ids)}
+    special = {*processor.all_special_multimodal_tokens, *processor.tokenizer.convert_ids_to_tokens(processor.image_token_ids)}
     found: list[dict[str, Any]] = []
     numbered = {
         name: kept_on_disk(_frames(name, rows, folder_of(places[name]), data, writer, special, found))
@@ -127,7 +129,8 @@ def _frames(
         images = sources(frame.schema)
         assert images is not None
         prompts = []
-        for row, (messages, given) in enumerate(frame.select("prompt", images.alias("given")).iter_rows(), first):
+        rows_of = (part.select("prompt", given=images).rows() for part in frame.iter_slices(FEW))
+        for row, (messages, given) in enumerate(chain.from_iterable(rows_of), first):
             try:
                 prompts.append(messages and _with_numbers(messages, given, folder, data, writer, special))
             except RowError as error:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import polars as pl
 
-from grpo_core.data.images import MARK, Shown, render
+from grpo_core.data.images import MARK, Shown, layout, render
 
 NUMBERED = f"{MARK}(\\d+){MARK}"
 _NUMBERED = re.compile(NUMBERED)
@@ -42,6 +44,23 @@ class ImageTokenizer:
         found = made if several else made[0]
         return {"input_ids": found} if return_dict else found
 
+    def most_tokens(self, prompts: pl.Series) -> pl.Series:
+        """Upper bound of the tokens that each prompt has for its images, with what template and processor put around
+        them."""
+        own = prompts.to_frame("prompt").select(numbers()).to_series()
+        return own.list.eval(pl.element().replace_strict(self._most, return_dtype=pl.Int64)).list.sum()
+
+    @cached_property
+    def _most(self) -> dict[int, int]:
+        """Upper bound of the tokens for each image."""
+        processor, most = self.shown.processor, 2**20
+        with suppress(Exception):  # the template needs other messages: then prompts are tokenized
+            most = len(render(processor, [{"role": "user", "content": MARK}]).encode())
+        [placeholder] = processor.tokenizer.convert_ids_to_tokens(processor.image_token_ids)
+        layouts = [layout(processor, *map(int, size)) for size in self.shown.sizes]
+        around = [len(it.text.encode()) - it.tokens * len(placeholder.encode()) for it in layouts]
+        return {number: it.tokens + more + most for number, (it, more) in enumerate(zip(layouts, around, strict=True))}
+
     def _made(self, numbered: Messages, tokenize: bool, options: Mapping[str, Any]) -> Any:
         messages, numbers = _apart(numbered)
         if tokenize:
@@ -70,8 +89,11 @@ def with_column(frame: pl.DataFrame) -> pl.DataFrame:
     """Move the numbers from the prompts into the column `images`."""
     content = pl.element().struct.field("content")
     bare = pl.element().struct.with_fields(content=content.str.replace_all(NUMBERED, MARK))
-    numbers = pl.col("prompt").list.eval(content.fill_null("")).list.join("").str.extract_all(NUMBERED)
-    return frame.with_columns(
-        prompt=pl.col("prompt").list.eval(bare),
-        images=numbers.list.eval(pl.element().str.strip_chars(MARK).cast(pl.Int64)).fill_null([]),
-    )
+    return frame.with_columns(prompt=pl.col("prompt").list.eval(bare), images=numbers())
+
+
+def numbers() -> pl.Expr:
+    """The numbers of each prompt's images."""
+    content = pl.element().struct.field("content").fill_null("")
+    marked = pl.col("prompt").list.eval(content).list.join("").str.extract_all(NUMBERED)
+    return marked.list.eval(pl.element().str.strip_chars(MARK).cast(pl.Int64)).fill_null([])

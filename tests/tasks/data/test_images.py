@@ -21,12 +21,14 @@ from PIL import Image
 from grpo_core import run_files
 from grpo_core.config.files import parse_config
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.data.images import MARK, open_image, parts
+from grpo_core.data.images import MARK, open_image, parts, show_images
 from grpo_core.data.processor import load_processor
 from grpo_core.errors import ConfigError
 from grpo_core.rollout.loading import read_prompts
 from tasks import screen as screening
 from tasks.data.images import reading
+from tasks.data.images.tokenizer import ImageTokenizer
+from tasks.data.lengths import _most_tokens, token_lengths
 from tasks.data.rows import write_rows
 from tasks.screen import refusal
 from tests.conftest import config_values
@@ -178,6 +180,13 @@ def test_content_parts_become_text_with_marks_and_images_in_their_order(qwen: Pa
     assert row["images"] == []
 
 
+def _numbered(row: Row) -> Any:
+    """The prompt as it is while data are checked."""
+    ((message,), numbers) = row["prompt"], iter(row["images"])
+    text = "".join(f"{MARK}{next(numbers)}{MARK}" if it == MARK else it for it in message["content"])
+    return [{**message, "content": text}]
+
+
 DRAWN = st.lists(
     st.tuples(
         st.lists(st.one_of(st.text(st.sampled_from("ab\n é"), max_size=3), st.integers(0, 4)), max_size=5),
@@ -250,6 +259,10 @@ def test_drawn_rows_have_their_own_images_and_the_processor_s_tokens(
             assert [placeholder if it < 0 else it for it in read.sets["train"].ids[place]] == [*theirs]
             lengths.append(len(theirs))
         assert sorted(screened.lengths["train"]) == sorted(lengths)
+        tokenizer = ImageTokenizer(show_images(folder / run_files.IMAGES, processor, read.images))
+        numbered = pl.Series([_numbered(row) for row in kept["train"].to_dicts()], dtype=kept["train"].schema["prompt"])
+        assert token_lengths(numbered, tokenizer).to_list() == lengths
+        assert (_most_tokens(numbered, tokenizer, {}) >= pl.Series(lengths)).all()
         assert (
             screened.report["images"]["count"]
             == len(pixels)
