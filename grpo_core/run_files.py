@@ -17,6 +17,7 @@ EVALUATION = "evaluation"
 PUBLISHED = "published"
 
 DEMONSTRATIONS = "demonstrations"  # data set of a warm start
+IMAGES = "images.parquet"  # of all data sets, if they have any
 
 # In the folder of a training.
 METRICS = "metrics.jsonl"

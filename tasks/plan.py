@@ -80,7 +80,8 @@ def _work(context: Context) -> dict[str, Any]:
         get_run_logger().warning(note)
     source: Throughput | Pace | str | None = earlier_throughput(config, "" if handed_to else name_hardware(gpu))
     if source is None and not handed_to:
-        source = measured_pace(config, plan, lengths, gpu, data.prompts, get_run_logger().info)
+        prompts = None if data.has_images else data.prompts  # random tokens stand for those with images
+        source = measured_pace(config, plan, lengths, gpu, prompts, get_run_logger().info)
     warm = None
     if config.warm_start.is_used:
         (shown,) = WARM_START.inputs(config)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, get_args
 
 import polars as pl
 
+from grpo_core import run_files
 from grpo_core.config.inputs import DataChecks, DataSource
 from grpo_core.config.run import RunConfig
+from grpo_core.data.processor import load_processor, takes_images
 from grpo_core.environments.setting import make_setting
 from grpo_core.rewards.contract import Reward, check_environments, rewards_of
 from tasks.data.contract import Part, check, needed_columns, wrong_columns
 from tasks.data.groups import count_groups, group_problems
+from tasks.data.images.columns import NAMES, column_problem
+from tasks.data.images.numbering import have_images, number_images, refusals, unread
+from tasks.data.images.tokenizer import with_column
 from tasks.data.lengths import (
     ModelError,
     OptionsByEnvironment,
@@ -52,20 +59,42 @@ class Screened:
         return bool(self.shape) or any(found["severity"] == "error" for found in self.report["findings"])
 
 
-def screen(config: RunConfig) -> Screened:
-    """Load the configured prompts and check them against the contract. Raises SourceError, ModelError, RewardError or
-    EnvironmentsError if prompts, model, rewards or environments cannot be loaded."""
+def screen(config: RunConfig, folder: Path | None = None) -> Screened:
+    """Load the configured prompts and check them against the contract. `folder`: where their images are written, if
+    they have any; default: nowhere. Raises SourceError, ModelError, RewardError, EnvironmentsError or ConfigError if
+    prompts, model, rewards, environments or the model's processor cannot be loaded."""
+    with tempfile.TemporaryDirectory(prefix="grpo-data-") as temporary:
+        return _screen(config, (folder or Path(temporary)) / run_files.IMAGES)
+
+
+def _screen(config: RunConfig, images: Path) -> Screened:
     rewards = rewards_of(config)
     check_environments(rewards, config.environment.is_used)
     checks = config.data.checks.model_dump()
     read = load_sources(config)
     broken, own = hold_against(read, load_schema(config.data.schema)) if config.data.schema else ([], NONE)
     parts = _parts(config, read, rewards)
-    if shape := wrong_columns(parts):  # said without the model, which takes seconds to load
+    shape = wrong_columns(parts)  # said without the model, which takes seconds to load
+    numbered, notes = None, []
+    if not shape:
+        rows = {name: part.rows for name, part in parts.items()}
+        if have_images(rows) and takes_images(config.model):
+            shape = [said for name, own in rows.items() if (said := column_problem(name, own.schema))]
+            shape = shape or [*refusals(config)]
+            if not shape:
+                numbered = number_images(rows, sources_of(config), config.data, load_processor(config.model), images)
+        else:
+            rows, notes = unread(rows, config)
+        parts = {name: replace(part, rows=rows[name]) for name, part in parts.items()}
+        if numbered:
+            parts = {name: _without_images(part, numbered.rows[name]) for name, part in parts.items()}
+    if shape:
         shape = [*broken, *shape]
         report = _report(rewards, _by_part(config, read, read), read, read, shape, NONE, checks, config.teacher.columns)
         return Screened({}, {}, shape, NONE, {}, {}, [], report)
-    tokenizer, positions = load_tokenizer_and_context(config.model)
+    tokenizer, positions = load_tokenizer_and_context(config.model, images=numbered is not None)
+    if numbered:
+        tokenizer, own = numbered.tokenizer, pl.concat([own, numbered.findings])
     evaluated = dict.fromkeys(config.evaluation_files.values(), config.evaluation_length)
     completion = {"train": config.rollout.max_completion_length, **evaluated}
     room = {name: positions and positions - length for name, length in completion.items()}
@@ -112,20 +141,23 @@ def screen(config: RunConfig) -> Screened:
         if count
     ] or shape
     lengths = {name: sample_lengths(own, tokenizer, options) for name, own in countable.items()}
-    shows = config.teacher.template is not None and "train" in countable
-    shown = {"longest_shown": longest_shown(countable["train"], config, tokenizer, options, positions)} if shows else {}
+    more: dict[str, Any] = {"images": numbered.figures} if numbered else {}
+    if config.teacher.template is not None and "train" in countable:
+        more["longest_shown"] = longest_shown(countable["train"], config, tokenizer, options, positions)
     frames = (
         (frame["prompt"].head(1).to_list() for frame in countable["train"].slices()) if "train" in countable else ()
     )
     first = next((prompt for prompts in frames for prompt in prompts), None)
-    notes = [] if first is None else template_notes(config, tokenizer, first, next(iter(options.values())))
+    notes += [] if first is None else template_notes(config, tokenizer, first, next(iter(options.values())))
     notes += [f"{rows_of}: a text with one of the others ends the training"] if tokens > known else []
     report = _report(rewards, by_part, rows, kept, shape, findings, checks, config.teacher.columns) | {
         "num_groups": groups,
         "lengths": length_figures(lengths, kept),
         "room": room,
-        **shown,
+        **more,
     }
+    if numbered:
+        kept, dropped = ({name: own.map(with_column) for name, own in sets.items()} for sets in (kept, dropped))
     return Screened(kept, dropped, shape, findings, lengths, room, notes, report)
 
 
@@ -195,6 +227,10 @@ def _parts(config: RunConfig, read: Mapping[str, Rows], rewards: Sequence[Reward
         shown = config.teacher.columns if data_set(name) == "train" else ()
         parts[name] = Part(rows, own, None, origin.columns, sources[name].origin, read[name].columns, shown)
     return parts
+
+
+def _without_images(part: Part, numbered: Rows) -> Part:
+    return replace(part, rows=numbered, columns={it: how for it, how in part.columns.items() if it not in NAMES})
 
 
 def template_options(config: RunConfig, tokenizer: Any) -> OptionsByEnvironment:

@@ -27,7 +27,7 @@ from tasks.processes.run import TimeLimitError, run_process
 from tasks.registry.feasible import impossible_rules, rules_beyond_size
 from tasks.registry.gate import LEAST_UNITS
 from tasks.registry.model_version import rehearse_version
-from tasks.reports.data_report import FINDINGS, markdown, write_report
+from tasks.reports.data_report import FINDINGS, images_text, markdown, write_report
 from tasks.screen import refusal, screen, template_options
 from tasks.stages.errors import StageError
 from tasks.stages.files import remove
@@ -49,9 +49,10 @@ def _work(context: Context) -> dict[str, Any]:
     remove(rejected)
     if impossible := [*impossible_rules(context.config)]:
         raise StageError("no version could be promoted, whatever it learns:\n" + "\n".join(impossible))
-    screened = screen(context.config)
+    screened = screen(context.config, context.partial)
     report = screened.report
     if screened.refused:
+        (context.partial / run_files.IMAGES).unlink(missing_ok=True)
         write_report(rejected, report, screened.findings, screened.lengths, screened.room)
         _show(report, markdown(report, screened.findings, rejected))
         raise StageError(refusal(screened, f"All of them: {rejected / FINDINGS}. "))
@@ -61,6 +62,8 @@ def _work(context: Context) -> dict[str, Any]:
         log.info("%s: %d rows, columns %s", name, rows.height, ", ".join(rows.columns))
         if screened.dropped[name].height:
             write_rows(screened.dropped[name], context.partial / f"{name}.dropped.parquet")
+    if "images" in report:
+        log.info(images_text(report["images"]))
     if context.config.warm_start.source is not None:
         report["demonstrations"] = _demonstrations(context, screened.kept)
         log.info(demonstrations_text(report["demonstrations"]))

@@ -75,6 +75,7 @@ def write_schema(
 def _check_run(file: Path, overrides: list[str] | None) -> None:
     run = load_config(file, overrides)
     from tasks.data.path_or_hub import check_places
+    from tasks.reports.data_report import images_text
     from tasks.screen import refusal, screen
     from tasks.stages.base_model import with_checkpoint
     from tasks.validate import too_few_groups
@@ -89,6 +90,8 @@ def _check_run(file: Path, overrides: list[str] | None) -> None:
         say(f"{found['dataset']}: {found['rows']:,} rows break {found['check']} ({found['rule']}); they are {done}")
     for note in [*screened.notes, *too_few_groups(run, screened.report)]:
         say(note)
+    if "images" in screened.report:
+        say(images_text(screened.report["images"]))
     for name, count in screened.report["num_prompts"].items():
         groups = screened.report["num_groups"].get(name)
         of_groups = f", in {groups:,} groups by {run.evaluation.group_column}" if groups is not None else ""

@@ -17,6 +17,7 @@ from grpo_core.config.columns import columns_read, is_function, is_template
 from grpo_core.config.functions import framework_of, own_name
 
 LONGEST_ARGUMENT = 200  # characters: MLflow takes names of parameters up to 250, with rewards.0.args. in front
+MOST_PIXELS = 2**26  # of an image; Pillow itself warns from 1.3 times as many
 WIDEST_RANGE = 1e12  # of a reward
 # Arguments of transformers' apply_chat_template that are not variables of the template.
 NO_VARIABLES = {
@@ -66,6 +67,9 @@ class ModelConfig(Section):
     adapter is sampled and trained over these weights; the saved model is the adapter merged, in float32, into the
     weights that the 4 bits stand for. Saves memory with the transformers engine and with servers: vLLM in the training
     process shares its base with the training only if that is not in 4 bits."""
+    freeze_vision_tower: bool = True
+    """If the data have images: train only the language model and its output layer, and leave all that is beside them,
+    the vision tower and its projection, as it is."""
 
     @model_validator(mode="after")
     def _adapter_keys_need_an_adapter(self) -> ModelConfig:
@@ -87,13 +91,19 @@ class DataChecks(Section):
     """A prompt that is missing, empty or only white space."""
     malformed_conversation: Refusal = "error"
     """Messages with another role than system, user, assistant or tool, or without text; a system message that is not
-    the first; a last message that is neither the user's nor a tool's."""
+    the first; a last message that is neither the user's nor a tool's; another number of images than places for one."""
     chat_template: Refusal = "error"
     """A conversation that the model's chat template refuses, because of its roles or of what a message says, or makes
     no text of, or leaves something out of that system, user or tools say."""
     no_tokens: Refusal = "error"
     """A prompt, or a last message, that the tokenizer turns into no token: its vocabulary has none of the
     characters."""
+    broken_image: Refusal = "error"
+    """An image that cannot be opened: no file, another format than PNG, JPEG, WebP, GIF, BMP and TIFF, a damaged or
+    animated one, an address in the web, more pixels than data.max_image_pixels, or a size that the model's processor
+    refuses."""
+    too_many_images: Refusal = "error"
+    """A prompt with more images than data.max_images."""
     missing_value: Severity = "error"
     """A null or blank in a column that a reward reads."""
     long_prompt: Refusal = "error"
@@ -224,6 +234,10 @@ class DataConfig(PromptSource):
     schema: str | None = None  # type: ignore[assignment]  # pydantic's own method of this name is deprecated
     """`module:Model`, a pandera DataFrameModel: your own rules about the columns of the data sets, besides those of
     `checks`. `checks.own_schema` says what to do with a row that breaks one."""
+    max_images: int = Field(8, ge=1)
+    """Images that a prompt may have, in the columns `image` or `images` or in its messages' parts."""
+    max_image_pixels: int = Field(2**24, ge=1, le=MOST_PIXELS)
+    """Pixels, height times width, that an image may have. One with more is not decoded."""
     checks: DataChecks = DataChecks()
     curriculum: CurriculumConfig = CurriculumConfig()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,15 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from grpo_core import run_files
 from grpo_core.config.run import RunConfig
+from grpo_core.data.images import encode_row, load_images, show_images
+from grpo_core.data.processor import load_processor
 from grpo_core.data.prompts import Prompts, load_prompts, load_tokenizer
 from grpo_core.distributed import start_processes
 from grpo_core.environments.setting import Setting, make_setting
 from grpo_core.model.capabilities import check_padding
+from grpo_core.model.images import Images
 from grpo_core.model.loading import load_model
 from grpo_core.model.policy import Policy
 from grpo_core.model.precision import in_float32, with_precision_of
@@ -34,6 +39,7 @@ class PromptSets:
     tokenizer: Any
     setting: Setting | None  # with tools or environments
     sets: dict[str, Prompts]
+    images: Images | None  # those of the prompts, if they have any
 
 
 def start_configured(config: RunConfig, *, deterministic: bool) -> tuple[RunConfig, Accelerator]:
@@ -44,12 +50,16 @@ def start_configured(config: RunConfig, *, deterministic: bool) -> tuple[RunConf
 
 
 def read_prompts(config: RunConfig, files: Mapping[str, Path]) -> PromptSets:
-    """Read the validated prompts in `files`, by set."""
+    """Read the validated prompts in `files`, by set, with the images beside them."""
     tokenizer = load_tokenizer(config.model)
     setting = make_setting(config, tokenizer)
-    encode, options = setting.encode if setting else None, config.data.chat_template_kwargs
+    encode, options, images = setting.encode if setting else None, config.data.chat_template_kwargs, None
+    if (path := next(iter(files.values())).with_name(run_files.IMAGES)).exists():
+        processor = load_processor(config.model)
+        images = load_images(path, processor, config.model.freeze_vision_tower)
+        encode = partial(encode_row, show_images(path, processor, images), options)
     sets = {name: load_prompts(path, tokenizer, options, encode) for name, path in files.items()}
-    return PromptSets(tokenizer, setting, sets)
+    return PromptSets(tokenizer, setting, sets, images)
 
 
 def check_lengths(model: Any, max_length: int) -> None:

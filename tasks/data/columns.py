@@ -11,6 +11,7 @@ import pyarrow as pa
 from grpo_core.config.columns import columns_read, is_function, is_template, template_parts
 from grpo_core.config.inputs import PromptSource
 from grpo_core.data import own_code
+from tasks.data.images.columns import has_parts, with_marks
 from tasks.data.rows import MixedKindsError, Rows, kept_on_disk
 
 SLICE = 10_000  # rows converted to Python objects at a time
@@ -43,6 +44,8 @@ def with_columns(rows: Rows, config: PromptSource, section: str = "data") -> Row
             raise ColumnError(f"{section}.columns: a function returns values of several kinds: {error}") from error
     elif config.columns:
         rows = rows.map(make)
+    if has_parts(rows.schema):
+        rows = rows.map(with_marks)
     if config.system_prompt is not None and "prompt" in rows.columns:
         prompt = _after_system_prompt(rows.schema["prompt"], config.system_prompt)
         rows = rows.map(lambda frame: frame.with_columns(prompt=prompt))

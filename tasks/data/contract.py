@@ -44,9 +44,13 @@ VISIBLE = r"[^\s\x{200B}-\x{200D}\x{2060}\x{FEFF}]"  # neither white space nor z
 WRITTEN_DOWN = r"""^\s*(\[\s*)?\{[^{}]*["'](role|content|type)["']\s*:"""
 RULES = {
     "blank_prompt": "is not blank",
-    "malformed_conversation": f"is messages with text, of {', '.join(ROLES)}; system only first, user or tool last",
+    "malformed_conversation": (
+        f"is messages with text, of {', '.join(ROLES)}; system only first, user or tool last; a place for each image"
+    ),
     "chat_template": "is accepted by the model's chat template, which writes all that system, user and tools say",
     "no_tokens": "has a token in the model's vocabulary",
+    "broken_image": "can be opened, and read by the model",
+    "too_many_images": "has at most data.max_images images",
     "missing_value": "is neither null nor blank",
     "long_prompt": "leaves room for the completion in the model's context",
     "duplicate_prompt": "does not come twice",

@@ -1,5 +1,5 @@
 """What a plan forecasts from: a run's validated data or, before these exist, its first prompts; and its last training.
-Does not import transformers, which takes seconds."""
+Does not import transformers, which takes seconds, unless prompts have images."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from tokenizers import Tokenizer
 from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from grpo_core.data import own_code
+from grpo_core.data.images import MARK
+from grpo_core.data.processor import load_processor, takes_images
 from grpo_core.errors import ConfigError
 from grpo_core.planning.ahead_forecast import EarlierSampling, SampledBatch
 from grpo_core.planning.pace import EnvironmentPace, ValidatedCosts
@@ -24,8 +26,10 @@ from grpo_core.planning.shapes import ForecastError, PromptLengths, config_file
 from grpo_core.planning.warm_start import Sizes
 from grpo_core.system.tables import read_parquet
 from tasks.data.completions import recorded_batches
+from tasks.data.images.columns import sources
+from tasks.data.images.reading import count_tokens
 from tasks.data.path_or_hub import data_set
-from tasks.data.sources import SourceError, load_head
+from tasks.data.sources import SourceError, folder_of, load_head, training_sources
 from tasks.stages.run_directory import read_config
 from tasks.stages.table import TRAIN, VALIDATE
 
@@ -44,6 +48,7 @@ class Validated:
     costs: ValidatedCosts
     prompts: Path  # training prompts
     longest_shown: int  # what teacher.template makes of one; 0 without a template
+    has_images: bool
 
 
 def validated(folder: Path, receipt: Mapping[str, Any]) -> Validated:
@@ -55,7 +60,9 @@ def validated(folder: Path, receipt: Mapping[str, Any]) -> Validated:
     environment = _environment_pace(receipt.get("rehearsal", {}).get("environments", {}))
     path = (folder / "train.parquet").resolve()
     costs = ValidatedCosts(receipt["num_prompts"]["eval"], seconds, environment)
-    return Validated(counts, lengths["mean"], lengths["max"], costs, path, receipt.get("longest_shown", 0))
+    return Validated(
+        counts, lengths["mean"], lengths["max"], costs, path, receipt.get("longest_shown", 0), "images" in receipt
+    )
 
 
 def _environment_pace(rehearsed: Mapping[str, Any]) -> EnvironmentPace | None:
@@ -91,21 +98,22 @@ def demonstrated_sizes(receipt: Mapping[str, Any]) -> Sizes | None:
 
 
 def first_lengths(config: RunConfig) -> PromptLengths | None:
-    """Tokens of the first training prompts, without a chat template. None if data or tokenizer are not files on this
-    machine, or cannot be read, or if a user's function makes the prompts: a plan does not run it."""
+    """Tokens of the first training prompts and their images, without a chat template. None if data or tokenizer are not
+    files on this machine, or cannot be read, or if a user's function makes the prompts: a plan does not run it."""
     if own_code.named(config.data):
         return None
     try:
         file = config_file(config.model.name_or_path, config.model.revision).with_name("tokenizer.json")
-        heads = [_prompt_texts(head["prompt"].drop_nulls()) for head in load_head(config.data, FIRST)]
-    except (ForecastError, SourceError, pl.exceptions.PolarsError):
+        heads = [head.drop_nulls("prompt") for head in load_head(config.data, FIRST)]
+        prompts = pl.concat(_prompt_texts(head["prompt"]) for head in heads)
+        images = _image_tokens(config, heads)
+    except (ForecastError, SourceError, ConfigError, pl.exceptions.PolarsError):
         return None
-    prompts = pl.concat(heads)
     try:
         encoded = Tokenizer.from_file(str(file)).encode_batch_fast(prompts.to_list())
     except Exception:  # tokenizers raises no other class
         return None
-    lengths = [len(prompt.ids) for prompt in encoded]
+    lengths = [len(prompt.ids) + more for prompt, more in zip(encoded, images, strict=True)]
     if not any(lengths):
         return None
     less = "a chat template and tools" if config.environment.is_used else "a chat template"
@@ -116,7 +124,20 @@ def first_lengths(config: RunConfig) -> PromptLengths | None:
 def _prompt_texts(prompts: pl.Series) -> pl.Series:
     if prompts.dtype == pl.String:
         return prompts
-    return prompts.list.eval(pl.element().struct.field("content")).list.join("\n").drop_nulls()
+    return prompts.list.eval(pl.element().struct.field("content").str.replace_all(MARK, "")).list.join("\n")
+
+
+def _image_tokens(config: RunConfig, heads: list[pl.DataFrame]) -> list[int]:
+    """Tokens of the images of each of these rows, by the headers of their files."""
+    found = []
+    for source, head in zip(training_sources(config.data), heads, strict=True):
+        images = sources(head.schema)
+        shows = images is not None and head.select(images.list.len() > 0).to_series().any()
+        if not shows or not takes_images(config.model):
+            found += [0] * head.height
+        else:
+            found += count_tokens(head, images, load_processor(config.model), *folder_of(source))
+    return found
 
 
 def earlier_sampling(run: Path) -> EarlierSampling | str:

@@ -24,6 +24,7 @@ from grpo_core.data.privileged import STAND_INS, shown_prompt
 from grpo_core.data.prompts import load_tokenizer
 from grpo_core.errors import GrpoError
 from grpo_core.system.processes import importing
+from tasks.data.images.tokenizer import ImageTokenizer, texts_between
 from tasks.data.rows import Rows
 
 Options = Mapping[str, Any]  # arguments of the chat template beside the messages: variables, and the tools
@@ -49,9 +50,9 @@ class ModelError(GrpoError):
     """Raised if a model's tokenizer or configuration cannot be read, or if the model cannot take the prompts."""
 
 
-def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
-    """Load the tokenizer; returns it and the largest number of tokens in a sequence (None: no limit). Raises ModelError
-    for a model whose saved weights are quantised."""
+def load_tokenizer_and_context(config: ModelConfig, images: bool = False) -> tuple[Any, int | None]:
+    """Load the tokenizer; returns it and the largest number of tokens in a sequence (None: no limit). `images`: the
+    model is to read images too. Raises ModelError for a model whose saved weights are quantised."""
     with importing():
         from transformers import AutoConfig, logging
 
@@ -65,7 +66,12 @@ def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
         raise ModelError(
             f"model.name_or_path = {config.name_or_path!r}: its tokenizer and config cannot be loaded: {error}"
         ) from error
+<<<<<<< HEAD
     model_class(model, f"model.name_or_path = {config.name_or_path!r}")
+=======
+    if not images:
+        check_causal(model, f"model.name_or_path = {config.name_or_path!r}")
+>>>>>>> images-data
     if problem := quantisation_problem(model.to_dict()):
         raise ModelError(f"model.name_or_path = {config.name_or_path!r}: {problem}")
     return tokenizer, usable_positions(model)
@@ -135,7 +141,8 @@ def _is_rendered(conversation: list[dict[str, Any]], tokenizer: Any, options: Op
 
 def _is_whole(conversation: list[dict[str, Any]], text: str, tokenizer: Any, options: Options) -> bool:
     """True if the text, which the chat template has made of the conversation, has what system, user and tools say."""
-    asked = (it.get("content") or "" for it in conversation if it["role"] != "assistant")
+    said = (it.get("content") or "" for it in conversation if it["role"] != "assistant")
+    asked = (text for content in said for text in texts_between(content))
     if not text or all(as_written(content, text) is not None for content in asked):
         return bool(text)
     return first_unwritten(conversation, lambda it: _rendered(it, tokenizer, options)) is None
@@ -282,14 +289,15 @@ def longest_shown(
 
 
 def _most_tokens(prompts: pl.Series, tokenizer: Any, options: Options) -> pl.Series:
-    """Upper bound of each prompt's tokens, from its bytes."""
+    """Upper bound of each prompt's tokens, from the bytes of its text and the tokens of its images."""
     growth = 1 if tokenizer.is_fast and tokenizer.backend_tokenizer.normalizer is None else GROWTH
     if prompts.dtype == pl.String:
         return _bytes(prompts) * growth + SPECIAL_TOKENS
     roles = prompts.list.eval(pl.element().struct.field("role")).list.join(",")
     overhead = {order: _overhead(order, tokenizer, options) for order in roles.unique()}
     # Doubled, for templates that add text only for some contents.
-    return 2 * (_bytes(prompts) + roles.replace_strict(overhead, return_dtype=pl.UInt32)) * growth
+    text = 2 * (_bytes(prompts) + roles.replace_strict(overhead, return_dtype=pl.UInt32)) * growth
+    return text + tokenizer.most_tokens(prompts) if isinstance(tokenizer, ImageTokenizer) else text
 
 
 def _bytes(prompts: pl.Series) -> pl.Series:

@@ -95,6 +95,18 @@ def _prompt_sources(data: DataConfig, name: str) -> dict[str, Source]:
     return sources
 
 
+def folder_of(source: Source) -> tuple[Path, bool]:
+    """The folder where the paths of a source's images begin, and whether they may not leave it."""
+    path = Path(source.data)
+    if is_folder(path):
+        return path, False
+    if is_file(path):
+        return path.parent, False
+    import datasets
+
+    return Path(datasets.config.HF_CACHE_HOME), True
+
+
 def pooled(parts: Mapping[str, Rows]) -> dict[str, Rows]:
     """Join the parts to data sets, their rows one part after the other."""
     sets: dict[str, list[Rows]] = {}

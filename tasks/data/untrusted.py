@@ -9,6 +9,7 @@ sizes is whatever its writer wrote.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,16 +73,21 @@ def decodable_rows(path: Path, at_once: int) -> int:
 
 
 def _largest_batch(path: Path, at_once: int) -> int:
-    """Bytes of the largest batch of `at_once` rows once it is decoded. Each text is read once, however many rows share
-    it."""
+    """Bytes of the largest batch of `at_once` rows once it is decoded, or more. Each text is read once per row group,
+    however many rows share it: pyarrow does not join what two groups share of a nested column."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:
         columns = [file.schema.column(place) for place in range(len(file.schema))]
     texts = [it.path for it in columns if it.physical_type == "BYTE_ARRAY" and it.logical_type.type != "DECIMAL"]
     with pq.ParquetFile(path, buffer_size=BUFFER, read_dictionary=texts) as file:
-        batches = file.iter_batches(batch_size=at_once)
-        return max((sum(map(_decoded_bytes, batch.columns)) for batch in batches), default=0)
+        sizes, first = Counter[int](), 0  # by batch
+        for group in range(file.num_row_groups):
+            for part in file.iter_batches(batch_size=at_once, row_groups=[group]):
+                size, last = sum(map(_decoded_bytes, part.columns)), first + part.num_rows - 1
+                sizes.update(dict.fromkeys(range(first // at_once, last // at_once + 1), size))
+                first = last + 1
+    return max(sizes.values(), default=0)
 
 
 def _decoded_bytes(column: Any) -> int:

@@ -16,7 +16,6 @@ from tasks.data.repeats import SHOWN
 from tasks.data.rows import Rows
 from tasks.rendering.drawing import draw_lengths
 from tasks.rendering.markdown import escape, table
-from tasks.stages.files import remove
 
 FINDINGS, PICTURE = "findings.csv", "lengths.png"
 FINDINGS_IN_TABLE = 100
@@ -58,9 +57,8 @@ def write_report(
     lengths: Mapping[str, pl.Series],
     room: Mapping[str, int | None],
 ) -> None:
-    """Write report.json, findings.csv (one row per broken rule) and lengths.png into an empty folder."""
-    remove(folder)
-    folder.mkdir()
+    """Write report.json, findings.csv (one row per broken rule) and lengths.png into a folder."""
+    folder.mkdir(exist_ok=True)
     (folder / run_files.REPORT).write_text(json.dumps(report, indent=2) + "\n")
     findings.write_csv(folder / FINDINGS)
     if lengths:
@@ -88,6 +86,8 @@ def markdown(report: Mapping[str, Any], findings: pl.DataFrame, folder: Path) ->
         parts.append(table([listed.columns, *(tuple(map(_shown, row)) for row in listed.rows())]))
         if findings.height > FINDINGS_IN_TABLE:
             parts.append(f"… {findings.height - FINDINGS_IN_TABLE:,} more in {escape(str(folder / FINDINGS))}")
+    if images := report.get("images"):
+        parts += ["## Images", images_text(images)]
     if report["lengths"]:
         picture = base64.b64encode((folder / PICTURE).read_bytes()).decode()
         parts += ["## Prompt lengths", f"![prompt lengths](data:image/png;base64,{picture})"]
@@ -97,6 +97,15 @@ def markdown(report: Mapping[str, Any], findings: pl.DataFrame, folder: Path) ->
         parts += ["## Reward rehearsal", f"Mean reward over {rehearsal['rows']} rows.", _rehearsal_table(rehearsal)]
         parts += [f"- {escape(warning)}" for warning in rehearsal["warnings"]]
     return "\n\n".join(parts) + "\n"
+
+
+def images_text(images: Mapping[str, Any]) -> str:
+    """Describe the images of a run's data in a sentence."""
+    tokens, (width, height) = images["tokens"], images["largest"]
+    return (
+        f"{images['count']:,} different images, {images['bytes'] / 2**20:,.1f} MiB, the largest {width:,} × {height:,} "
+        f"pixels, in {tokens['min']:,} to {tokens['max']:,} tokens each, {tokens['mean']:,.1f} in the mean"
+    )
 
 
 def _rehearsal_table(rehearsal: Mapping[str, Any]) -> str:

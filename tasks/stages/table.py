@@ -105,6 +105,13 @@ def _data_sets(receipt: Receipt) -> list[str]:
     return [*receipt["num_prompts"], *(name for name in [run_files.DEMONSTRATIONS] if name in receipt)]
 
 
+def _content_of_data_sets(output: Path, receipt: Receipt) -> dict[str, str]:
+    """Hash of each data set that validate has written, with the images that its rows number."""
+    images = [content_hash(str(output / run_files.IMAGES))] if "images" in receipt else []
+    own = {name: content_hash(str(output / f"{name}.parquet")) for name in _data_sets(receipt)}
+    return {name: hash_values(it, *images) if images else it for name, it in own.items()}
+
+
 def _probed(receipt: Receipt) -> list[str]:
     """The files that the probe has written."""
     return [run_files.PASS_RATES, *(run_files.SHOWN.name for name in [run_files.DEMONSTRATIONS] if name in receipt)]
@@ -134,10 +141,11 @@ VALIDATE = Stage(
     key_figure=lambda config, receipt: (
         f"{receipt['num_prompts']['train']:,} + {receipt['num_prompts']['eval']:,} prompts"
     ),
-    content=lambda output, receipt: {
-        name: content_hash(str(output / f"{name}.parquet")) for name in _data_sets(receipt)
-    },
-    files=lambda config, receipt: [f"{name}.parquet" for name in _data_sets(receipt)],
+    content=_content_of_data_sets,
+    files=lambda config, receipt: [
+        *(f"{name}.parquet" for name in _data_sets(receipt)),
+        *(name for name in [run_files.IMAGES] if "images" in receipt),
+    ],
 )
 PROBE = Stage(
     name="probe",

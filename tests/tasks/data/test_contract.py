@@ -216,7 +216,8 @@ def test_a_failure_while_a_rule_is_held_is_an_error_and_no_row(
 
 def test_every_rule_has_a_fault_above() -> None:
     faults = {rule for *_, rule in (*TEXT_FAULTS, *CHAT_FAULTS)}
-    assert faults | {"own_schema"} == set(RULES) == set(DataChecks.model_fields)  # that one: test_own_schema.py
+    others = {"own_schema", "broken_image", "too_many_images"}  # test_own_schema.py, test_images.py
+    assert faults | others == set(RULES) == set(DataChecks.model_fields)
 
 
 def _of(dataset: str, change: Callable[[pl.DataFrame], pl.DataFrame]) -> Callable[[Frames], None]:

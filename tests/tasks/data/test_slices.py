@@ -199,6 +199,13 @@ def test_rows_that_share_a_text_are_decoded_a_few_at_a_time(
     assert seen == ROWS
 
 
+def test_messages_are_read_from_many_row_groups(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": f"{number}"}], "shown": {"bytes": b"x"}} for number in range(50)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet", row_group_size=7)
+    frames = load_source(Source("data.train", str(tmp_path / "train.parquet"))).slices()
+    assert pl.concat(frames).to_dicts() == rows
+
+
 @pytest.mark.parametrize(
     ("name", "text", "fault"),
     [
