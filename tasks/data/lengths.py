@@ -66,12 +66,7 @@ def load_tokenizer_and_context(config: ModelConfig, images: bool = False) -> tup
         raise ModelError(
             f"model.name_or_path = {config.name_or_path!r}: its tokenizer and config cannot be loaded: {error}"
         ) from error
-<<<<<<< HEAD
-    model_class(model, f"model.name_or_path = {config.name_or_path!r}")
-=======
-    if not images:
-        check_causal(model, f"model.name_or_path = {config.name_or_path!r}")
->>>>>>> images-data
+    model_class(model, f"model.name_or_path = {config.name_or_path!r}", with_images=images)
     if problem := quantisation_problem(model.to_dict()):
         raise ModelError(f"model.name_or_path = {config.name_or_path!r}: {problem}")
     return tokenizer, usable_positions(model)
