@@ -115,7 +115,7 @@ def _stated_count(text: str) -> Decimal | None:
     [said] = (BOXED.findall(text) or TAGGED.findall(text) or [text])[-1:]
     found = [match[0] for match in COUNT.finditer(DASHES.sub("-", said.lower()))]
     *_, last = [None, *(it for it in found if it in DOUBTFUL), *(it for it in found if it not in DOUBTFUL)]
-    return last and _number(last)
+    return _number(last) if last else None
 
 
 def _number(said: str) -> Decimal | None:
