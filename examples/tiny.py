@@ -20,7 +20,7 @@ from grpo_core.system.libraries import quiet_libraries
 
 if TYPE_CHECKING:
     import torch
-    from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
+    from transformers import PreTrainedModel, Qwen2ForCausalLM, Qwen2Tokenizer
 
 Message = dict[str, Any]
 Prompt = str | list[Message]  # text, or a conversation
@@ -112,13 +112,32 @@ def make_base(
     inputs, labels = encode(demonstrations, tokenizer)
     if inputs.shape[1] > context:
         raise ValueError(f"a demonstration takes {inputs.shape[1]} tokens, more than context={context}")
+    teach(model, inputs, labels, steps, tokenizer)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model, tokenizer
+
+
+def teach(
+    model: PreTrainedModel,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    steps: int,
+    tokenizer: Qwen2Tokenizer,
+    seen: Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]] = lambda rows, ids: {},
+) -> None:
+    """Train the model on what `encode` returned, in `steps` batches of BATCH. `seen` gives its arguments beside the
+    token ids, such as pixels, for the numbers of a batch's rows and their ids."""
+    import torch
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
     started = time.perf_counter()
     for step in range(1, steps + 1):
         batch = torch.randint(len(inputs), (BATCH,))
         used = int((inputs[batch] != tokenizer.pad_token_id).sum(1).max())
-        logits = model(input_ids=inputs[batch, :used], use_cache=False).logits[:, :-1]
+        ids = inputs[batch, :used]
+        logits = model(input_ids=ids, use_cache=False, **seen(batch, ids)).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[batch, 1:used].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -127,11 +146,8 @@ def make_base(
         warm_up.step()
         if step % SHOWN_EVERY == 0 or step == steps:
             print(f"step {step:3d}  loss {loss.item():.3f}", flush=True)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     parameters, seconds = model.num_parameters(), time.perf_counter() - started
     print(f"base: {parameters:,} parameters, {steps} steps in {seconds:.0f} s", flush=True)
-    return model, tokenizer
 
 
 def encode(demonstrations: Sequence[Demonstration], tokenizer: Qwen2Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:

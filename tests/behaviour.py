@@ -37,12 +37,23 @@ TEXTS = [
     "答案是四十二。",
 ]
 SCHEMA = json.dumps({"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}})
+BOXES = [
+    "",
+    "[0, 0, 4, 4]",
+    "[1, 1, 5, 5]",
+    '[{"bbox_2d": [0, 0, 4, 4]}, {"bbox_2d": [6, 6, 8, 8]}]',
+    "<box>(0,0),(4,4)</box>",
+    "[4, 4, 0, 0]",
+    "<think>[0, 0, 9, 9]</think><answer>[0, 0, 4, 2]</answer>",
+]
 ANSWERS = ["42", "0.5", "4", "B"]
 CASES: dict[str, list[dict[str, Any]]] = {
     "exact_match": [{"answer": answer} for answer in ANSWERS],
     "normalized_match": [{"answer": answer} for answer in (*ANSWERS, "the answer is 42")],
     "multiple_choice": [{"answer": answer} for answer in ("A", "B")],
     "numeric_match": [*({"answer": it} for it in ("42", "1042.5", "4")), {"answer": "41", "tolerance": 1.0}],
+    "count_match": [{"answer": it} for it in ("42", "4", "3", "1")],
+    "box_iou": [{"completions": BOXES * 2, "answer": it} for it in ("[0, 0, 4, 4]", "[[6, 6, 8, 8], [0, 0, 4, 4]]")],
     "math_answer": [{"answer": answer} for answer in ("42", "1/2", "4")]
     + [{"answer": "41", "relative_tolerance": 0.1}],
     "json_schema": [{"schema": SCHEMA}],

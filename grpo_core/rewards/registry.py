@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from grpo_core.rewards.builtin import (
     answers,
+    boxes,
     classifier,
     code,
     environment,
@@ -23,7 +24,7 @@ from grpo_core.rewards.builtin.maths import reward as maths
 from grpo_core.rewards.builtin.record import BuiltinReward
 
 FAMILIES = (
-    *(answers, maths, structured, code, form, length, language, variety, rouge, readability),
+    *(answers, boxes, maths, structured, code, form, length, language, variety, rouge, readability),
     *(classifier, judge, environment),
 )
 BUILTIN: dict[str, BuiltinReward] = {name: record for it in FAMILIES for name, record in it.REWARDS.items()}

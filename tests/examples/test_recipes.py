@@ -5,6 +5,7 @@ Their training is exercised by tests/e2e/test_recipes.py."""
 from __future__ import annotations
 
 import ast
+import io
 import json
 import operator
 import os
@@ -15,11 +16,15 @@ import sys
 import tomllib
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
+from scipy.ndimage import label
 
 from examples import tiny
 from examples.calculator import larger
@@ -34,6 +39,7 @@ from examples.maths import gsm8k
 from examples.maths import make as maths
 from examples.python import gsm8k as gsm8k_by_programs
 from examples.python import make as programs
+from examples.shapes import make as shapes
 from examples.smallest import make as smallest
 from examples.smollm import make as smollm
 from examples.smollm import show as smollm_answers
@@ -81,6 +87,51 @@ def test_the_base_never_says_the_sum_alone_and_the_demonstrations_do(
     for prompt, said in taught:
         number, comma, _ = str(said).partition(",")
         assert comma and abs(int(number) - _sum(str(prompt))) == 1 - right
+
+
+def test_a_pictures_answer_is_the_number_of_its_shapes_of_the_colour_and_no_two_pictures_are_alike() -> None:
+    train, held = shapes.make_rows()
+    assert len({_pixels(row).tobytes() for row in train + held}) == shapes.TRAIN_ROWS + shapes.EVAL_ROWS
+    for row in train[:300] + held:
+        colour = row["prompt"][0]["content"].removeprefix("How many ").removesuffix(" shapes are there?")
+        alike = (_pixels(row) == shapes.COLOURS[colour]).all(-1)
+        assert row["answer"] == str(label(alike)[1])
+
+
+def test_demonstrated_counts_are_right_or_one_shape_short() -> None:
+    rng = random.Random(0)
+    said = [(int(row["answer"]), int(str(shapes.demonstrate(row, rng)[1]))) for row in shapes.make_rows()[0][:500]]
+    assert all(counted == right for right, counted in said if right <= shapes.FEW)
+    missed = [right - counted for right, counted in said if right > shapes.FEW]
+    assert {*missed} == {0, 1}
+    assert mean(missed) == pytest.approx(shapes.HASTE, abs=0.1)
+
+
+@pytest.mark.slow
+def test_a_picture_is_taught_as_the_saved_processor_and_chat_template_write_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+    monkeypatch.setattr(shapes, "STEPS", 1)
+    row = shapes.make_row(shapes.png(shapes.draw([("circle", "red"), ("square", "blue")], random.Random(0))), "red", 1)
+    shapes.make_base(tmp_path, [row])
+    model, found = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(found.values())
+    assert type(model).__name__ == "Qwen2_5_VLForConditionalGeneration"
+    [grid] = AutoImageProcessor.from_pretrained(tmp_path)([Image.fromarray(_pixels(row))])["image_grid_thw"]
+    assert grid.tolist() == [1, shapes.CELLS, shapes.CELLS]
+    assert grid.prod() // model.config.vision_config.spatial_merge_size**2 == shapes.IMAGE_TOKENS
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": row["prompt"][0]["content"]}]}]
+    [[image, question]] = [tokenizer.apply_chat_template(asked, tokenize=False).partition(shapes.IMAGE)[1:]]
+    taught = tokenizer.apply_chat_template(shapes.demonstrate(row, random.Random(0))[0], tokenize=False)
+    assert taught.endswith(image * shapes.IMAGE_TOKENS + question)
+    assert tokenizer(taught)["input_ids"].count(model.config.image_token_id) == shapes.IMAGE_TOKENS
+
+
+def _pixels(row: dict[str, Any]) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(row["image"])))
 
 
 def _sum(prompt: str) -> int:

@@ -22,6 +22,21 @@ DASHES = re.compile("[\u2010-\u2015\u2212]")
 SIGN = re.compile(r"((?<!\w)-(?=\.?\d)|(?<=\d)[-.,:/](?=\d)|(?<!\w)\.(?=\d)|(?<=\w)[%#])|[^\w\s]|_")
 ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 
+UNITS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+TEENS = ("ten", "eleven", "twelve", *(f"{it}teen" for it in ("thir", "four", "fif", "six", "seven", "eigh", "nine")))
+TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+IN_WORDS = {word: count for count, word in enumerate(("zero", *UNITS, *TEENS))} | {
+    f"{ten}{unit}": count
+    for first, ten in enumerate(TENS, 2)
+    for count, unit in enumerate(("", *(f"-{it}" for it in UNITS)), 10 * first)
+}
+DOUBTFUL = {"one": 1, "no": 0, "none": 0}  # "the red one", "no doubt": read if there is no other number
+LARGER = "hundred|thousand|million|dozen"  # no count that is read: "one hundred" is not one
+COUNT = re.compile(  # a number in digits, neither in 3D nor in x2; or in words
+    rf"(?<![a-z\d])(?>{NUMBER.pattern})(?![a-z])"
+    rf"|\b(?:(?:{'|'.join(TENS)})[- ](?:{'|'.join(UNITS)})|{'|'.join(IN_WORDS | DOUBTFUL)}|(?:{LARGER})s?)\b"
+)
+
 # Places where a choice is stated, the strongest kind first.
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
@@ -75,6 +90,42 @@ def _numbers_agree(text: str, expected: Any, tolerance: float) -> float | None:
         return float(abs(Decimal(found[-1].replace(",", "")) - wanted) <= Decimal(str(tolerance)))
     except DecimalException:  # an exponent beyond any answer's: 1e9999999
         return 0.0
+
+
+def count_match(completions: Sequence[Any], answer: Sequence[str | int | float]) -> list[float | None]:
+    """1 if the count that the completion states equals the answer, else 0.
+
+    It is the last number of the last `\\boxed{}`, else of the last `<answer>`, else of the text: in digits, or in
+    English words up to ninety-nine. "One", "no" and "none" are read if there is no other number. None if the answer is
+    not a count: a whole number from 0.
+    """
+    return [
+        None if (count := _as_count(expected)) is None else float(_stated_count(text_of(completion)) == count)
+        for completion, expected in zip(completions, answer, strict=True)
+    ]
+
+
+def _as_count(expected: Any) -> Decimal | None:
+    text = "" if expected is None else written(expected).strip().lower()
+    count = _number(text) if COUNT.fullmatch(text) and text not in ("no", "none") else None
+    return count if count is not None and count >= 0 and count == count.to_integral_value() else None
+
+
+def _stated_count(text: str) -> Decimal | None:
+    [said] = (BOXED.findall(text) or TAGGED.findall(text) or [text])[-1:]
+    found = [match[0] for match in COUNT.finditer(DASHES.sub("-", said.lower()))]
+    *_, last = [None, *(it for it in found if it in DOUBTFUL), *(it for it in found if it not in DOUBTFUL)]
+    return _number(last) if last else None
+
+
+def _number(said: str) -> Decimal | None:
+    word = said.replace(" ", "-")
+    if word in IN_WORDS | DOUBTFUL:
+        return Decimal((IN_WORDS | DOUBTFUL)[word])
+    try:
+        return Decimal(said.replace(",", ""))
+    except InvalidOperation:  # a larger word, or an exponent beyond any answer's: 1e99999999999999999999
+        return None
 
 
 def normalized_match(completions: Sequence[Any], answer: Sequence[str | int | float]) -> list[float | None]:
@@ -160,4 +211,7 @@ REWARDS: Rewards = {
         multiple_choice, (0.0, 1.0), looks_at_text_only=True, looks_for=lambda _: "<answer> </answer>"
     ),
     "numeric_match": BuiltinReward(numeric_match, (0.0, 1.0), looks_at_text_only=True),
+    "count_match": BuiltinReward(
+        count_match, (0.0, 1.0), looks_at_text_only=True, looks_for=lambda _: "<answer> </answer>"
+    ),
 }

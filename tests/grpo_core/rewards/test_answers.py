@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from grpo_core.rewards.builtin.answers import exact_match, multiple_choice, normalized_match, numeric_match
+from grpo_core.rewards.builtin.answers import (
+    count_match,
+    exact_match,
+    multiple_choice,
+    normalized_match,
+    numeric_match,
+)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +65,64 @@ def test_numeric_match_compares_the_last_number(completion: str, answer: Any, re
 
 def test_numeric_match_allows_the_given_tolerance() -> None:
     assert numeric_match(["3.14", "3.2"], ["3.1415", "3.1415"], tolerance=0.01) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("3", "3", 1),
+        ("There are 3 circles.", 3, 1),
+        ("There are three circles.", 3, 1),
+        ("Three", "three", 1),
+        ("Twenty-One!", 21, 1),
+        ("twenty one", "21", 1),
+        ("Thirteen", 13, 1),
+        ("ninety-nine", 99, 1),
+        ("2 red and 1 blue, so 3", 3, 1),
+        ("two red and one blue, so 3", 3, 1),
+        ("There are three circles, one of them red.", 3, 1),
+        ("The red one is above 3 others.", 3, 1),
+        ("There is one circle.", 1, 1),
+        ("There are no circles.", 0, 1),
+        ("None.", 0, 1),
+        ("zero", 0, 1),
+        ("No, there are 4.", 4, 1),
+        (r"\boxed{3} of the 5 shapes", 3, 1),
+        ("<think>5?</think><answer>3 circles</answer> of 5", 3, 1),
+        ("**3**", 3, 1),
+        ("3.0", 3, 1),
+        ("1,234 dots", 1234, 1),
+        ("3\u4e2a\u5706", 3, 1),  # three circles, in Chinese
+        ("1, 2, 3, 4", 4, 1),
+        ("3 or 4", 3, 0),
+        ("3-4", 3, 0),
+        ("2.5", 5, 0),
+        ("-3", 3, 0),
+        ("33rd", 3, 0),
+        ("A 3D picture, x3", 3, 0),
+        ("someone", 1, 0),
+        ("one hundred", 1, 0),
+        ("two dozen", 2, 0),
+        ("tens of thousands", 10, 0),
+        ("", 0, 0),
+        ("nothing", 0, 0),
+        ("<answer></answer> 3", 3, 0),
+        ("1e9999999", 3, 0),
+        ("1e99999999999999999999", 3, 0),
+        ("9" * 5000, 3, 0),
+        ("3", 3.0, 1),
+        ("3", None, None),
+        ("3", "", None),
+        ("3", "2.5", None),
+        ("3", "-3", None),
+        ("3", "nan", None),
+        ("3", "3 or 4", None),
+        ("no", "no", None),
+        ("a dozen", "dozen", None),
+    ],
+)
+def test_count_match_compares_the_count_in_digits_or_words(completion: str, answer: Any, reward: float | None) -> None:
+    assert count_match([completion], [answer]) == [reward]
 
 
 def test_exact_match_ignores_white_space_around_only() -> None:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from grpo_core.rewards.builtin.answers import multiple_choice, normalized_match
+from grpo_core.rewards.builtin.answers import count_match, multiple_choice, normalized_match
+from grpo_core.rewards.builtin.boxes import box_iou
 from grpo_core.rewards.builtin.form import format_regex, tags
 from grpo_core.rewards.builtin.language import language
 from grpo_core.rewards.builtin.length import char_length, length, length_band, soft_overlong_punishment
@@ -219,6 +220,8 @@ def test_readability_is_not_had_for_nothing() -> None:
 ANY: dict[str, Callable[[list[Any]], list[float | None]]] = {
     "normalized_match": lambda c: normalized_match(c, ["The 3.5"] * len(c)),
     "multiple_choice": lambda c: multiple_choice(c, ["B"] * len(c)),
+    "count_match": lambda c: count_match(c, [3] * len(c)),
+    "box_iou": lambda c: box_iou(c, [[0, 0, 1, 1]] * len(c)),
     "json_schema": lambda c: json_schema(c, {"type": "string"}),
     "tags": tags,
     "char_length": lambda c: char_length(c, 20),

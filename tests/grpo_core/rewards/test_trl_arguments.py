@@ -158,3 +158,33 @@ def test_the_functions_that_come_with_trl_run_as_they_are() -> None:
     assert columns == [[1.0, 0.0]]
     assert [it.columns["accuracy_reward/solution"] for it in logged] == ["$4$", "$4$"]
     assert not math.isnan(columns[0][0])
+
+
+@pytest.mark.slow
+def test_the_rewards_of_trls_example_for_images_run_unchanged_or_as_built_in_ones() -> None:
+    """The page on own rewards says so."""
+    trl_rewards = pytest.importorskip("trl.rewards", reason="needs requirements/bench.txt")
+    texts = [
+        "<think>\nOf 3, 2.\n</think>\nThe answer is $\\frac{2}{3}$.",
+        "<think>1</think> \\boxed{\\frac{1}{3}}",
+        "<think>a<think>b</think> \\boxed{\\frac{2}{3}}",
+        " <think>a</think>",
+        "",
+    ]
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    solution = "$\\frac{2}{3}$"
+    pattern = "<think>(?!.*<think>).*?</think>.*"
+    configs = [
+        RewardConfig(function="trl.rewards:think_format_reward"),
+        RewardConfig(function="format_regex", args={"pattern": pattern}),
+        RewardConfig(function="trl.rewards:accuracy_reward"),
+        RewardConfig(function="math_answer"),
+    ]
+    row = {"prompt": [{"role": "user", "content": "How many?"}], "solution": solution, "answer": solution}
+    form, built_in_form, right, built_in_right = score(
+        [*map(resolve, configs)], Batch([row] * len(texts), completions, [[1]] * len(texts))
+    )
+    assert form == built_in_form == trl_rewards.think_format_reward(completions) == [1, 1, 0, 0, 0]
+    assert (
+        right == built_in_right == trl_rewards.accuracy_reward(completions, [solution] * len(texts)) == [1, 0, 1, 0, 0]
+    )
