@@ -7,7 +7,7 @@ order of their marks. All images of a run are in one file, dataset/images.parque
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from grpo_core import run_files
 from grpo_core.config.inputs import MOST_PIXELS
 from grpo_core.data.chat import NO_OPTIONS, without_gaps
 from grpo_core.errors import ConfigError
@@ -248,10 +249,10 @@ def load_images(path: Path, processor: Any, frozen: bool) -> Images:
     table = pq.read_table(path, columns=["tokens", "grid"])
     starts = np.concatenate([[0], np.cumsum(table["tokens"].to_numpy(), dtype=np.int64)])
     grids = None if table["grid"].null_count else torch.tensor(table["grid"].to_pylist()).reshape(-1, 3)
-    read, names = read_files(path), processor.image_processor.model_input_names
+    files, names = ImageFiles(path), processor.image_processor.model_input_names
 
     def pixels(numbers: Sequence[int]) -> dict[str, Any]:
-        given = processor(images=[open_image(data) for data in read(numbers)], return_tensors="pt")
+        given = processor(images=[open_image(data) for data in files.read(numbers)], return_tensors="pt")
         return {name: given[name] for name in names if name in given}
 
     return Images(starts, grids, pixels, frozen)
@@ -263,19 +264,43 @@ def show_images(path: Path, processor: Any, images: Images) -> Shown:
     return Shown(processor, np.column_stack([table["height"].to_numpy(), table["width"].to_numpy()]), images)
 
 
-def read_files(path: Path) -> Callable[[Sequence[int]], list[bytes]]:
-    """A function that gives the bytes of the images with these numbers. It reads the groups of rows that have them."""
-    facts = pq.read_metadata(path)
-    ends = np.cumsum([facts.row_group(group).num_rows for group in range(facts.num_row_groups)])
+@dataclass(frozen=True)
+class ImageFiles:
+    """The images in a file that the stage validate wrote, as they were given."""
 
-    def read(numbers: Sequence[int]) -> list[bytes]:
+    path: Path
+
+    def read(self, numbers: Sequence[int]) -> list[bytes]:
+        """The bytes of the images with these numbers. Reads the groups of rows that have them."""
+        facts = _facts(self.path)
+        ends = np.cumsum([facts.row_group(group).num_rows for group in range(facts.num_row_groups)])
         groups = np.searchsorted(ends, numbers, side="right")
         found: dict[int, bytes] = {}
-        with pq.ParquetFile(path, metadata=facts) as file:
+        with pq.ParquetFile(self.path, metadata=facts) as file:
             for group in np.unique(groups):
                 column = file.read_row_group(int(group), ["image"])["image"]
                 first = int(ends[group]) - len(column)
                 found |= {it: column[it - first].as_py() for it in map(int, np.asarray(numbers)[groups == group])}
         return [found[int(number)] for number in numbers]
 
-    return read
+
+_facts = lru_cache(pq.read_metadata)
+
+
+def beside(data: Path) -> ImageFiles | None:
+    """The images of a validated data set; None if it has none."""
+    path = data.with_name(run_files.IMAGES)
+    return ImageFiles(path) if path.exists() else None
+
+
+def with_pictures(messages: Sequence[Mapping[str, Any]], pictures: Sequence[Image]) -> list[dict[str, Any]]:
+    """Messages as TRL's rewards see them: content parts, each image in its own."""
+    left = iter(pictures)
+    return [
+        {**it, "content": [_filled(part, left) for part in parts(it["content"])]} if it.get("content") else {**it}
+        for it in messages
+    ]
+
+
+def _filled(part: dict[str, Any], left: Iterator[Image]) -> dict[str, Any]:
+    return part | {"image": next(left)} if part["type"] == "image" else part

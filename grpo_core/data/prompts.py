@@ -21,6 +21,7 @@ from grpo_core.config.inputs import ModelConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.config.teacher import loaded_teachers
 from grpo_core.data.chat import NO_OPTIONS, begin_token_problem, encode_prompts, end_token_problem
+from grpo_core.data.images import ImageFiles, beside
 from grpo_core.data.teacher import check_tokenizers
 from grpo_core.errors import ConfigError
 from grpo_core.system.processes import importing
@@ -39,6 +40,7 @@ class Prompts:
     rows: Sequence[Row]
     ids: Sequence[list[int]]
     max_length: int  # tokens of the longest
+    images: ImageFiles | None = None  # those that rows have the numbers of
 
 
 class FileRows(Sequence[Row]):
@@ -160,4 +162,4 @@ def load_prompts(
         )
     if problem := end_token_problem(tokenizer, rows[0]["prompt"]) or begin_token_problem(tokenizer, rows[0]["prompt"]):
         raise ConfigError(problem)
-    return Prompts(rows, ids, int(lengths.max()))
+    return Prompts(rows, ids, int(lengths.max()), beside(path))

@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_core.rewards.contract import Reward
 from grpo_core.rewards.trl_arguments import UNKNOWN_PLAN, CallLog, TrainerState
 
+if TYPE_CHECKING:
+    from grpo_core.data.images import ImageFiles
+
 SHOWN = 200  # characters of a prompt or completion in a message
+PICTURED = ("prompts", "images", "image")  # arguments that show images
 BY_ROW = ("rows", "completions", "completion_ids", "environments")  # fields of a batch that have an entry per row
 
 
@@ -23,6 +27,7 @@ class Batch:
     completion_ids: Sequence[list[int]]
     environments: Sequence[Any] = ()  # of conversations with tools or an environment
     state: TrainerState = UNKNOWN_PLAN  # when they are scored
+    images: ImageFiles | None = None  # of the rows, which have their numbers
 
     def only(self, i: int) -> Batch:
         return self._at([i])
@@ -40,10 +45,10 @@ class Batch:
         """The part of the batch that the reward, and messages about it, need: what is sent to its process."""
         if reward.accepts is None:
             return replace(self, environments=())
-        columns = {"prompt", *reward.accepts}
+        columns = {"prompt", *reward.accepts, *(["images"] if self.images else [])}
         rows = [{key: value for key, value in row.items() if key in columns} for row in self.rows]
         ids = self.completion_ids if "completion_ids" in columns else [[] for _ in rows]
-        return Batch(rows, self.completions, ids, state=self.state)
+        return Batch(rows, self.completions, ids, state=self.state, images=self.images)
 
     def arguments(self, reward: Reward, log: CallLog) -> dict[str, Any]:
         """The function's arguments, which it may change: rows, completions and args are copies."""
@@ -66,7 +71,21 @@ class Batch:
             for key, values in copied.items()
             if key in accepts
         }
+        if self.images and {*PICTURED} & {*accepts}:
+            given |= self._pictured(self.images)
         return own | {key: value for key, value in given.items() if key in accepts}
+
+    def _pictured(self, files: ImageFiles) -> dict[str, list[Any]]:
+        """What shows images, as TRL gives it to rewards; rows share them. `image`: a row's first, None if it has
+        none."""
+        from grpo_core.data.images import open_image, with_pictures
+
+        numbers = [*dict.fromkeys(number for row in self.rows for number in row["images"])]
+        opened = dict(zip(numbers, map(open_image, files.read(numbers)), strict=True))
+        images = [[opened[number] for number in row["images"]] for row in self.rows]
+        pairs = zip(self.rows, images, strict=True)
+        prompts = [with_pictures(row["prompt"], own) if own else copy.deepcopy(row["prompt"]) for row, own in pairs]
+        return {"prompts": prompts, "images": images, "image": [next(iter(own), None) for own in images]}
 
     def shown(self, i: int) -> str:
         return f"prompt {short(self.rows[i]['prompt'])}, completion {short(self.completions[i])}"
@@ -75,7 +94,8 @@ class Batch:
 def joined(batches: Sequence[Batch]) -> Batch:
     """One batch of all rows, in this order."""
     columns = {name: [entry for batch in batches for entry in getattr(batch, name)] for name in BY_ROW}
-    return Batch(**columns, state=batches[0].state if batches else UNKNOWN_PLAN)
+    first = batches[0] if batches else Batch([], [], [])
+    return Batch(**columns, state=first.state, images=first.images)
 
 
 def ended_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:

@@ -21,6 +21,7 @@ from grpo_core.config.files import load_config
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import completion_of, is_conversation, text_of
+from grpo_core.data.images import ImageFiles, beside
 from grpo_core.errors import GrpoError, RewardError
 from grpo_core.planning.plan import plan_inputs
 from grpo_core.rewards.batch import Batch, short
@@ -62,7 +63,7 @@ def run(name: str, description: str, rehearsal: Callable[[RunConfig, Path], dict
 
 
 def _on_first_rows(config: RunConfig, data: Path) -> dict[str, Any]:
-    return rehearse(config, first_rows(config, data, ROWS), lambda: load_tokenizer(config))
+    return rehearse(config, first_rows(config, data, ROWS), lambda: load_tokenizer(config), images=beside(data))
 
 
 def first_rows(config: RunConfig, data: Path, count: int) -> list[dict[str, Any]]:
@@ -95,6 +96,7 @@ def rehearse(
     rows: Sequence[Mapping[str, Any]],
     load_tokenizer: Callable[[], Any],
     begin: Callable[[Sequence[Mapping[str, Any]]], Sequence[Any]] | None = None,
+    images: ImageFiles | None = None,
 ) -> dict[str, Any]:
     """Values of each reward per kind of completion, its pace, the rewards that gave only 0 and 1, and warnings.
 
@@ -107,6 +109,7 @@ def rehearse(
     acting = [reward.name for reward in resolved if begin and reward.reads_environments]
     reads_ids = any(reward.accepts is None or "completion_ids" in reward.accepts for reward in resolved)
     kinds, batch = _rehearsed_batch(rows, load_tokenizer if reads_ids else None, begin)
+    batch = replace(batch, images=images)
     rewards: dict[str, Any] = {}
     zero_or_one: list[str] = []
     errors, warnings = _gates(config.rewards, {reward.name: reward.range for reward in resolved})

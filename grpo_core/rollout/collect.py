@@ -308,7 +308,7 @@ def sample_and_score(
         if setting is None:
             asked = [answer.prompt_ids for answer in answers]
             texts = decode_completions(data, asked, ids, scoring.tokenizer, sampling.stop)
-            return Batch(data, texts, ids, state=scoring.state)
+            return Batch(data, texts, ids, state=scoring.state, images=prompts.images)
         talks = [answer.conversation for answer in answers if answer.conversation]
         seen = [setting.seen(each) for each in talks]
         return Batch(data, [each.said.messages for each in talks], ids, seen, scoring.state)

@@ -20,6 +20,7 @@ from grpo_core.data.chat import ROLES, begin_token_problem, end_token_problem
 from grpo_core.rewards.contract import Reward
 from tasks.data import column_fixes
 from tasks.data.column_fixes import accepts
+from tasks.data.images.columns import NAMES, column_of
 from tasks.data.lengths import (
     Options,
     OptionsByEnvironment,
@@ -220,6 +221,8 @@ def _shape(name: str, part: Part) -> Iterator[str]:
     elif is_unstorable(frame.schema["prompt"]):
         yield f"{name}, column 'prompt': a field of the messages {UNSTORABLE}"
     for column, readers in read.items():
+        if column in NAMES and column_of(frame.schema):  # a run has all images in one form
+            continue
         if column not in frame.columns:
             reading = f", which {', '.join(readers)} reads"
             own = (part.columns, read, part.section, part.own)

@@ -13,6 +13,7 @@ from grpo_core import run_files
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.files import load_config
 from grpo_core.data.chat import completion_of
+from grpo_core.data.images import beside
 from grpo_core.data.prompts import FileRows, load_tokenizer
 from grpo_core.errors import GrpoError
 from grpo_core.planning.plan import load_plan
@@ -98,7 +99,7 @@ def reward_change(run: Path, others: Sequence[Asked]) -> float | None:
     completions = [completion_of(row["prompt"], text) for row, text in zip(rows, texts, strict=True)]
     ids, state = ended_ids(load_tokenizer(config.model), texts), TrainerState.after(plan.max_steps, plan)
     try:
-        given = np.array(score(rewards_of(config), Batch(rows, completions, ids, state=state))).T
+        given = np.array(score(rewards_of(config), Batch(rows, completions, ids, state=state, images=beside(prompts.path)))).T
         sums = weighted_sum(given, config.rewards)
     except (GrpoError, OSError) as error:
         print(f"by how much the reward changes is not known: {error}", flush=True)

@@ -20,13 +20,13 @@ from grpo_core.config.inputs import ModelConfig
 from grpo_core.data.images import (
     FILE,
     MARK,
+    ImageFiles,
     ImageError,
     Shown,
     layout,
     load_images,
     open_image,
     parts,
-    read_files,
     render,
     show_images,
     text_of,
@@ -147,7 +147,7 @@ def test_the_pixels_are_those_of_the_family_s_processor(processor: Any, tmp_path
     assert {*found} == {*expected} - {*processor.unused_input_names}
     for name, values in found.items():
         assert values.equal(expected[name]), name
-    assert read_files(path)([4, 1]) == [png(pictures[4]), png(pictures[1])]
+    assert ImageFiles(path).read([4, 1]) == [png(pictures[4]), png(pictures[1])]
 
 
 def test_a_text_has_the_parts_that_it_was_made_of() -> None:
