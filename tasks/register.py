@@ -18,6 +18,7 @@ from grpo_core import run_files
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import is_conversation, without_gaps
+from grpo_core.data.images import beside
 from grpo_core.data.prompts import load_tokenizer
 from grpo_core.environments.setting import make_setting
 from grpo_core.system.tables import read_parquet
@@ -281,7 +282,8 @@ def _answering(config: RunConfig, run: Path) -> Answering:
     prompt = _example(run).prompt
     setting = make_setting(config, load_tokenizer(config.model)) if config.environment.is_used else None
     if setting is None:
-        return answering_of(config, conversational=is_conversation(prompt), tools=None)
+        images = beside(run_files.prompts(run, config.evaluation_files[HELD_OUT])) is not None
+        return answering_of(config, conversational=is_conversation(prompt), tools=None, images=images)
     setting.environments.close()
     names = [*config.environment.factories]
     tools = setting.options(names[0] if len(names) == 1 else "")["tools"]

@@ -37,8 +37,11 @@ class Answering:
         return bool(self.settings["conversational"])
 
 
-def answering_of(config: RunConfig, *, conversational: bool, tools: Sequence[Any] | None) -> Answering:
-    """How a version of a run answers, by its configuration. `tools`: JSON schemas of those that the model was shown."""
+def answering_of(
+    config: RunConfig, *, conversational: bool, tools: Sequence[Any] | None, images: bool = False
+) -> Answering:
+    """How a version of a run answers, by its configuration. `tools`: JSON schemas of those that the model was shown;
+    `images`: it was shown some."""
     model, evaluation = config.model, config.evaluation
     system_prompts = {source.system_prompt or "" for source in config.data.sources or [config.data]}
     return Answering(
@@ -48,6 +51,7 @@ def answering_of(config: RunConfig, *, conversational: bool, tools: Sequence[Any
             "system_prompt": system_prompts.pop() if len(system_prompts) == 1 else "",  # else a request says its own
             "template": json.dumps({**config.data.chat_template_kwargs, **({"tools": tools} if tools else {})}),
             "precision": config.train.mixed_precision,
+            "images": images,
         },
         sampling={
             "max_new_tokens": config.evaluation_length,

@@ -52,9 +52,10 @@ def answer(model: Any, path: str, said: Mapping[str, Any]) -> dict[str, Any]:
     asked["max_new_tokens"] = limit = said.get("max_completion_tokens", asked.get("max_new_tokens"))
     asked["stop"] = [asked["stop"]] if isinstance(asked["stop"], str) else asked["stop"]
     variables = {**said.get("chat_template_kwargs", {}), **({"tools": said["tools"]} if "tools" in said else {})}
-    ids = model.prompt_ids(prompt, variables)
-    check_context(model.model.config, len(ids) + limit)
-    text, tokens, ended = model.complete(ids, asked)
+    given = model.encode(prompt, variables)
+    length = given["input_ids"].shape[1]
+    check_context(model.model.config, length + limit)
+    text, tokens, ended = model.complete(given, asked)
     content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
     return {
         "id": uuid.uuid4().hex,
@@ -62,7 +63,7 @@ def answer(model: Any, path: str, said: Mapping[str, Any]) -> dict[str, Any]:
         "created": int(time.time()),
         "model": said["model"],
         "choices": [{"index": 0, **content, "logprobs": None, "finish_reason": "stop" if ended else "length"}],
-        "usage": {"prompt_tokens": len(ids), "completion_tokens": tokens, "total_tokens": len(ids) + tokens},
+        "usage": {"prompt_tokens": length, "completion_tokens": tokens, "total_tokens": length + tokens},
     }
 
 
@@ -70,7 +71,7 @@ def main() -> None:
     quiet_libraries()
     folder, name, host, port = sys.argv[1:]
     model: Any = pyfunc.load_model(folder).unwrap_python_model()
-    if not hasattr(model, "complete"):
+    if not hasattr(model, "encode"):
         sys.exit(f"{name}: an earlier release has registered this version; register it again")
     one_by_one = asyncio.Lock()
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from base64 import b64encode
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import decode_completions, is_conversation, text_of, without_gaps
+from grpo_core.data.images import parts
+from grpo_core.model.images import keys, on_device, showing
 from grpo_core.model.loading import load_model
 from grpo_core.model.precision import with_precision_of
 from grpo_core.rollout.loading import PromptSets, read_prompts
@@ -73,10 +76,22 @@ def _ask(trained: Trained, version: Path) -> Iterator[Asked]:
             break
         prompt, limit = rows[row]["prompt"], own_limit(config, rows[row]) or config.evaluation_length
         params = {"temperature": 0.0, "max_new_tokens": min(limit, config.evaluation_length)}
-        given = {"messages": without_gaps(prompt)} if is_conversation(prompt) else prompt
+        given = {"messages": _asked(prompt, trained.images(row))} if is_conversation(prompt) else prompt
         answered: Any = model.predict(given, params)
         wanted = evaluated[row] if same_way else trained.text(trained.answer(row), row)
         yield Asked(row, answered[0], wanted, partial(trained.steps, row))
+
+
+def _asked(prompt: Sequence[Mapping[str, Any]], images: Sequence[bytes]) -> list[dict[str, Any]]:
+    """A prompt's messages as a client sends them, with its images in data: URLs."""
+    messages, left = without_gaps(prompt), iter(images)
+
+    def sent(part: dict[str, str]) -> dict[str, Any]:
+        if part["type"] != "image":
+            return part
+        return {"type": "image_url", "image_url": {"url": f"data:;base64,{b64encode(next(left)).decode()}"}}
+
+    return [{**it, "content": [*map(sent, parts(it["content"]))]} for it in messages] if images else messages
 
 
 @dataclass(frozen=True)
@@ -87,12 +102,18 @@ class Trained:
     run: Path
     sources: PromptSets
 
+    def images(self, row: int) -> list[bytes]:
+        """The image files of a held-out prompt."""
+        prompts = self.sources.sets[HELD_OUT]
+        return prompts.images.read(prompts.rows[row]["images"]) if prompts.images else []
+
     @cached_property
     def engine(self) -> TransformersEngine:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         precision = with_precision_of(self.config, device).train.mixed_precision
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        model = load_model(self.run / run_files.TRAINING / run_files.MODEL, dtype=dtype, device=device)
+        folder = self.run / run_files.TRAINING / run_files.MODEL
+        model = load_model(folder, dtype=dtype, device=device, images=self.sources.images)
         return TransformersEngine(model, self.sources.tokenizer)
 
     def answer(self, row: int) -> list[int]:
@@ -111,8 +132,9 @@ class Trained:
     def steps(self, row: int) -> Steps:
         """A greedy answer, token by token."""
         ids, prompt, model = self.answer(row), self.sources.sets[HELD_OUT].ids[row], self.engine.model
-        given = torch.tensor([[*prompt, *ids]], device=model.device)
-        logits = model(input_ids=given, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        given, shown = on_device(model, torch.tensor([[*prompt, *ids]]))
+        with showing(model, shown):
+            logits = model(input_ids=given, use_cache=False, **keys(model, shown)).logits[0, len(prompt) - 1 : -1]
         highest, second = logits.topk(2).values.float().unbind(-1)
         texts = [self.text(ids[:count], row) for count in range(1, len(ids) + 1)]
         exact = model.dtype == torch.float32 and model.device.type == "cpu"
