@@ -230,7 +230,13 @@ def _parts(config: RunConfig, read: Mapping[str, Rows], rewards: Sequence[Reward
 
 
 def _without_images(part: Part, numbered: Rows) -> Part:
-    return replace(part, rows=numbered, columns={it: how for it, how in part.columns.items() if it not in NAMES})
+    """The part with the numbers of its images in its prompts, which its rewards' columns of images are made from."""
+    columns = {it: how for it, how in part.columns.items() if it not in NAMES}
+    rewards = [
+        replace(reward, columns={it: kind for it, kind in reward.columns.items() if it not in NAMES})
+        for reward in part.rewards
+    ]
+    return replace(part, rows=numbered, columns=columns, rewards=rewards)
 
 
 def template_options(config: RunConfig, tokenizer: Any) -> OptionsByEnvironment:
