@@ -9,19 +9,22 @@ from dataclasses import replace
 from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from grpo_core.data import own_code
+from grpo_core.data.processor import takes_images
 from grpo_core.data.recording import check_recording
 from grpo_core.environments.registry import sources
 from grpo_core.errors import ConfigError
 from grpo_core.planning.forecast import count_gpus
 from grpo_core.planning.hardware import find_gpu
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs
-from grpo_core.planning.shapes import load_positions
+from grpo_core.planning.shapes import ForecastError, config_file, load_positions
 from grpo_core.planning.warm_start import plan_warm_start
 from grpo_core.rewards.composition import check_curriculum
 from grpo_core.rewards.contract import check, check_environments, rewards_of
 from tasks.data.demonstrations import demonstration_source, load_demonstrations
+from tasks.data.images.numbering import FEW, have_images, refusals
 from tasks.data.path_or_hub import check_places
-from tasks.data.sources import count_prompts, needs_loading, training_sources
+from tasks.data.rows import of_frame
+from tasks.data.sources import SourceError, count_prompts, load_image_heads, needs_loading, training_sources
 from tasks.processes.launchers.kubernetes_job import read_template
 from tasks.processes.training_machine import check_training_machine
 from tasks.publishing.formats import check_formats
@@ -41,11 +44,12 @@ def refuse_early(config: RunConfig, known_prompts: int | None = None, here: bool
     can be read in files counts.
 
     Raises ConfigError if model, prompts or recording do not exist, if vLLM would not find a model's weights, if a
-    completion has no place in the model's positions, if servers need more GPUs than there are, if launch.kubernetes is
-    wrong, if a function that `[data]` names cannot be loaded, if a curriculum has no pass rates, or if an export could
-    not be made or pushed; RewardError or EnvironmentsError if a reward, environment or tool cannot be loaded;
-    SourceError if the training file cannot be read; PlanError if sizes do not fit together, whichever prompts validate
-    keeps; MachineError if this machine should train on a GPU but cannot, or vLLM is not installed.
+    completion has no place in the model's positions, if prompts with images cannot be trained on in this way, if
+    servers need more GPUs than there are, if launch.kubernetes is wrong, if a function that `[data]` names cannot be
+    loaded, if a curriculum has no pass rates, or if an export could not be made or pushed; RewardError or
+    EnvironmentsError if a reward, environment or tool cannot be loaded; SourceError if the training file cannot be
+    read; PlanError if sizes do not fit together, whichever prompts validate keeps; MachineError if this machine should
+    train on a GPU but cannot, or vLLM is not installed.
     """
     if here and not os.environ.get(GPU_DEPLOYMENT):
         check_training_machine(config)
@@ -59,6 +63,8 @@ def refuse_early(config: RunConfig, known_prompts: int | None = None, here: bool
             read_template(config.launch.kubernetes)
     _check_vllm_finds_weights(config)
     _check_positions(config)
+    if known_prompts is None:
+        _check_images(config)
     sources(config.environment)
     check_curriculum(config)
     if here:
@@ -113,6 +119,22 @@ def _check_positions(config: RunConfig) -> None:
                 f"{key} = {length}: the model {config.model.name_or_path!r} takes {positions} tokens, prompt included; "
                 "lower it"
             )
+
+
+def _check_images(config: RunConfig) -> None:
+    """Raises ConfigError if the first prompts have images, and the configuration asks for what does not work with them.
+    Looked for only if prompts and model are on this machine."""
+    problems = [*refusals(config)]
+    if not problems or own_code.named(config.data):
+        return
+    try:
+        config_file(config.model.name_or_path, config.model.revision)
+        heads = {str(place): of_frame(head) for place, head in enumerate(load_image_heads(config.data, FEW))}
+        reads = have_images(heads) and takes_images(config.model)
+    except (ForecastError, SourceError):  # said where they are needed
+        return
+    if reads:
+        raise ConfigError("\n".join(problems))
 
 
 def _check_vllm_finds_weights(config: RunConfig) -> None:

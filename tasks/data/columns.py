@@ -11,7 +11,7 @@ import pyarrow as pa
 from grpo_core.config.columns import columns_read, is_function, is_template, template_parts
 from grpo_core.config.inputs import PromptSource
 from grpo_core.data import own_code
-from tasks.data.images.columns import has_parts, with_marks
+from tasks.data.images.columns import NAMES, has_parts, with_marks
 from tasks.data.rows import MixedKindsError, Rows, kept_on_disk
 
 SLICE = 10_000  # rows converted to Python objects at a time
@@ -32,10 +32,13 @@ def with_columns(rows: Rows, config: PromptSource, section: str = "data") -> Row
         if all(taken(part, rows.schema) is not None for part in columns_read(how))
     }
     left_out = [column for column in config.columns if column not in made]
+    other = [
+        name for name in NAMES if {*NAMES} & made.keys() and name not in made
+    ]  # images are in the one that is made
 
     def make(frame: pl.DataFrame, first: int = 0) -> pl.DataFrame:
         columns = {column: _made(frame, f"{section}.columns.{column}", how, first) for column, how in made.items()}
-        return frame.drop(left_out, strict=False).with_columns(**columns)
+        return frame.drop(left_out, strict=False).with_columns(**columns).drop(other, strict=False)
 
     if any(map(is_function, made.values())):  # their types follow from all rows
         try:

@@ -19,6 +19,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.system.tables import read_parquet
 from tasks.data.arrow_frames import to_frame
 from tasks.data.columns import ColumnError, with_columns
+from tasks.data.images.columns import column_of
 from tasks.data.path_or_hub import data_set, is_file, is_folder, may_be_on_the_hub
 from tasks.data.rows import Rows, alike, as_columns, kept_on_disk, of_frame, slice_rows
 from tasks.data.text_sources import Fault, find_fault, read_text
@@ -186,6 +187,17 @@ def load_head(data: DataConfig, rows: int) -> list[pl.DataFrame]:
     """Load the first training prompts of each source. Raises SourceError if a source is not a file, or cannot be
     read."""
     return [_head(source, data, rows) for source in training_sources(data)]
+
+
+def load_image_heads(data: DataConfig, rows: int) -> list[pl.DataFrame]:
+    """Load the first training prompts of each file that may have images, by its columns. Raises SourceError if one
+    cannot be read."""
+    files = [source for source in training_sources(data) if is_file(Path(source.data))]
+    return [
+        _head(source, data, rows)
+        for source in files
+        if _text_kind(source) or column_of(_with_columns(source, _open(source), data).schema)
+    ]
 
 
 def _head(source: Source, data: DataConfig, rows: int) -> pl.DataFrame:

@@ -22,6 +22,25 @@ def has_parts(schema: Mapping[str, pl.DataType]) -> bool:
     return "type" in _fields(content)
 
 
+def all_in_parts(rows: list[Any]) -> bool:
+    """Make the texts of messages content parts, if a message of these rows, read from JSON, has parts. Returns whether
+    one has."""
+    messages = [
+        message
+        for row in rows
+        if isinstance(row, dict)
+        for value in row.values()
+        if isinstance(value, list)
+        for message in value
+        if isinstance(message, dict) and "role" in message
+    ]
+    found = any(isinstance(message.get("content"), list) for message in messages)
+    for message in messages:
+        if found and isinstance(text := message.get("content"), str):
+            message["content"] = [{"type": "text", "text": text}]
+    return found
+
+
 def _fields(kind: Any) -> dict[str, Any]:
     """Fields of a list's objects; none of any other type."""
     inner = kind.inner if isinstance(kind, pl.List) else None

@@ -60,7 +60,7 @@ def refusals(config: RunConfig) -> Iterator[str]:
 def have_images(parts: Mapping[str, Rows]) -> bool:
     """True if a row has an image, or if a column of images is of a type that has none."""
     for rows in parts.values():
-        if column_of(rows.schema) is None:
+        if column_of(rows.schema) is None or "prompt" not in rows.schema:
             continue
         images = sources(rows.schema)
         if images is None or any(_counts(frame, images)["given"].any() for frame in rows.slices()):
@@ -104,7 +104,10 @@ def number_images(
     """Read the images of the parts, once, and write those that differ to `path`. `places`: where each part comes
     from."""
     writer = ImageWriter(path, processor, data.max_image_pixels)
-    special = {*processor.all_special_multimodal_tokens, *processor.tokenizer.convert_ids_to_tokens(processor.image_token_ids)}
+    special = {
+        *processor.all_special_multimodal_tokens,
+        *processor.tokenizer.convert_ids_to_tokens(processor.image_token_ids),
+    }
     found: list[dict[str, Any]] = []
     numbered = {
         name: kept_on_disk(_frames(name, rows, folder_of(places[name]), data, writer, special, found))

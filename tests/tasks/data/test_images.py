@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -17,20 +19,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from typer.testing import CliRunner
 
+from flows.cli.main import app
+from flows.parameters import early_refusals
 from grpo_core import run_files
-from grpo_core.config.files import parse_config
+from grpo_core.config.files import dump_config, parse_config
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.data.images import MARK, open_image, parts, show_images
 from grpo_core.data.processor import load_processor
 from grpo_core.errors import ConfigError
 from grpo_core.rollout.loading import read_prompts
 from tasks import screen as screening
+from tasks import validate
+from tasks.data.forecast_inputs import first_lengths
 from tasks.data.images import reading
 from tasks.data.images.tokenizer import ImageTokenizer
 from tasks.data.lengths import _most_tokens, token_lengths
 from tasks.data.rows import write_rows
+from tasks.reports import data_report
 from tasks.screen import refusal
+from tasks.stages.errors import StageError
+from tasks.stages.run import Context
+from tasks.stages.table import VALIDATE
 from tests.conftest import config_values
 from tests.rows import screen, whole, write_lines
 from tests.vision import FAMILIES, make_vision_base, picture, png
@@ -178,6 +189,41 @@ def test_content_parts_become_text_with_marks_and_images_in_their_order(qwen: Pa
     (row,) = kept["eval"].to_dicts()
     assert [it["content"] for it in row["prompt"]] == ["Not this, since there is one.", "!"]
     assert row["images"] == []
+
+
+def test_json_lines_may_have_texts_beside_parts(qwen: Path, tmp_path: Path) -> None:
+    image = {
+        "type": "image_url",
+        "image_url": {"url": f"data:image/png;base64,{base64.b64encode(png(picture())).decode()}"},
+    }
+    rows = [
+        {
+            "prompt": [
+                {"role": "system", "content": "Be short."},
+                {"role": "user", "content": [image, {"type": "text", "text": f"{number}?"}]},
+            ],
+            "answer": "1",
+        }
+        for number in range(3)
+    ]
+    values = _values(qwen, tmp_path)
+    told = [{"prompt": _asked("Who?"), "answer": "1"}]
+    values["data"]["train"] = str(write_lines(tmp_path / "train.jsonl", [*rows, *told]))
+    values["data"]["eval"] = str(write_lines(tmp_path / "eval.jsonl", [{"prompt": _asked("When?"), "answer": "1"}]))
+    kept, _, _ = _screened(values, tmp_path)
+    assert [it["content"] for it in kept["train"]["prompt"][1]] == ["Be short.", f"{MARK}1?"]
+    assert kept["train"]["prompt"][3].to_list() == _asked("Who?")
+    assert kept["train"]["images"].to_list() == [[0], [0], [0], []]
+
+
+def test_a_reward_may_read_the_images(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "looking.py").write_text("def looks(completions, images):\n    return [1.0 for _ in images]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    values = _values(qwen, tmp_path)
+    values["rewards"] = [{"function": "looking:looks"}]
+    values["data"]["columns"] = {"images": "image"}
+    kept, _, _ = _screened(values, tmp_path)
+    assert kept["train"]["images"].to_list() == [[0], [1], [2], [3]]
 
 
 def _numbered(row: Row) -> Any:
@@ -410,6 +456,55 @@ def test_a_run_may_mix_sources_with_images_and_without(qwen: Path, tmp_path: Pat
     assert kept["eval"]["images"].to_list() == [*[[]] * 4, [4], [5], [6], [7]]
 
 
+def test_validate_leaves_the_images_beside_the_prompts(
+    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    log = SimpleNamespace(info=lambda text, *words: said.append(text % words), warning=lambda *_: None)
+    monkeypatch.setattr(validate, "get_run_logger", lambda: log)
+    monkeypatch.setattr(validate, "show_markdown", lambda _, page, __: said.append(page))
+    monkeypatch.setattr(validate, "rehearse_version", lambda *_: None)
+    monkeypatch.setattr(validate, "_rehearse", lambda _: {"zero_or_one": [], "warnings": [], "rows": 0})
+    monkeypatch.setattr(data_report, "_rehearsal_table", lambda _: "")
+    rows = _rows(range(4))
+    values = _values(qwen, tmp_path, [*rows, {**rows[0], "prompt": _asked("broken"), "image": b"no image"}])
+    (partial := tmp_path / "dataset.partial").mkdir()
+    context = Context(parse_config(values), tmp_path, partial)
+    with pytest.raises(StageError, match="image 0: not an image in PNG"):
+        validate._work(context)
+    assert not (partial / run_files.IMAGES).exists()
+    values["data"]["checks"] = {"broken_image": "drop"}
+    report = validate._work(Context(parse_config(values), tmp_path, partial))
+    files = VALIDATE.files(context.config, report)
+    assert [*files] == ["train.parquet", "eval.parquet", run_files.IMAGES]
+    assert {*files, "report.json", "train.dropped.parquet"} <= {it.name for it in partial.iterdir()}
+    assert any(text.startswith("7 different images, ") for text in said)
+    assert any("## Images\n\n7 different images, " in text for text in said)
+    before = VALIDATE.content(partial, report)
+    monkeypatch.undo()
+    (partial / run_files.IMAGES).write_bytes(b"others")
+    assert before["train"] != VALIDATE.content(partial, report)["train"]
+
+
+def test_a_plan_counts_the_images_of_the_first_prompts(qwen: Path, tmp_path: Path) -> None:
+    rows = _rows(range(4))
+    rows[2]["image"] = png(picture(300, 300))
+    rows[3]["image"] = b"no image"
+    values = _values(qwen, tmp_path, rows)
+    found = first_lengths(parse_config(values))
+    assert found is not None
+    text = len("How many in 0?")
+    assert (found.mean, found.longest) == (text + (1 + 1 + 9 + 0) / 4, text + 9)
+
+
+def test_a_data_check_says_which_images_there_are(qwen: Path, tmp_path: Path) -> None:
+    values = _values(qwen, tmp_path)
+    (tmp_path / "run.toml").write_text(dump_config(parse_config(values)))
+    result = CliRunner().invoke(app, ["data", "check", str(tmp_path / "run.toml")])
+    assert result.exit_code == 0, result.output
+    assert "7 different images, 0.0 MiB, the largest 30 × 20 pixels, in 1 to 1 tokens each" in result.output
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
@@ -419,12 +514,18 @@ def test_a_run_may_mix_sources_with_images_and_without(qwen: Path, tmp_path: Pat
         ({"environment": {"tools": ["calculator"]}}, "environment: not with images yet"),
     ],
 )
-def test_what_does_not_work_with_images_yet_is_refused(qwen: Path, tmp_path: Path, keys: Row, said: str) -> None:
+def test_what_does_not_work_with_images_yet_is_refused(
+    qwen: Path, words_model: Path, tmp_path: Path, keys: Row, said: str
+) -> None:
     values = _values(qwen, tmp_path)
     for section, own in keys.items():
         values[section] = values.get(section, {}) | own
-    (found,) = screen(parse_config(values)).shape
+    config = parse_config(values)
+    (found,) = screen(config).shape
     assert found.startswith(said)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        early_refusals._check_images(config)
+    early_refusals._check_images(parse_config(_values(words_model, tmp_path) | {"rollout": {"engine": "vllm"}}))
 
 
 def test_columns_that_are_no_images_are_refused(qwen: Path, tmp_path: Path) -> None:
