@@ -21,10 +21,10 @@ NO_GPU = "CPU"  # prefix of the name of hardware without a GPU
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a run. `gpu_hours`: GPUs held by probe, warm start, training and evaluation, with their vLLM servers, times
-    the hours of these stages; None without a GPU, or if the hardware is unknown. `at_least`: True if the training was interrupted, since only the
-    updates of interrupted attempts count. `tokens`: completion tokens that the training sampled, None before it has
-    finished. `price`: per GPU hour; None if the configuration has none.
+    """Cost of a run. `gpu_hours`: GPUs held by probe, warm start, training and evaluation, with their vLLM servers,
+    times the hours of these stages; None without a GPU, or if the hardware is unknown. `at_least`: True if the training
+    was interrupted, since only the updates of interrupted attempts count. `tokens`: completion tokens that the training
+    sampled, None before it has finished. `price`: per GPU hour; None if the configuration has none.
     """
 
     gpu_hours: float | None

@@ -83,11 +83,12 @@ async def judge(
 ) -> list[float | None]:
     """The grade that a language model gives each completion: 0 for the lowest of `scale`, 1 for the highest.
 
-    None if it gives no grade in the form asked for in three attempts (of several grades in the last, the lowest counts),
-    if its server refuses this one question, or if the rubric wants an answer and there is none. A completion without a letter or digit gets 0 without being asked
-    about, since such completions fool judges (arXiv:2507.08794). A judge's own failure raises RewardError and never
-    gives a 0: it cannot be reached or refuses after `max_retries` more attempts, it has not answered when the call is
-    cancelled, 20 completions in a row get no grade, or the budget is spent.
+    None if it gives no grade in the form asked for in three attempts (of several in the last, the lowest counts), if
+    its server refuses this one question, or if the rubric wants an answer and there is none. A completion without a
+    letter or digit gets 0 without being asked about, since such completions fool judges (arXiv:2507.08794). A judge's
+    own failure raises RewardError and never gives a 0: it cannot be reached or refuses after `max_retries` more
+    attempts, it has not answered when the call is cancelled, 20 completions in a row get no grade, or the budget is
+    spent.
 
     `base_url`: of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1 of `vllm serve`. `rubric`: what to
     grade and how, with `{completion}` and, if wanted, `{prompt}` and `{answer}` (the column of that name). `scale`:
