@@ -10,6 +10,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 MARK = "\ufffc"  # Unicode's object replacement character
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of others, Pillow starts programs to read some
 UPRIGHT = 4  # the last EXIF orientation in which height and width stay
+READ = 64  # images that are read together
 SIZES = 2**16  # sizes of images whose tokens are kept in memory
 FILE = pa.schema(
     {
@@ -272,7 +274,8 @@ class ImageFiles:
 
     def read(self, numbers: Sequence[int]) -> list[bytes]:
         """The bytes of the images with these numbers. Reads the groups of rows that have them."""
-        facts = _facts(self.path)
+        status = self.path.stat()
+        facts = _facts(self.path, status.st_size, status.st_mtime_ns)
         ends = np.cumsum([facts.row_group(group).num_rows for group in range(facts.num_row_groups)])
         groups = np.searchsorted(ends, numbers, side="right")
         found: dict[int, bytes] = {}
@@ -283,8 +286,19 @@ class ImageFiles:
                 found |= {it: column[it - first].as_py() for it in map(int, np.asarray(numbers)[groups == group])}
         return [found[int(number)] for number in numbers]
 
+    def digests(self, numbers: Sequence[int]) -> list[str]:
+        """Hash of each of these images' bytes, a few of which are in memory at a time."""
+        found: dict[int, str] = {}
+        for first in range(0, len(numbers), READ):
+            part = [number for number in dict.fromkeys(numbers[first : first + READ]) if number not in found]
+            hashes = (blake2b(data, digest_size=16).hexdigest() for data in (self.read(part) if part else []))
+            found |= dict(zip(part, hashes, strict=True))
+        return [found[number] for number in numbers]
 
-_facts = lru_cache(pq.read_metadata)
+
+@lru_cache
+def _facts(path: Path, _size: int, _modified_ns: int) -> Any:
+    return pq.read_metadata(path)
 
 
 def beside(data: Path) -> ImageFiles | None:

@@ -16,11 +16,14 @@ from grpo_core.errors import GrpoError
 
 def number_units(rows: Iterable[Mapping[str, Any]], config: RunConfig) -> np.ndarray:
     """Number of each row's unit: its group with `evaluation.group_column`, else its prompt; equal ones have the same
-    number. With an environment, which begins with the whole row, prompts differ if their rows do. (N,)"""
+    number. Images are part of a prompt. With an environment, which begins with the whole row, prompts differ if their
+    rows do. (N,)"""
     column = config.evaluation.group_column
     if column:
         return number_equal(group_of(row, column) for row in rows)
-    return number_equal(whole_row(row) if config.environment.factories else plain(row["prompt"]) for row in rows)
+    if config.environment.factories:
+        return number_equal(map(whole_row, rows))
+    return number_equal((plain(row["prompt"]), *(row.get("images") or ())) for row in rows)
 
 
 def number_equal(values: Iterable[Any]) -> np.ndarray:

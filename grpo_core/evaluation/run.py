@@ -19,6 +19,8 @@ from grpo_core.config.evaluation import WARM_START
 from grpo_core.config.files import load_config
 from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
+from grpo_core.data.images import beside
+from grpo_core.data.prompts import FileRows
 from grpo_core.evaluation.samples import Columns, answers_of, prompt_columns, samples_table
 from grpo_core.fingerprint import environment_parts, reward_parts
 from grpo_core.planning.plan import load_plan
@@ -64,7 +66,7 @@ def evaluate(
         if processes.is_main_process:
             print(f"the champion is left out: it has another {part} than {config.model.name_or_path}", flush=True)
         champion = None
-    prompts = {name: prompt_columns(name, of_set.rows, config) for name, of_set in session.sets.items()}
+    prompts = {name: prompt_columns(name, of_set, config) for name, of_set in session.sets.items()}
     start_seconds = time.monotonic() - begun
 
     answers: dict[str, Columns] = {}
@@ -133,6 +135,9 @@ def outcomes_key(config: RunConfig, files: Mapping[str, Path], state: TrainerSta
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
     for name, path in sorted(files.items()):
         digest.update(name.encode() + hashlib.blake2b(path.read_bytes()).digest())
+        if images := beside(path):
+            numbers = [number for row in FileRows(path) for number in row["images"]]
+            digest.update("".join(images.digests(numbers)).encode())
     return digest.hexdigest()
 
 

@@ -12,6 +12,7 @@ import polars as pl
 from grpo_core.config.columns import ANSWER
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import plain
+from grpo_core.data.prompts import Prompts
 from grpo_core.data.units import group_of, whole_row
 from grpo_core.errors import GrpoError
 from grpo_core.rewards.builtin.record import written
@@ -61,9 +62,9 @@ def samples_table(columns: Mapping[str, list[Any]], scores: Iterable[str]) -> pl
     return pl.DataFrame(columns, schema_overrides={name: kind for name, kind in types.items() if name in columns})
 
 
-def prompt_columns(name: str, rows: Sequence[Mapping[str, Any]], config: RunConfig) -> dict[str, list[Any]]:
+def prompt_columns(name: str, prompts: Prompts, config: RunConfig) -> dict[str, list[Any]]:
     """The columns of samples.parquet that are the same for all policies: one entry per sample of a prompt."""
-    n = config.evaluation.num_samples
+    n, rows = config.evaluation.num_samples, prompts.rows
     columns: dict[str, list[Any]] = {"prompt": [plain(row["prompt"]) for row in rows]}
     for column, source in ((ANSWER, ANSWER), ("category", config.evaluation.category_column)):
         if source in rows[0]:
@@ -74,6 +75,12 @@ def prompt_columns(name: str, rows: Sequence[Mapping[str, Any]], config: RunConf
         columns["source"] = [row["source"] for row in rows]
     if config.environment.factories:  # an environment begins with the whole row: the same prompt may be another task
         columns["task"] = [whole_row(row) for row in rows]
+    elif prompts.images:  # the same text beside another image
+        numbers = [row["images"] for row in rows]
+        digests = iter(prompts.images.digests([number for own in numbers for number in own]))
+        shown = [[next(digests) for _ in own] for own in numbers]
+        pairs = zip(columns["prompt"], shown, strict=True)
+        columns["task"] = [whole_row({"prompt": prompt, "images": own}) for prompt, own in pairs]
     places: dict[str, list[Any]] = {
         "set": [name] * n * len(rows),
         "row": [row for row in range(len(rows)) for _ in range(n)],

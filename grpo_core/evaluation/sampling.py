@@ -54,9 +54,7 @@ def load_sampling(
     prompts = read_prompts(config, files)
     scoring = Scoring(prompts.tokenizer, rewards_of(config), prompts.setting, state)
     dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
-    base = load_starting_policy(
-        config.model, dtype=dtype, device=processes.device, shard=shard, images=prompts.images
-    )
+    base = load_starting_policy(config.model, dtype=dtype, device=processes.device, shard=shard, images=prompts.images)
     max_length = max(of_set.max_length for of_set in prompts.sets.values()) + completion
     check_lengths(base, max_length)
     engine = make_engine(config, config.model.name_or_path, base, prompts.tokenizer, max_length)

@@ -32,8 +32,8 @@ from grpo_core.distributed import (
 from grpo_core.errors import ConfigError
 from grpo_core.model.capabilities import decoder
 from grpo_core.model.checkpoint_fit import misfit, name_as_saved, not_finite
-from grpo_core.model.images import Images
 from grpo_core.model.four_bit import dequantised, keep_gradients, nf4_config, take_dequantised
+from grpo_core.model.images import Images
 from grpo_core.model.logprobs import make_logits_float32
 from grpo_core.model.precision import make_bfloat16
 from grpo_core.model.pretrained import from_pretrained, give_logits_alone, model_class

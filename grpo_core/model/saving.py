@@ -34,7 +34,12 @@ from grpo_core.model.loading import (
 from grpo_core.model.pretrained import ask_again, from_pretrained
 from grpo_core.model.sharded import is_sharded
 
-PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
+PROCESSORS = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
 FILE_BYTES = 4 * 2**30  # of weights, in one file
 
 

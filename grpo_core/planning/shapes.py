@@ -17,7 +17,9 @@ from grpo_core.planning.architectures.parts import ForecastError, Linear, Part
 
 # Models of text and images, which transformers loads for text with what sees images, or without it.
 WITH_IMAGES, WITHOUT_IMAGES = ("gemma3", "qwen2_5_vl"), ("qwen3_5", "qwen3_5_moe")
-TEXT_PART = dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_text"), "qwen2")  # older checkpoints have its keys beside the tower's
+TEXT_PART = dict.fromkeys(
+    ("qwen2_5_vl", "qwen2_5_vl_text"), "qwen2"
+)  # older checkpoints have its keys beside the tower's
 UNTIED = ("nemotron_h", "kimi_linear")  # whatever their configurations say
 NO_ADAPTER = ("falcon_h1", "nemotron_h", "mamba2")  # on `out_proj`, by peft
 FAMILIES = (*architectures.FAMILIES, *WITH_IMAGES, *WITHOUT_IMAGES)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from grpo_core.data.demonstrations import demonstrations_file
+from grpo_core.data.images import beside
 from grpo_core.distributed import (
     copy_into_shard,
     failing_together,
@@ -83,6 +84,7 @@ def fingerprint(run: Path, config: RunConfig, plan: Plan, *, demonstrations: Pat
     names = ["train", "eval"] if config.train.eval_steps else ["train"]
     files = [demonstrations] if demonstrations else [run_files.prompts(run, name) for name in names]
     files += [demonstrations_file(config, run)] * config.warm_start.is_used
+    files += [it.path for it in [beside(run_files.prompts(run, "train"))] if it and not demonstrations]
     if config.data.curriculum.kind != "none":
         digest.update(config.data.curriculum.model_dump_json().encode())
         files += [run / run_files.PROBED] * config.data.curriculum.begins_with_probe

@@ -99,7 +99,9 @@ def reward_change(run: Path, others: Sequence[Asked]) -> float | None:
     completions = [completion_of(row["prompt"], text) for row, text in zip(rows, texts, strict=True)]
     ids, state = ended_ids(load_tokenizer(config.model), texts), TrainerState.after(plan.max_steps, plan)
     try:
-        given = np.array(score(rewards_of(config), Batch(rows, completions, ids, state=state, images=beside(prompts.path)))).T
+        given = np.array(
+            score(rewards_of(config), Batch(rows, completions, ids, state=state, images=beside(prompts.path)))
+        ).T
         sums = weighted_sum(given, config.rewards)
     except (GrpoError, OSError) as error:
         print(f"by how much the reward changes is not known: {error}", flush=True)

@@ -134,7 +134,9 @@ def _opened(image: Any) -> Any:
     url = image["url"] if isinstance(image, Mapping) else image
     head, _, data = url.partition(",")
     if not head.startswith("data:") or not head.endswith(";base64"):
-        raise ValueError(f"an image at {url[:60]!r}: give it as a data: URL, base64, which nothing has to be fetched for")
+        raise ValueError(
+            f"an image at {url[:60]!r}: give it as a data: URL, base64, which nothing has to be fetched for"
+        )
     found: Any = ImageOps.exif_transpose(Image.open(io.BytesIO(base64.b64decode(data))))
     if found.has_transparency_data:
         found = found.convert("RGBA")

@@ -15,7 +15,7 @@ from grpo_core.config.evaluation import EVALUATED_BY, HELD_OUT
 from grpo_core.config.metrics import DECIDING, EVALUATED, TRAINED
 from grpo_core.config.run import RunConfig
 from grpo_core.data.units import paired_units
-from grpo_core.evaluation.outcomes import bounds_of, grouped, outcomes, unit_name, unit_numbers
+from grpo_core.evaluation.outcomes import PROMPT, bounds_of, grouped, outcomes, unit_name, unit_numbers
 from grpo_core.evaluation.statistics import Difference, paired_difference
 from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import series
@@ -106,7 +106,8 @@ def _differing(first: Record, other: Record, chosen: Callable[[str], object]) ->
 def _asked(record: Record) -> dict[str, list[Any]]:
     """Prompts of each evaluation set."""
     first = record.samples.filter(record.samples["sample"] == 0).sort("row")
-    return {name: of_set["prompt"].to_list() for (name,), of_set in first.group_by("set", maintain_order=True)}
+    column = next(name for name in PROMPT if name in first.columns)
+    return {name: of_set[column].to_list() for (name,), of_set in first.group_by("set", maintain_order=True)}
 
 
 def end_of_training(record: Record) -> dict[str, str]:

@@ -17,6 +17,7 @@ from grpo_core.data.processor import load_processor
 from tasks.data.images.columns import NAMES, SOURCE, column_of, sources
 from tasks.data.images.reading import ImageWriter
 from tasks.data.images.tokenizer import ImageTokenizer
+from tasks.data.path_or_hub import data_set
 from tasks.data.repeats import FINDING
 from tasks.data.rows import Rows, kept_on_disk
 from tasks.data.sources import Source, folder_of
@@ -102,7 +103,7 @@ def number_images(
     parts: Mapping[str, Rows], places: Mapping[str, Source], data: DataConfig, processor: Any, path: Path
 ) -> Numbered:
     """Read the images of the parts, once, and write those that differ to `path`. `places`: where each part comes
-    from."""
+    from. Those of held-out prompts have the first numbers: other training data leave the validated prompts the same."""
     writer = ImageWriter(path, processor, data.max_image_pixels)
     special = {
         *processor.all_special_multimodal_tokens,
@@ -110,12 +111,14 @@ def number_images(
     }
     found: list[dict[str, Any]] = []
     numbered = {
-        name: kept_on_disk(_frames(name, rows, folder_of(places[name]), data, writer, special, found))
-        for name, rows in parts.items()
+        name: kept_on_disk(_frames(name, parts[name], folder_of(places[name]), data, writer, special, found))
+        for name in sorted(parts, key=lambda name: data_set(name) == "train")
     }
     figures = writer.close()
     shown = show_images(path, processor, load_images(path, processor, frozen=True))
-    return Numbered(numbered, pl.DataFrame(found, FINDING), figures, ImageTokenizer(shown))
+    return Numbered(
+        {name: numbered[name] for name in parts}, pl.DataFrame(found, FINDING), figures, ImageTokenizer(shown)
+    )
 
 
 def _frames(

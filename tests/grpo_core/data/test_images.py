@@ -20,8 +20,8 @@ from grpo_core.config.inputs import ModelConfig
 from grpo_core.data.images import (
     FILE,
     MARK,
-    ImageFiles,
     ImageError,
+    ImageFiles,
     Shown,
     layout,
     load_images,

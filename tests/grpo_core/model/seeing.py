@@ -29,7 +29,8 @@ TOWER = {"hidden_size": 32, "intermediate_size": 64}
 IMAGE = 99  # the families' placeholder
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
-        "text_config": TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},
+        "text_config": TEXT
+        | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},
         "vision_config": TOWER
         | {"depth": 2, "num_heads": 4, "out_hidden_size": 32, "window_size": 56, "fullatt_block_indexes": [1]},
         "image_token_id": IMAGE,
@@ -77,7 +78,9 @@ def plain_logits(model: Any, ids: Sequence[int]) -> Tensor:
             numbers.append(int(np.searchsorted(images.starts, -1 - token, side="right")) - 1)
     row = torch.tensor([ids])
     kinds = (row < 0).int()
-    given: dict[str, Any] = {"input_ids": torch.where(row < 0, IMAGE, row)} | (images.pixels(numbers) if numbers else {})
+    given: dict[str, Any] = {"input_ids": torch.where(row < 0, IMAGE, row)} | (
+        images.pixels(numbers) if numbers else {}
+    )
     if numbers:
         given["mm_token_type_ids" if images.grids is not None else "token_type_ids"] = kinds
     model.model.rope_deltas = None  # which transformers keeps from an earlier pass

@@ -87,7 +87,9 @@ def test_the_policy_is_transformers_own(family: str, seed: int, frozen: bool) ->
             assert others[name].grad is None, name
         else:
             scale = others[name].grad.abs().max().item()
-            torch.testing.assert_close(parameter.grad, others[name].grad, rtol=0, atol=1e-4 * max(scale, 1e-3), msg=name)
+            torch.testing.assert_close(
+                parameter.grad, others[name].grad, rtol=0, atol=1e-4 * max(scale, 1e-3), msg=name
+            )
 
 
 @families
@@ -105,7 +107,9 @@ def test_what_is_sampled_has_transformers_probabilities(family: str) -> None:
     # Whatever else is in the batch.
     ((_, alone),) = [done for step in engine.generate(requests[3:4], Sampling(8, 1.0)) for done in step]
     assert [it.ids for it in alone] == [it.ids for it in found[3]]
-    together = [prompt + completion[0].ids for prompt, completion in zip(prompts, (found[n] for n in range(5)), strict=True)]
+    together = [
+        prompt + completion[0].ids for prompt, completion in zip(prompts, (found[n] for n in range(5)), strict=True)
+    ]
     for ids, scores in zip(together, engine.compute_logprobs(together), strict=True):
         expected = plain_logits(model, ids).log_softmax(-1)
         for place, (token, score) in enumerate(zip(ids[1:], scores, strict=True)):
@@ -119,8 +123,12 @@ def test_the_kl_to_the_base_is_that_of_plain_passes(family: str) -> None:
         for parameter in one.get_decoder().parameters():
             parameter += 0.05 * torch.randn_like(parameter)
     prompts, completions = _drawn(one.images, 5, g=1)
-    for prompt, completion, found in zip(prompts, completions, mean_kl(one, other, prompts, completions, [None] * 3), strict=True):
-        log_p, log_q = (plain_logits(it, prompt + completion)[len(prompt) - 1 : -1].log_softmax(-1) for it in (one, other))
+    for prompt, completion, found in zip(
+        prompts, completions, mean_kl(one, other, prompts, completions, [None] * 3), strict=True
+    ):
+        log_p, log_q = (
+            plain_logits(it, prompt + completion)[len(prompt) - 1 : -1].log_softmax(-1) for it in (one, other)
+        )
         assert found == pytest.approx((log_p.exp() * (log_p - log_q)).sum(-1).mean().item(), abs=1e-5)
 
 

@@ -130,7 +130,13 @@ def test_an_adapter_is_on_the_language_model_alone(family: str, tmp_path: Path) 
         adapted = with_adapter(model, config)
         names = [*trainable_state(adapted)]
         assert names
-        inside = "model.model.layers." if family in TEXT_ALONE else "model.text_model." if family == "idefics3" else "model.language_model.layers."
+        inside = (
+            "model.model.layers."
+            if family in TEXT_ALONE
+            else "model.text_model."
+            if family == "idefics3"
+            else "model.language_model.layers."
+        )
         assert all(inside in name or "language_model.per_layer" in name for name in names)
         model = adapted.unload()
 

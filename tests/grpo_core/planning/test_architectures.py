@@ -21,8 +21,8 @@ from grpo_core.model.capabilities import make_packable, plain_output_layer
 from grpo_core.model.loading import with_adapter
 from grpo_core.model.packed_attention import PackedBatch
 from grpo_core.model.packed_attention import _Varlen as _Sequences
-from grpo_core.model.sequences import Sequences
 from grpo_core.model.pretrained import without_weights
+from grpo_core.model.sequences import Sequences
 from grpo_core.planning.architectures.families import FAMILIES as ARCHITECTURES
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.memory import cache_bytes, peak_memory, training_parts

@@ -33,7 +33,9 @@ def takes_all(completions: list[Any], **columns: Any) -> list[float]:
 def batch(tmp_path: Path) -> Batch:
     """Three rows: of no image, of one in two rows, and of two."""
     pictures = [picture(20 + n, 10, seed=n) for n in range(3)]
-    rows = [{"image": png(it), "height": 10, "width": 20 + n, "tokens": 1, "grid": None} for n, it in enumerate(pictures)]
+    rows = [
+        {"image": png(it), "height": 10, "width": 20 + n, "tokens": 1, "grid": None} for n, it in enumerate(pictures)
+    ]
     pq.write_table(pa.Table.from_pylist(rows, FILE), tmp_path / "images.parquet", row_group_size=2)
 
     def asked(text: str, *numbers: int) -> dict[str, Any]:
@@ -48,8 +50,7 @@ def batch(tmp_path: Path) -> Batch:
 def test_a_reward_gets_images_as_trl_gives_them(batch: Batch, isolated: bool) -> None:
     SEEN.clear()
     rewards = [
-        resolve(RewardConfig(function=f"{__name__}:{name}", isolated=isolated))
-        for name in ("looks", "takes_all")
+        resolve(RewardConfig(function=f"{__name__}:{name}", isolated=isolated)) for name in ("looks", "takes_all")
     ]
     assert score(rewards, batch) == [[0, 1, 2, 1], [0, 22, 20, 22]]
     if isolated:

@@ -7,21 +7,33 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 from grpo_core import run_files
 from grpo_core.config.files import load_config
-from grpo_core.data.images import MARK
+from grpo_core.data.images import FILE, MARK, beside
 from grpo_core.data.processor import load_processor
+from grpo_core.data.prompts import FileRows, Prompts
+from grpo_core.data.units import number_equal, number_units
+from grpo_core.evaluation.run import outcomes_key
+from grpo_core.evaluation.samples import prompt_columns
 from grpo_core.training.loop import train
 from tests.grpo_core.training import killing
 from tests.grpo_core.training.seeing_runs import PICTURES, seeing_run
 from tests.grpo_core.training.training import assert_same
 from tests.vision import FAMILIES
 
-KEYS = {"max_steps": 4, "save_steps": 1, "num_iterations": 2, "beta": 0.1, "eval_steps": 2, "load_best_model_at_end": True}
+KEYS = {
+    "max_steps": 4,
+    "save_steps": 1,
+    "num_iterations": 2,
+    "beta": 0.1,
+    "eval_steps": 2,
+    "load_best_model_at_end": True,
+}
 ADAPTER = {"use_peft": True, "lora_r": 4, "lora_dropout": 0.2}
 
 
@@ -79,3 +91,24 @@ def test_killed_at_random_it_ends_as_if_undisturbed(family: str, keys: dict[str,
     assert killing.train(run, at) == 9
     assert killing.train(run) == 0
     assert_same(run, whole)
+
+
+def test_prompts_of_one_text_beside_other_images_are_other_prompts(tmp_path: Path) -> None:
+    """In an evaluation's samples, whatever numbers the images have; and other images are other outcomes."""
+    runs = [seeing_run(tmp_path / name, "gemma3") for name in ("one", "other")]
+    files = [run / "dataset" / "eval.parquet" for run in runs]
+    asked = [{"role": "user", "content": f"{MARK}How many?"}]
+    for file, numbers in zip(files, ([0, 1, 1, 2], [3, 4, 4, 5]), strict=True):
+        rows = [{"prompt": asked, "images": [number], "answer": "1"} for number in numbers]
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    images = pq.read_table(runs[1] / "dataset" / "images.parquet").to_pylist()
+    images[3:6] = images[:3]  # the same images under other numbers
+    pq.write_table(pa.Table.from_pylist(images, FILE), runs[1] / "dataset" / "images.parquet")
+    config = load_config(runs[0] / run_files.CONFIG)
+    one, other = (prompt_columns("eval", Prompts(FileRows(it), [], 1, beside(it)), config)["task"] for it in files)
+    assert one == other
+    assert number_equal(one).tolist() == number_units(FileRows(files[0]), config).tolist() == [0, 1, 1, 2]
+    before = outcomes_key(config, {"eval": files[0]})
+    images[0], images[1] = images[1], images[0]
+    pq.write_table(pa.Table.from_pylist(images, FILE), runs[0] / "dataset" / "images.parquet")
+    assert outcomes_key(config, {"eval": files[0]}) != before
