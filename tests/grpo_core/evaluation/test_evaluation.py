@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.config import memory_bounds
 from grpo_core.config.files import parse_config
+from grpo_core.data.prompts import Prompts
 from grpo_core.evaluation.outcomes import unit_numbers
 from grpo_core.evaluation.run import evaluate
 from grpo_core.evaluation.samples import prompt_columns, samples_table
@@ -317,7 +318,7 @@ def test_rows_of_an_environment_are_told_apart_by_all_that_it_begins_with(
 ) -> None:
     config = parse_config({**values, "environment": environment})
     rows = [{"prompt": [{"role": "user", "content": "Play."}], "seed": seed} for seed in (3, 4, 3)]
-    table = samples_table(prompt_columns("held-out", rows, config), [])
+    table = samples_table(prompt_columns("held-out", Prompts(rows, [], 1), config), [])
     assert unit_numbers(table, "held-out").tolist() == numbers
 
 

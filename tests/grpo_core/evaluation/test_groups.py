@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.config.files import parse_config
+from grpo_core.data.prompts import Prompts
 from grpo_core.data.units import paired_units, per_unit
 from grpo_core.errors import GrpoError
 from grpo_core.evaluation.comparison import compare_policies
@@ -52,9 +53,9 @@ def test_only_prompts_that_were_scored_for_both_are_compared_within_a_group(
 
 def test_an_evaluation_s_samples_have_the_groups_that_the_column_names() -> None:
     rows = [{"prompt": f"{row}", "passage": passage} for row, passage in enumerate((7, "b", 7))]
-    samples = samples_table(prompt_columns("held-out", rows, CONFIG), [])
+    samples = samples_table(prompt_columns("held-out", Prompts(rows, [], 1), CONFIG), [])
     assert samples["group"].to_list() == ["7", "b", "7"]
     assert unit_numbers(samples, "held-out").tolist() == [0, 1, 0]
     for row in ({"prompt": "3"}, {"prompt": "3", "passage": None}):
         with pytest.raises(GrpoError, match="'passage': an evaluated prompt has no value in this column"):
-            prompt_columns("held-out", [*rows, row], CONFIG)
+            prompt_columns("held-out", Prompts([*rows, row], [], 1), CONFIG)

@@ -1,4 +1,4 @@
-"""Trainings on prompts with images: what they sample has transformers' own probabilities, and a kill leaves no trace."""
+"""Trainings on prompts with images: they sample with transformers' own probabilities, and a kill leaves no trace."""
 
 from __future__ import annotations
 
