@@ -52,7 +52,10 @@ def evaluate_exported(run: Path, folder: Path) -> dict[str, Any]:
     session.engine.close()
     report: dict[str, Any] = {}
     if session.processes.is_main_process:
-        prompts = {name: prompt_columns(name, of_set.rows, config) for name, of_set in session.sets.items()}
+        prompts = {
+            name: prompt_columns(name, of_set.rows, config, pictured=of_set.images is not None)
+            for name, of_set in session.sets.items()
+        }
         parts = (prompts, answers_of(TRAINED, run / run_files.EVALUATION / run_files.SAMPLES, prompts), exported)
         scores = [f"{policy}/rewards/{it.name}" for policy in (TRAINED, EXPORTED) for it in session.scoring.rewards]
         columns = [functools.reduce(operator.or_, (part[name] for part in parts)) for name in prompts]

@@ -64,7 +64,10 @@ def evaluate(
         if processes.is_main_process:
             print(f"the champion is left out: it has another {part} than {config.model.name_or_path}", flush=True)
         champion = None
-    prompts = {name: prompt_columns(name, of_set.rows, config) for name, of_set in session.sets.items()}
+    prompts = {
+        name: prompt_columns(name, of_set.rows, config, pictured=of_set.images is not None)
+        for name, of_set in session.sets.items()
+    }
     start_seconds = time.monotonic() - begun
 
     answers: dict[str, Columns] = {}

@@ -57,12 +57,16 @@ def answers_of(policy: str, samples: Path, prompts: Columns) -> Columns:
 def samples_table(columns: Mapping[str, list[Any]], scores: Iterable[str]) -> pl.DataFrame:
     """The samples of one set, with the same types even for empty columns; `scores`: the columns of rewards."""
     types: dict[str, Any] = {"answer": pl.String, "category": pl.String, **dict.fromkeys(scores, pl.Float64)}
+    types["images"] = pl.List(pl.Int64)
     types |= {name: pl.String for name in columns if name.partition("/")[2].startswith("logged/")}
     return pl.DataFrame(columns, schema_overrides={name: kind for name, kind in types.items() if name in columns})
 
 
-def prompt_columns(name: str, rows: Sequence[Mapping[str, Any]], config: RunConfig) -> dict[str, list[Any]]:
-    """The columns of samples.parquet that are the same for all policies: one entry per sample of a prompt."""
+def prompt_columns(
+    name: str, rows: Sequence[Mapping[str, Any]], config: RunConfig, *, pictured: bool = False
+) -> dict[str, list[Any]]:
+    """The columns of samples.parquet that are the same for all policies: one entry per sample of a prompt. `pictured`:
+    True if the rows have the numbers of images."""
     n = config.evaluation.num_samples
     columns: dict[str, list[Any]] = {"prompt": [plain(row["prompt"]) for row in rows]}
     for column, source in ((ANSWER, ANSWER), ("category", config.evaluation.category_column)):
@@ -72,6 +76,8 @@ def prompt_columns(name: str, rows: Sequence[Mapping[str, Any]], config: RunConf
         columns[GROUP] = [group_of(row, config.evaluation.group_column) for row in rows]
     if config.data.sources:
         columns["source"] = [row["source"] for row in rows]
+    if pictured:
+        columns["images"] = [row["images"] for row in rows]
     if config.environment.factories:  # an environment begins with the whole row: the same prompt may be another task
         columns["task"] = [whole_row(row) for row in rows]
     places: dict[str, list[Any]] = {
