@@ -19,6 +19,7 @@ from grpo_core.config.evaluation import CHAMPION, HELD_OUT
 from grpo_core.config.metrics import DECIDING
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import turns
+from grpo_core.data.images import in_words
 from grpo_core.system.tables import read_parquet
 from tasks.processes.launch import launch_with_restarts
 from tasks.processes.training_machine import check_training_machine
@@ -132,7 +133,9 @@ def _with_policies_side_by_side(samples: pl.DataFrame, policies: list[str]) -> p
 
 
 def _cell(column: str, value: Any) -> Any:
-    """Convert a value of samples.parquet for a table artifact; a conversation becomes text."""
+    """Convert a value of samples.parquet for a table artifact; a conversation becomes text, and so does an image."""
+    if column == "prompt":
+        value = in_words(value)
     if column.endswith("/conversation"):
         value = "\n".join(f"{role}: {text}" for role, text in turns(json.loads(value)))
     return _escaped(value)

@@ -94,14 +94,14 @@ def _tokenizer(found: Rollouts) -> Any:
 
 def _print(found: Rollouts, colour: str, tokenizer: Any) -> None:
     from tasks.reports.conversations import trained_on
-    from tasks.reports.rollouts import by_step, describe, pieces_of
+    from tasks.reports.rollouts import by_step, describe, pieces_of, with_images_in_words
 
     terminal = Terminal()
     if found.prompt is not None:
         table = by_step(found)
         terminal.print(table_of([Column(name, justify="right") for name in table.head], table.rows))
     pieces = pieces_of(found, tokenizer) if colour else [None for _ in found.rows]
-    for row, of_row in zip(found.rows, pieces, strict=True):
+    for row, of_row in zip(with_images_in_words(found), pieces, strict=True):
         terminal.print(f"\n{describe(row)}", style="bold")
         _print_sample(terminal, trained_on(row), of_row, colour)
     terminal.print(f"\n{found.summary}", style="dim")
@@ -112,7 +112,8 @@ def _print(found: Rollouts, colour: str, tokenizer: Any) -> None:
 def _print_sample(terminal: Terminal, sample: Mapping[str, Any], pieces: Sequence[Piece] | None, colour: str) -> None:
     """Print a rollout in the page's order: prompt, then completion or turns."""
     [policy] = sample["policies"]
-    for role, text in [*sample["prompt"], *([("reset", sample["opening"])] if sample["opening"] else [])]:
+    asked = [(role, "".join(pieces)) for role, pieces in sample["prompt"]]
+    for role, text in [*asked, *([("reset", sample["opening"])] if sample["opening"] else [])]:
         terminal.print(_indented(Text(f"{role}: {text}" if role else text, style="dim")))
     if pieces is not None:
         terminal.print(_indented(_coloured(pieces, colour)))

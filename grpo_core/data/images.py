@@ -7,7 +7,7 @@ order of their marks. All images of a run are in one file, dataset/images.parque
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -141,6 +141,22 @@ def text_of(content: Sequence[Mapping[str, Any]]) -> str:
     return "".join(part.get("text") or "" if part["type"] == "text" else MARK for part in content)
 
 
+def in_words(prompt: Any, sizes: Iterable[Sequence[int]] = ()) -> Any:
+    """The prompt for readers of text: in the place of each image, "[image: 51 × 30]", width × height. `sizes`: height
+    and width of its images, in order; without them, "[image]"."""
+    if isinstance(prompt, str):
+        return prompt
+    left = iter(sizes)
+    return [{**it, "content": _in_words(it["content"], left)} if it.get("content") else it for it in prompt]
+
+
+def _in_words(content: str | Sequence[Mapping[str, Any]], left: Iterator[Sequence[int]]) -> str:
+    first, *others = (content if isinstance(content, str) else text_of(content)).split(MARK)
+    sizes = [next(left, ()) for _ in others]
+    words = (f"[image: {size[1]} × {size[0]}]" if size else "[image]" for size in sizes)
+    return first + "".join(word + text for word, text in zip(words, others, strict=True))
+
+
 @dataclass(frozen=True)
 class Layout:
     """What stands for an image in a prompt."""
@@ -221,7 +237,7 @@ class Shown:
         if not is_whole or sum(it in own for it in ids) != len(virtual):
             raise ConfigError(
                 f"a prompt with {len(numbers)} images has places for another number of them: the chat template leaves "
-                f"some out, or a message says {processor.image_token!r}; the prompt: {str(messages)[:200]}"
+                f"some out, or a message says {processor.image_token!r}; the prompt: {str(in_words(messages))[:200]}"
             )
         following = iter(virtual)
         return [next(following) if it in own else it for it in ids]
@@ -294,6 +310,12 @@ class ImageFiles:
             hashes = (blake2b(data, digest_size=16).hexdigest() for data in (self.read(part) if part else []))
             found |= dict(zip(part, hashes, strict=True))
         return [found[number] for number in numbers]
+
+    def sizes(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
+        """Height and width of the images with these numbers."""
+        heights, widths = (pq.read_table(self.path, columns=[name])[name] for name in ("height", "width"))
+        return [(heights[number].as_py(), widths[number].as_py()) for number in map(int, numbers)]
+
 
 
 @lru_cache

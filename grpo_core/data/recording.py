@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from grpo_core import run_files
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
+from grpo_core.data.images import in_words
 from grpo_core.errors import ConfigError
 from grpo_core.planning.plan import Plan
 
@@ -143,5 +144,5 @@ def check_tokens(config: RunConfig, plan: Plan, tokenizer: Any, rows: Sequence[M
             if row >= len(rows) or rows[row]["prompt"] != prompt:
                 raise ConfigError(
                     f"{file} has another prompt in row {row} than {origins}: "
-                    f"{str(prompt)[:200]!r}; train on the data that it was recorded with"
+                    f"{str(in_words(prompt))[:200]!r}; train on the data that it was recorded with"
                 )

@@ -58,6 +58,7 @@ def answers_of(policy: str, samples: Path, prompts: Columns) -> Columns:
 def samples_table(columns: Mapping[str, list[Any]], scores: Iterable[str]) -> pl.DataFrame:
     """The samples of one set, with the same types even for empty columns; `scores`: the columns of rewards."""
     types: dict[str, Any] = {"answer": pl.String, "category": pl.String, **dict.fromkeys(scores, pl.Float64)}
+    types["images"] = pl.List(pl.Int64)
     types |= {name: pl.String for name in columns if name.partition("/")[2].startswith("logged/")}
     return pl.DataFrame(columns, schema_overrides={name: kind for name, kind in types.items() if name in columns})
 
@@ -73,12 +74,13 @@ def prompt_columns(name: str, prompts: Prompts, config: RunConfig) -> dict[str, 
         columns[GROUP] = [group_of(row, config.evaluation.group_column) for row in rows]
     if config.data.sources:
         columns["source"] = [row["source"] for row in rows]
+    if prompts.images:
+        columns["images"] = [row["images"] for row in rows]
     if config.environment.factories:  # an environment begins with the whole row: the same prompt may be another task
         columns["task"] = [whole_row(row) for row in rows]
     elif prompts.images:  # the same text beside another image
-        numbers = [row["images"] for row in rows]
-        digests = iter(prompts.images.digests([number for own in numbers for number in own]))
-        shown = [[next(digests) for _ in own] for own in numbers]
+        digests = iter(prompts.images.digests([number for own in columns["images"] for number in own]))
+        shown = [[next(digests) for _ in own] for own in columns["images"]]
         pairs = zip(columns["prompt"], shown, strict=True)
         columns["task"] = [whole_row({"prompt": prompt, "images": own}) for prompt, own in pairs]
     places: dict[str, list[Any]] = {

@@ -88,7 +88,9 @@ class Batch:
         return {"prompts": prompts, "images": images, "image": [next(iter(own), None) for own in images]}
 
     def shown(self, i: int) -> str:
-        return f"prompt {short(self.rows[i]['prompt'])}, completion {short(self.completions[i])}"
+        from grpo_core.data.images import in_words
+
+        return f"prompt {short(in_words(self.rows[i]['prompt']))}, completion {short(self.completions[i])}"
 
 
 def joined(batches: Sequence[Batch]) -> Batch:

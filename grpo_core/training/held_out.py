@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from safetensors.torch import load_file, save_file
 
 from grpo_core.config.metrics import of_source
+from grpo_core.data.prompts import rows_at
 from grpo_core.data.units import number_units, per_unit
 from grpo_core.distributed import own_range, read_tensors, write_tensors
 from grpo_core.model.loading import load_trainable_state, trainable_state
@@ -82,7 +83,10 @@ def _write(samples: Sequence[Sample], session: Session, path: Path) -> None:
     scores = dict(zip(["reward", *names], [weighted_sum(matrix, session.config.rewards), *matrix.T], strict=True))
     columns = {name: pa.array(values, pa.float64(), from_pandas=True) for name, values in scores.items()}
     columns |= {name: pa.array(texts, pa.string()) for name, texts in logged_columns(samples).items()}
-    table = pa.table({"row": [sample.row for sample in samples], **columns}).sort_by("row")
+    rows, held_out = [sample.row for sample in samples], session.held_out
+    if held_out is not None and held_out.images:
+        columns["images"] = pa.array([it["images"] for it in rows_at(held_out.rows, rows)], pa.list_(pa.int64()))
+    table = pa.table({"row": rows, **columns}).sort_by("row")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     with naming(temporary):

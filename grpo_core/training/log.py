@@ -104,6 +104,8 @@ class TrainingLog:
         }
         if self.plan.sources:
             columns["source"] = [row["source"] for row in rows]
+        if self.session.prompts.images:
+            columns["images"] = pa.array([row["images"] for row in rows], pa.list_(pa.int64()))
         if self.session.sampler and self.session.sampler.lookahead:
             columns["scheduled_batch"] = [sample.turn for sample in samples]
             columns["ages"] = pa.array([sample.completion.ages for sample in samples], pa.list_(pa.int64()))

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from grpo_core import run_files
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.data.chat import turns
+from grpo_core.data.images import in_words
 from grpo_core.data.recording import KEY
 from grpo_core.errors import GrpoError
 from grpo_core.rewards.composition import weighted_sum
@@ -109,4 +110,4 @@ def prompts_of(files: Sequence[Path]) -> dict[int, str]:
 
 def _prompts(table: pl.DataFrame) -> dict[int, str]:
     distinct = table.select("row", "prompt").unique("row", keep="first", maintain_order=True)
-    return {row: "\n".join(text for _, text in turns(prompt)) for row, prompt in distinct.iter_rows()}
+    return {row: "\n".join(text for _, text in turns(in_words(prompt))) for row, prompt in distinct.iter_rows()}

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import turns
+from grpo_core.data.images import in_words
 from grpo_core.evaluation.outcomes import deciding_metric, outcomes, samples_of
 from tasks.registry.gate import Contestant
 from tasks.rendering.visible import shortened, visible
@@ -79,7 +80,7 @@ def largest_changes(config: RunConfig, candidate: Contestant, rival: Contestant)
 
 
 def _text(prompt: Any) -> str:
-    return _shown("\n".join(f"{role}: {text}" if role else text for role, text in turns(prompt)))
+    return _shown("\n".join(f"{role}: {text}" if role else text for role, text in turns(in_words(prompt))))
 
 
 def _shown(text: str) -> str:

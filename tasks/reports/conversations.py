@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import polars as pl
 
 from grpo_core.data.chat import turns
+from grpo_core.data.images import MARK, ImageFiles, open_image
 from grpo_core.environments.calls import ERROR
 from tasks.rendering import figures
 from tasks.rendering.page import Section
+from tasks.rendering.pictures import Picture, Pictures
 from tasks.rendering.visible import shortened, visible
 from tasks.reports.record import Record
 
@@ -22,10 +24,10 @@ TURNS = {  # colours of a conversation's turns
 }
 
 
-def in_training(record: Record) -> Section:
+def in_training(record: Record, pictures: Pictures) -> Section:
     """Section with conversations that were trained on; empty without tools and environment."""
     best_and_worst = {
-        f"update {row['step']}: {which} advantage": [trained_on(row)]
+        f"update {row['step']}: {which} advantage": [trained_on(row, pictures=pictures)]
         for batch in record.batches
         if "conversation" in batch.columns
         for which, row in _ends(batch).items()
@@ -40,14 +42,19 @@ def _ends(batch: pl.DataFrame) -> dict[str, dict[str, Any]]:
     return {"highest": ordered.row(0, named=True), "lowest": ordered.row(-1, named=True)} if ordered.height else {}
 
 
-def trained_on(row: Mapping[str, Any], name: str = "in training", pieces: Sequence[Any] = ()) -> dict[str, Any]:
+def trained_on(
+    row: Mapping[str, Any],
+    name: str = "in training",
+    pieces: Sequence[Any] = (),
+    pictures: Pictures | None = None,
+) -> dict[str, Any]:
     """Convert a row of completions/ to the form in which the report's `_sample` gives evaluated samples. `pieces`: its
-    coloured tokens."""
+    coloured tokens; `pictures`: the images of the page, None on one of text."""
     masks = row.get("trained_tokens")
     advantage = f"advantage {figures.number(row['advantage'])}"
     return {
         "row": row.get("row"),
-        "prompt": messages(row["prompt"]),
+        "prompt": messages(row["prompt"], pictures.of(row.get("images") or ()) if pictures else ()),
         "opening": shortened(row.get("opening") or ""),
         "answer": None,
         "category": None,
@@ -113,6 +120,21 @@ def _call(function: Mapping[str, Any]) -> str:
     return f"{function['name'] or '(no name)'}({', '.join(arguments)})"
 
 
-def messages(prompt: Any) -> list[tuple[str, str]]:
-    """(role, text) of each message; a text prompt is one message without a role."""
-    return [(role, shortened(text)) for role, text in turns(prompt)]
+def messages(prompt: Any, pictures: Iterable[Picture] = ()) -> list[tuple[str, list[str | Picture]]]:
+    """(role, text) of each message; a text prompt is one message without a role. A text is divided by its
+    images, which are those of `pictures` in order."""
+    left = iter(pictures)
+    return [(role, _pieces(text, left)) for role, text in turns(prompt)]
+
+
+def _pieces(text: str, pictures: Iterator[Picture]) -> list[str | Picture]:
+    first, *others = text.split(MARK)
+    pieces: list[str | Picture] = [shortened(first)]
+    for other in others:
+        pieces += [next(pictures, "[image]"), shortened(other)]
+    return pieces
+
+
+def pictures_of(files: ImageFiles | None) -> Pictures:
+    """The images in these files, for one page."""
+    return Pictures(files and (lambda number: open_image(*files.read([number]))))

@@ -15,6 +15,7 @@ import polars as pl
 
 from grpo_core import run_files
 from grpo_core.config.run import RunConfig
+from grpo_core.data.images import ImageFiles, beside
 from grpo_core.errors import GrpoError
 from grpo_core.system.tables import read_parquet
 from tasks.data.completions import recorded_batches
@@ -41,7 +42,8 @@ class Record:
     """Record of a run. `data`, `plan`, `result`, `evaluation`, `probe`: receipts of validate, plan, train, evaluate and
     probe; empty if the stage is not part of the run. `seconds`: of each stage that is done. `metrics`: one row per
     update. `findings`: of the health policy. `batches`: completions of the first and the last generation batch, if they
-    exist. `samples`: of the evaluation. `hardware`: where the run was trained, "" if unknown."""
+    exist. `samples`: of the evaluation. `hardware`: where the run was trained, "" if unknown. `images`: those of the
+    prompts; None if they have none, or are on another machine."""
 
     config: RunConfig
     data: dict[str, Any]
@@ -55,6 +57,7 @@ class Record:
     samples: pl.DataFrame
     hardware: str = ""
     probe: dict[str, Any] = field(default_factory=dict)
+    images: ImageFiles | None = None
 
     @property
     def metric(self) -> str:
@@ -118,6 +121,7 @@ def read_record(
         samples=read_parquet(evaluation / run_files.SAMPLES),
         hardware=_json(training / RUN_FILE).get(HARDWARE, ""),
         probe=receipts[PROBE] if PROBE.is_asked(config) else {},
+        images=beside(run_files.prompts(run, "eval")),
     )
 
 

@@ -17,9 +17,10 @@ from grpo_core.evaluation.outcomes import outcomes, right
 from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import BLUE, GREEN, GREY, ORANGE
 from tasks.rendering.page import Chart, Section, Table, Tile, Verdict, render
+from tasks.rendering.pictures import Pictures
 from tasks.rendering.visible import shortened
 from tasks.reports import training_sections
-from tasks.reports.conversations import TURNS, conversation, in_training, messages
+from tasks.reports.conversations import TURNS, conversation, in_training, messages, pictures_of
 from tasks.reports.record import Record, read_record
 from tasks.stages.files import write_text
 
@@ -49,11 +50,12 @@ def write_report(
 def report_page(record: Record, seconds: float, keys: Mapping[str, str], mlflow_run: str, commit: str) -> str:
     """Render the page as HTML. `seconds`: duration of the evaluation. `keys`: lineage keys by stage. `mlflow_run`:
     address of the run in MLflow. `commit`: of the code that the run was trained with; "" if unknown."""
+    pictures = pictures_of(record.images)
     sections = [
         _evaluation(record),
         training_sections.curves(record),
-        _before_and_after(record),
-        in_training(record),
+        _before_and_after(record, pictures),
+        in_training(record, pictures),
         training_sections.plan_and_outcome(record),
         training_sections.time_spent(record, seconds),
         training_sections.data_section(record),
@@ -254,13 +256,13 @@ def _lengths(record: Record) -> Chart:
     return Chart("Completion lengths", drawing.svg(lambda axes: drawing.histogram(axes, lengths, colours)), note)
 
 
-def _before_and_after(record: Record) -> Section:
+def _before_and_after(record: Record, pictures: Pictures) -> Section:
     legend = TURNS if record.config.environment.is_used else {}
-    samples = {name: _kinds(record, name) for name in record.config.evaluation_files}
+    samples = {name: _kinds(record, name, pictures) for name in record.config.evaluation_files}
     return Section("Before and after", legend=legend, samples=samples)
 
 
-def _kinds(record: Record, name: str) -> dict[str, dict[str, Any]]:
+def _kinds(record: Record, name: str, pictures: Pictures) -> dict[str, dict[str, Any]]:
     """Group the prompts by what changed from base to trained: the number of each kind, and a few examples from all over
     the set."""
     of_set, metric = record.samples.filter(pl.col("set") == name), record.metric
@@ -278,7 +280,9 @@ def _kinds(record: Record, name: str) -> dict[str, dict[str, Any]]:
     return {
         kind: {
             "count": len(found),
-            "shown": [_sample(record, of_set.filter(pl.col("row") == row)) for row in _spread(found, SHOWN[kind])],
+            "shown": [
+                _sample(record, of_set.filter(pl.col("row") == row), pictures) for row in _spread(found, SHOWN[kind])
+            ],
         }
         for kind, found in rows.items()
         if len(found)
@@ -295,7 +299,7 @@ def _outcomes(record: Record, of_set: pl.DataFrame, policy: str) -> np.ndarray:
     return outcomes(of_set, of_set["set"][0], policy, *keys)
 
 
-def _sample(record: Record, of_prompt: pl.DataFrame) -> dict[str, Any]:
+def _sample(record: Record, of_prompt: pl.DataFrame, pictures: Pictures) -> dict[str, Any]:
     """Prompt with the first completion of each policy; if there are several, also the number that is right, or their
     mean reward."""
     of_prompt = of_prompt.sort("sample")
@@ -319,7 +323,7 @@ def _sample(record: Record, of_prompt: pl.DataFrame) -> dict[str, Any]:
         )
     return {
         "row": first["row"],
-        "prompt": messages(first["prompt"]),
+        "prompt": messages(first["prompt"], pictures.of(first.get("images") or ())),
         "opening": shortened(first.get(f"{record.evaluation['policies'][-1]}/opening") or ""),
         "answer": first.get("answer"),
         "category": first.get("category"),

@@ -12,6 +12,7 @@ import polars as pl
 
 from grpo_core import run_files
 from grpo_core.config.run import RunConfig
+from grpo_core.data.images import ImageFiles, beside, in_words
 from tasks.data.completions import (
     PLACE,
     NoRolloutsError,
@@ -26,10 +27,12 @@ from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import BLUE, GREY, ORANGE
 from tasks.rendering.page import Chart, Section, Table, render
 from tasks.rendering.visible import shortened
-from tasks.reports.conversations import TURNS, trained_on
+from tasks.reports.conversations import TURNS, pictures_of, trained_on
 from tasks.reports.tokens import COLOURED_BY, COMPUTED, Piece, coloured_pieces
+from tasks.stages.condition import MARKER, identity
+from tasks.stages.files import read_json
 from tasks.stages.run_directory import read_config
-from tasks.stages.table import TRAIN
+from tasks.stages.table import TRAIN, VALIDATE
 
 Order = Literal["worst", "best", "longest", "step"]
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -43,7 +46,7 @@ LONGEST_PROMPT = 80  # characters of a prompt in a list
 class Rollouts:
     """The selected rollouts of a run. `figures`: of all that match; `rows`: complete rows of the first of them;
     `recorded`: number of rollouts that the training has sampled so far; `prompt`: the row of train.parquet to which all
-    belong, or None."""
+    belong, or None; `images`: those of the prompts that it was sampled for, None if there are none."""
 
     config: RunConfig
     order: Order
@@ -51,6 +54,7 @@ class Rollouts:
     rows: list[dict[str, Any]]
     recorded: int
     prompt: int | None = None
+    images: ImageFiles | None = None
 
     @property
     def colours(self) -> dict[str, str]:
@@ -113,7 +117,14 @@ def choose_rollouts(
             f"none of the {recorded:,} rollouts, of updates 1 to {last}, matches; give fewer conditions"
         )
     found = _sorted(found, order, f"rewards/{reward}" if reward else "reward")
-    return Rollouts(config, order, found, read_rows(files, found.head(limit)), recorded, row)
+    return Rollouts(config, order, found, read_rows(files, found.head(limit)), recorded, row, _images(run, training))
+
+
+def _images(run: Path, training: Path) -> ImageFiles | None:
+    """The images of the prompts; None if there are none, or those of other prompts, validated since."""
+    then = read_json(training / MARKER).get("made_from", {}).get(VALIDATE.name)
+    now = VALIDATE.read_receipt(run)
+    return beside(run_files.prompts(run, "train")) if then == identity(now, [*(then or ())]) else None
 
 
 def _sorted(found: pl.DataFrame, order: Order, by: str) -> pl.DataFrame:
@@ -224,8 +235,10 @@ def rollouts_page(rollouts: Rollouts, tokenizer: Any = None, colour: str = "", n
     initial colouring. note: reason why there are no tokens."""
     config = rollouts.config
     pieces = pieces_of(rollouts, tokenizer) if tokenizer is not None else [[] for _ in rollouts.rows]
+    pictures = pictures_of(rollouts.images)
     samples = [
-        trained_on(row, f"update {row['step']}", of_row) for row, of_row in zip(rollouts.rows, pieces, strict=True)
+        trained_on(row, f"update {row['step']}", of_row, pictures)
+        for row, of_row in zip(rollouts.rows, pieces, strict=True)
     ]
     on_demand = "" if {*COMPUTED} <= {*rollouts.colours} else ON_DEMAND
     title = "Rollouts" if rollouts.prompt is None else f"Prompt {rollouts.prompt} over the training"
@@ -252,6 +265,13 @@ def _followed(rollouts: Rollouts) -> Section:
         charts = [Chart("Reward", picture, "of its completions, at each update that sampled it")]
     sampled = f"Sampled for {len(table.rows):,} updates, {rollouts.figures.height:,} completions."
     return Section(f"Prompt {rollouts.prompt} over the training", sampled, charts=charts, tables=[table])
+
+
+def with_images_in_words(rollouts: Rollouts) -> list[dict[str, Any]]:
+    """The rows for readers of text, with the sizes of the images in their prompts if these are at hand."""
+    files = rollouts.images
+    sizes = [files.sizes(row["images"]) if files and "images" in row else [] for row in rollouts.rows]
+    return [row | {"prompt": in_words(row["prompt"], of)} for row, of in zip(rollouts.rows, sizes, strict=True)]
 
 
 def describe(row: Mapping[str, Any]) -> str:

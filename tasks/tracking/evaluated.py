@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ import polars as pl
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, LoggedModelOutput, Metric
 
+from grpo_core import run_files
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.metrics import DECIDING
 from grpo_core.config.run import RunConfig
+from grpo_core.data.images import beside
 from grpo_core.evaluation.outcomes import outcomes
 from grpo_core.system.tables import read_parquet
 from tasks.rendering import figures
 from tasks.tracking.sending import METRICS_PER_REQUEST
-from tasks.tracking.traces import Told, messages_of, send
+from tasks.tracking.traces import Told, messages_of, send, thumbnails
 
 STANDINGS = ("worse", "better", "same", "not scored")  # prompts are chosen in this order
 NOT_KEPT = "not kept; the figures of the policy at this update"
@@ -122,6 +125,7 @@ def send_evaluated(
     Tags `vs_base` and `vs_champion` contain the policy's standing on the prompt, by the metric that decides.
     """
     samples, evaluated = read_parquet(samples_file), samples_file.stat().st_mtime_ns // 1_000_000
+    images = beside(run_files.prompts(samples_file.parents[1], "eval"))
     told, counts = [], dict[str, dict[str, int]]()
     for name in report["sets"]:
         if name in config.evaluated_sources:  # its prompts are part of the held-out ones
@@ -137,7 +141,8 @@ def send_evaluated(
         for rank, place in enumerate(worst[: config.registry.evaluation_traces]):
             at = evaluated - rank  # MLflow's table shows the newest first: here the worse answers
             against = {f"vs_{other}": found[place] for other, found in standings.items()}
-            told.append(_answer(rows[place], name, report, config, tracked["run_id"], model_id, version, against, at))
+            one = _answer(rows[place], name, report, config, tracked["run_id"], model_id, version, against, at)
+            told.append(replace(one, images=thumbnails(rows[place], images)))
     send(told, tracked["experiment_id"])
     return counts
 

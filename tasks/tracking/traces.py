@@ -35,9 +35,12 @@ from mlflow.entities import (
 from mlflow.tracing.client import TracingClient
 from mlflow.tracing.constant import SpanAttributeKey, TraceMetadataKey, TraceTagKey
 
+from grpo_core import run_files
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import turns
+from grpo_core.data.images import MARK, ImageFiles, beside, in_words, open_image
 from tasks.data.completions import read_figures, read_rows, recorded_batches
+from tasks.rendering.pictures import thumbnail
 from tasks.rendering.visible import shortened, visible
 from tasks.stages.files import write_text
 from tasks.stages.mlflow_address import first_cause, tracking_uri
@@ -59,7 +62,8 @@ MOST_AT_END = 25  # generation batches sent after the training, which waits for 
 class Told:
     """One completion to be traced. `identity`: unique among all completions; `messages`: the turns after the prompt;
     `tokens`: of prompt (None: not recorded) and completion; `time`: in ms since 1970; `run_id`, `model_id`: MLflow's,
-    "" for none; `others`: answers of other policies; `expected`: the right answer, if the data has it."""
+    "" for none; `others`: answers of other policies; `expected`: the right answer, if the data has it; `images`:
+    addresses of the prompt's thumbnails."""
 
     name: str
     identity: Sequence[Any]
@@ -73,6 +77,7 @@ class Told:
     model_id: str = ""
     others: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     expected: str | None = None
+    images: Sequence[str] = ()
 
 
 @contextmanager
@@ -147,7 +152,8 @@ def _send_batch(file: Path, written: int, folder: Path, tracked: Mapping[str, An
     newest = figures.filter(pl.col("step") == pl.col("step").max())
     chosen = newest[choose(newest["reward"].to_list(), newest["group"].to_list(), config.registry.traces_per_batch)]
     rows, milliseconds = read_rows([file], chosen), written // 1_000_000
-    told = [_rollout(row, config, tracked["run_id"], file.stem, milliseconds) for row in rows]
+    images = beside(run_files.prompts(folder.parent, "train"))
+    told = [_rollout(row, config, tracked["run_id"], file.stem, milliseconds, images) for row in rows]
     send(told, tracked["experiment_id"])
     write_text(folder / TRACED_FILE, str(written))
 
@@ -189,7 +195,14 @@ def choose(rewards: Sequence[float], groups: Sequence[int], count: int) -> list[
     return [*dict.fromkeys(order)][:count]
 
 
-def _rollout(row: Mapping[str, Any], config: RunConfig, run_id: str, batch: str, time: int) -> Told:
+def thumbnails(row: Mapping[str, Any], images: ImageFiles | None) -> list[str]:
+    """Thumbnails of the images in a recorded row's prompt."""
+    return [thumbnail(open_image(data)) for data in images.read(row["images"])] if images and "images" in row else []
+
+
+def _rollout(
+    row: Mapping[str, Any], config: RunConfig, run_id: str, batch: str, time: int, images: ImageFiles | None
+) -> Told:
     return Told(
         name=f"rollout, update {row['step']}",
         identity=[run_id, batch, row["step"], row["place"], row["completion"], row.get("conversation")],
@@ -213,6 +226,7 @@ def _rollout(row: Mapping[str, Any], config: RunConfig, run_id: str, batch: str,
         },
         time=time,
         run_id=run_id,
+        images=thumbnails(row, images),
     )
 
 
@@ -257,7 +271,7 @@ def _info(it: Told, experiment_id: str) -> TraceInfo:
         TraceMetadataKey.MODEL_ID: it.model_id,
         TraceMetadataKey.TOKEN_USAGE: json.dumps(usage),
     }
-    asked = "\n".join(text for _, text in turns(it.prompt))
+    asked = "\n".join(text for _, text in turns(in_words(it.prompt)))
     return TraceInfo(
         trace_id=trace_id(it),
         trace_location=TraceLocation.from_experiment_id(experiment_id),
@@ -306,7 +320,8 @@ def _identified(it: Told, assessment: Assessment) -> Assessment:
 def _spans(it: Told) -> Iterator[Span]:
     """Yield a span for the whole; below it, one per turn of a conversation and per answer of another policy. None has a
     duration."""
-    asked = [{"role": role or "user", "content": _text(text)} for role, text in turns(it.prompt)]
+    shown = iter(it.images)
+    asked = [{"role": role or "user", "content": _content(text, shown)} for role, text in turns(it.prompt)]
     said = [{"role": role, "content": _text(text)} for role, text in turns(it.messages)]
     yield _span(it, 0, it.name, SpanType.CHAT_MODEL, {"messages": asked}, {"messages": said})
     below: list[tuple[str, str, Any]] = []
@@ -320,6 +335,17 @@ def _spans(it: Told) -> Iterator[Span]:
         below.append((f"the {other} answered", SpanType.CHAT_MODEL, {"messages": answer}))
     for number, (name, kind, outputs) in enumerate(below, 1):
         yield _span(it, number, name, kind, None, outputs)
+
+
+def _content(text: str, images: Iterator[str]) -> str | list[dict[str, Any]]:
+    """The text; with images, content parts in OpenAI's form, which MLflow's page shows with the images."""
+    first, *others = text.split(MARK)
+    found: list[dict[str, Any]] = [{"type": "text", "text": _text(first)}] if first else []
+    for other in others:
+        address = next(images, "")
+        image = {"type": "image_url", "image_url": {"url": address}} if address else {"type": "text", "text": "[image]"}
+        found += [image, *([{"type": "text", "text": _text(other)}] if other else [])]
+    return found if others else _text(text)
 
 
 def _text(text: str) -> str:

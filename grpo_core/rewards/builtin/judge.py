@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_core.data.chat import text_of, turns
+from grpo_core.data.images import in_words
 from grpo_core.errors import RewardError
 from grpo_core.rewards.builtin.judge_cache import Cache, open_cache
 from grpo_core.rewards.builtin.judge_client import api_key, connect, hide_key, json_problem
@@ -83,12 +84,12 @@ async def judge(
 ) -> list[float | None]:
     """The grade that a language model gives each completion: 0 for the lowest of `scale`, 1 for the highest.
 
-    None if it gives no grade in the form asked for in three attempts (of several in the last, the lowest counts), if
-    its server refuses this one question, or if the rubric wants an answer and there is none. A completion without a
-    letter or digit gets 0 without being asked about, since such completions fool judges (arXiv:2507.08794). A judge's
-    own failure raises RewardError and never gives a 0: it cannot be reached or refuses after `max_retries` more
-    attempts, it has not answered when the call is cancelled, 20 completions in a row get no grade, or the budget is
-    spent.
+    None if it gives no grade in the form asked for in three attempts (of several grades in the last, the lowest
+    counts), if its server refuses this one question, or if the rubric wants an answer and there is none. A completion
+    without a letter or digit gets 0 without being asked about, since such completions fool judges (arXiv:2507.08794).
+    The judge reads text alone: where a prompt has an image, it reads "[image]". A judge's own failure raises
+    RewardError and never gives a 0: it cannot be reached or refuses after `max_retries` more attempts, it has not
+    answered when the call is cancelled, 20 completions in a row get no grade, or the budget is spent.
 
     `base_url`: of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1 of `vllm serve`. `rubric`: what to
     grade and how, with `{completion}` and, if wanted, `{prompt}` and `{answer}` (the column of that name). `scale`:
@@ -350,7 +351,7 @@ def _question(rubric: str, low: int, high: int, prompt: Any, completion: str, an
     """The question to the judge; None if the answer that the rubric wants is missing."""
     if answer is None and "{answer}" in rubric:
         return None
-    request = "\n\n".join(f"{role}: {text}" if role else text for role, text in turns(prompt))
+    request = "\n\n".join(f"{role}: {text}" if role else text for role, text in turns(in_words(prompt)))
     material = {"prompt": request, "completion": TURNS.sub(" ", completion), "answer": written(answer)}
     # A digest of the whole: no text can be written that contains its own.
     mark = f"[[{hashlib.blake2b(json.dumps(material).encode(), digest_size=8).hexdigest()}]]"
