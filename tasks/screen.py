@@ -230,13 +230,14 @@ def _parts(config: RunConfig, read: Mapping[str, Rows], rewards: Sequence[Reward
 
 
 def _without_images(part: Part, numbered: Rows) -> Part:
-    """The part with the numbers of its images in its prompts, which its rewards' columns of images are made from."""
-    columns = {it: how for it, how in part.columns.items() if it not in NAMES}
-    rewards = [
-        replace(reward, columns={it: kind for it, kind in reward.columns.items() if it not in NAMES})
-        for reward in part.rewards
-    ]
-    return replace(part, rows=numbered, columns=columns, rewards=rewards)
+    """The part with its images as numbers in the messages: no columns of images are left, and rewards that read them
+    get them by these numbers."""
+
+    def others(columns: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: it for name, it in columns.items() if name not in NAMES}
+
+    rewards = [replace(it, columns=others(it.columns)) for it in part.rewards]
+    return replace(part, rows=numbered, columns=others(part.columns), rewards=rewards)
 
 
 def template_options(config: RunConfig, tokenizer: Any) -> OptionsByEnvironment:
