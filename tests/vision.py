@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 
 from tests.grpo_core.environments.templates import make_tokenizer, template_of
 
@@ -56,7 +57,11 @@ def make_vision_base(folder: Path, family: str, *, weights: bool = False) -> Pat
     if weights:
         torch.manual_seed(0)
         AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
-    make_tokenizer(template_of(family), SPECIAL[family], END[family]).save_pretrained(folder)
+    tokenizer = make_tokenizer(template_of(family), SPECIAL[family], END[family])
+    if family == "gemma3":  # puts its begin token before each text
+        begin = [("<bos>", tokenizer.bos_token_id)]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=begin)
+    tokenizer.save_pretrained(folder)
     if family == "gemma3":
         file = folder / "tokenizer_config.json"
         named = {"boi_token": GEMMA[3], "eoi_token": GEMMA[4], "image_token": GEMMA[5]}

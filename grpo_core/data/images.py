@@ -82,7 +82,8 @@ def size_of(data: bytes) -> tuple[int, int]:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as file:
             width, height = file.size
-            return (width, height) if _orientation(file) > UPRIGHT else (height, width)
+            turned = _orientation(file) > UPRIGHT and file.format != "TIFF"  # which Pillow turns itself
+            return (width, height) if turned else (height, width)
     except Exception as error:
         raise ImageError(f"no header of an image: {error}") from error
 

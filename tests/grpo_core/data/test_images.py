@@ -29,6 +29,7 @@ from grpo_core.data.images import (
     parts,
     render,
     show_images,
+    size_of,
     text_of,
 )
 from grpo_core.data.processor import load_processor
@@ -181,7 +182,7 @@ def test_an_image_is_turned_as_it_is_seen(orientation: int, form: str) -> None:
     exif[0x0112] = orientation
     data = png(_corner(), form, exif=exif)
     expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
-    assert open_image(data).size == expected.size
+    assert open_image(data).size == expected.size == size_of(data)[::-1]
     assert np.array_equal(np.asarray(open_image(data)), np.asarray(expected))
 
 

@@ -34,7 +34,7 @@ from tasks import screen as screening
 from tasks import validate
 from tasks.data.forecast_inputs import first_lengths
 from tasks.data.images import reading
-from tasks.data.images.tokenizer import ImageTokenizer
+from tasks.data.images.tokenizer import NUMBERED, ImageTokenizer
 from tasks.data.lengths import _most_tokens, token_lengths
 from tasks.data.rows import write_rows
 from tasks.reports import data_report
@@ -308,6 +308,9 @@ def test_drawn_rows_have_their_own_images_and_the_processor_s_tokens(
         tokenizer = ImageTokenizer(show_images(folder / run_files.IMAGES, processor, read.images))
         numbered = pl.Series([_numbered(row) for row in kept["train"].to_dicts()], dtype=kept["train"].schema["prompt"])
         assert token_lengths(numbered, tokenizer).to_list() == lengths
+        told = numbered.list.eval(pl.element().struct.with_fields(pl.field("content").str.replace_all(NUMBERED, "")))
+        of_images = pl.Series(lengths) - token_lengths(told, tokenizer)
+        assert (tokenizer.most_tokens(numbered) >= of_images).all()
         assert (_most_tokens(numbered, tokenizer, {}) >= pl.Series(lengths)).all()
         assert (
             screened.report["images"]["count"]
