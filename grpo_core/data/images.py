@@ -318,7 +318,6 @@ class ImageFiles:
         return [(heights[number].as_py(), widths[number].as_py()) for number in map(int, numbers)]
 
 
-
 @lru_cache
 def _facts(path: Path, _size: int, _modified_ns: int) -> Any:
     return pq.read_metadata(path)

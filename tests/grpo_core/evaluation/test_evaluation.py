@@ -331,7 +331,8 @@ def test_samples_of_sets_whose_columns_differ_make_one_table(values: dict[str, A
         "plain": [{"prompt": [user]}],
     }
     table = pl.concat(
-        [samples_table(prompt_columns(name, Prompts(rows, [], 1), config), []) for name, rows in sets.items()], how="diagonal"
+        [samples_table(prompt_columns(name, Prompts(rows, [], 1), config), []) for name, rows in sets.items()],
+        how="diagonal",
     )
     assert table["set"].to_list() == ["held-out"] * 2 + ["hard"] * 4 + ["plain"] * 2
     assert table["row"].to_list() == [0, 0, 0, 0, 1, 1, 0, 0]
