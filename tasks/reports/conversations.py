@@ -137,4 +137,4 @@ def _pieces(text: str, pictures: Iterator[Picture]) -> list[str | Picture]:
 
 def pictures_of(files: ImageFiles | None) -> Pictures:
     """The images in these files, for one page."""
-    return Pictures(files and (lambda number: open_image(*files.read([number]))))
+    return Pictures(None if files is None else lambda number: open_image(files.read([number])[0]))
