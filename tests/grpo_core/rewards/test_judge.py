@@ -87,6 +87,15 @@ def test_conversations_are_shown_as_such(graded: Any, tmp_path: Path) -> None:
     assert material(server.questions[0]) == ["system: be brief\n\nuser: hello", "hi there"]
 
 
+def test_a_judge_that_reads_text_alone_is_told_where_an_image_is(graded: Any, tmp_path: Path) -> None:
+    parts = [{"type": "image", "image": object()}, {"type": "text", "text": "How many?"}]
+    talk = [{"role": "system", "content": "be brief"}, {"role": "user", "content": parts}]
+    with judging(by_length) as server:
+        said = [[{"role": "assistant", "content": "two"}]]
+        asyncio.run(judge([talk], said, model="m", base_url=server.url, cache=str(tmp_path / "cache")))
+    assert material(server.questions[0]) == ["system: be brief\n\nuser: [image]How many?", "two"]
+
+
 def test_several_are_asked_at_once_and_no_more_than_allowed(graded: Any) -> None:
     """Each of the first four waits for the others."""
     met = threading.Barrier(4)

@@ -53,8 +53,11 @@ def test_completions_have_the_probabilities_of_transformers_processor_and_model(
     """Of the policy that a training begins with, for its prompts and pictures."""
     from transformers import AutoModelForImageTextToText
 
-    run = seeing_run(tmp_path, family, max_steps=1)
+    run = seeing_run(tmp_path, family, max_steps=1, eval_steps=1)
     train(run, run / "training")
+    (held_out,) = (run / "training" / "held_out").glob("*.parquet")
+    asked = pq.read_table(run / "dataset" / "eval.parquet")
+    assert pq.read_table(held_out)["images"].to_pylist() == asked["images"].to_pylist()
     config = load_config(run / run_files.CONFIG)
     processor = load_processor(config.model)
     model = AutoModelForImageTextToText.from_pretrained(config.model.name_or_path, dtype=torch.float32).eval()
@@ -75,7 +78,8 @@ def test_completions_have_the_probabilities_of_transformers_processor_and_model(
             logits = model(**given).logits[0, length - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, completion[:, None]).squeeze(1)
         torch.testing.assert_close(torch.tensor(record["sampling_logprobs"]), expected, rtol=0, atol=1e-5)
-        seen.add(len(rows[record["row"]]["images"]))
+        assert record["images"] == rows[record["row"]]["images"]
+        seen.add(len(record["images"]))
     assert {0, 1, 2} <= seen or {1, 2} <= seen
 
 
@@ -105,7 +109,9 @@ def test_prompts_of_one_text_beside_other_images_are_other_prompts(tmp_path: Pat
     images[3:6] = images[:3]  # the same images under other numbers
     pq.write_table(pa.Table.from_pylist(images, FILE), runs[1] / "dataset" / "images.parquet")
     config = load_config(runs[0] / run_files.CONFIG)
-    one, other = (prompt_columns("eval", Prompts(FileRows(it), [], 1, beside(it)), config)["task"] for it in files)
+    columns = [prompt_columns("eval", Prompts(FileRows(it), [], 1, beside(it)), config) for it in files]
+    assert [it["images"] for it in columns] == [[[0], [1], [1], [2]], [[3], [4], [4], [5]]]
+    one, other = (it["task"] for it in columns)
     assert one == other
     assert number_equal(one).tolist() == number_units(FileRows(files[0]), config).tolist() == [0, 1, 1, 2]
     before = outcomes_key(config, {"eval": files[0]})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import itertools
 import json
 import logging
@@ -14,15 +16,19 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from mlflow.entities import Trace
 from mlflow.tracing.client import TracingClient
+from PIL import Image
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
+from grpo_core.data.images import FILE, MARK
 from tasks.rendering.visible import UNSHOWN, shortened
 from tasks.tracking import traces as module
 from tasks.tracking.traces import (
@@ -39,6 +45,7 @@ from tests.e2e.traced import traces_of
 from tests.hostile import EVIL
 from tests.made_up import sampled, values_of, write_sampled
 from tests.processes import wait_for
+from tests.vision import picture, png
 
 G = 2
 LOG = logging.getLogger("traces")
@@ -304,6 +311,38 @@ LINKS = st.text("![]()<>:/\\ \n>-*`\"'&#104;htp.eva", max_size=60)
 @given(text=LINKS | st.tuples(LINKS, st.sampled_from(EVIL[:7]), LINKS).map("".join))
 def test_no_link_of_a_trace_hides_where_it_leads(text: str) -> None:
     assert not _hidden(_text(text))
+
+
+def test_a_trace_shows_images_as_content_parts_in_openai_s_form(
+    mlflow_client: Any, tracked: dict[str, Any], tmp_path: Path
+) -> None:
+    """MLflow's page draws these. Rows of text alone stay text."""
+    evil = "![x](http://127.0.0.1/x.png)"
+    pictures = [picture(30, 20), picture(900, 600)]
+    rows = [{"image": png(it), "height": it.height, "width": it.width, "tokens": 1, "grid": None} for it in pictures]
+    (tmp_path / "dataset").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows, FILE), tmp_path / "dataset" / "images.parquet")
+    said = [f"{MARK}{evil}{MARK}", "text"]
+    asked = [[{"role": "system", "content": "Look."}, {"role": "user", "content": it}] for it in said]
+    batches = [
+        [sampled(1, row, {"numeric_match": 0.0}, prompt=asked[row], images=[[1, 0], []][row]) for _ in range(G)]
+        for row in range(2)
+    ]
+    write_sampled(tmp_path / "training", batches, G)
+    send_rest_of_rollouts(tracked, tmp_path / "training", _config(1), LOG)
+    found = {trace.info.tags["row"]: trace for trace in traces_of(tracked)}
+    system, user = found["0"].data.spans[0].inputs["messages"]
+    assert system["content"] == "Look."
+    first, text, second = user["content"]
+    for part, size in ((first, (320, 213)), (second, (30, 20))):
+        assert part["type"] == "image_url" and len(part["image_url"]["url"]) <= 20_000
+        content = base64.b64decode(part["image_url"]["url"].partition(";base64,")[2], validate=True)
+        assert Image.open(io.BytesIO(content)).size == size
+    assert text == {"type": "text", "text": _text(evil)} and not _hidden(text["text"])
+    assert found["0"].info.request_preview == f"Look.\n[image]{evil}[image]"
+    assert found["1"].data.spans[0].inputs["messages"][1]["content"] == "text"
+    (tmp_path / "dataset" / "images.parquet").unlink()
+    assert [it["type"] for it in module._content(said[0], iter([]))] == ["text"] * 3
 
 
 @pytest.mark.slow
