@@ -11,6 +11,8 @@ from unittest import mock
 import mlflow
 import numpy as np
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,8 +21,11 @@ from grpo_core.config.evaluation import EvaluationSet
 from grpo_core.config.files import parse_config
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
+from grpo_core.data.images import FILE
+from tasks.rendering.pictures import thumbnail
 from tasks.tracking.evaluated import log_checkpoints, log_figures, send_evaluated, standings_of
 from tests.made_up import outcomes_of, samples_of, values_of, with_conversations
+from tests.vision import picture, png
 
 DATA = {"held-out": ("eval", "0123abcd"), "general": ("eval-general", "4567cdef")}
 POLICIES = ["base", "champion", "trained"]
@@ -204,3 +209,22 @@ def test_each_evaluated_update_has_one_logged_model_also_if_its_process_was_kill
         (it.model_id, int(it.tags["step"])) for it in found.values()
     )
     assert json.loads(json.dumps(mlflow_client.get_run(tracked["run_id"]).data.metrics)) == {"eval_accuracy": 0.75}
+
+
+def test_an_evaluated_answer_has_the_thumbnails_of_its_prompt(tmp_path: Path) -> None:
+    rows = [{"image": png(picture(width)), "height": 20, "width": width, "tokens": 1, "grid": None} for width in (8, 9)]
+    for folder in ("dataset", "evaluation"):
+        (tmp_path / folder).mkdir()
+    pq.write_table(pa.Table.from_pylist(rows, FILE), tmp_path / "dataset" / "images.parquet")
+    samples = samples_of({policy: outcomes_of(seed, 0.5) for seed, policy in enumerate(POLICIES)})
+    own = [[], [1], [0, 1]] * (samples.height // 3)
+    path = tmp_path / "evaluation" / "samples.parquet"
+    samples.with_columns(images=pl.Series(own, dtype=pl.List(pl.Int64))).write_parquet(path)
+    tracked = {"run_id": "run", "experiment_id": "0"}
+    with mock.patch("tasks.tracking.evaluated.send") as send:
+        send_evaluated(path, _report(["held-out"]), _config(), tracked, "model", "1")
+    made = [thumbnail(picture(width)) for width in (8, 9)]
+    (told, _), _ = send.call_args
+    assert {it.tags["row"]: it.images for it in told} == {
+        row: [made[number] for number in numbers] for row, numbers in enumerate(own)
+    }
