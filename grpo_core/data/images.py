@@ -208,7 +208,7 @@ def _laid_out(processor: Any, height: int, width: int) -> tuple[str, list[int] |
 
 
 @dataclass(frozen=True, eq=False)
-class Shown:
+class PromptImages:
     """The images of a run as its prompts show them."""
 
     processor: Any
@@ -244,7 +244,7 @@ class Shown:
         return [next(following) if it in own else it for it in ids]
 
 
-def encode_row(shown: Shown, options: Mapping[str, Any], row: Mapping[str, Any]) -> list[int]:
+def encode_row(shown: PromptImages, options: Mapping[str, Any], row: Mapping[str, Any]) -> list[int]:
     """Token ids of a validated row."""
     return shown.encode(row["prompt"], row["images"], options)
 
@@ -277,10 +277,10 @@ def load_images(path: Path, processor: Any, frozen: bool) -> Images:
     return Images(starts, grids, pixels, frozen)
 
 
-def show_images(path: Path, processor: Any, images: Images) -> Shown:
+def show_images(path: Path, processor: Any, images: Images) -> PromptImages:
     """The images as prompts show them. `path`: their file."""
     table = pq.read_table(path, columns=["height", "width"])
-    return Shown(processor, np.column_stack([table["height"].to_numpy(), table["width"].to_numpy()]), images)
+    return PromptImages(processor, np.column_stack([table["height"].to_numpy(), table["width"].to_numpy()]), images)
 
 
 @dataclass(frozen=True)

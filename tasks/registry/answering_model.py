@@ -112,9 +112,10 @@ def _alone(ids: Sequence[int]) -> dict[str, Tensor]:
 
 def _processor(folder: str, config: Any, tokenizer: Any) -> Any:
     """The processor, without its part for videos, which transformers makes with torchvision only."""
-    family = getattr(transformers, transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES[config.model_type])
+    names: Any = transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES
+    family = getattr(transformers, names[config.model_type])
     parts = [part for part in family.get_attributes() if "video" not in part]
-    kind = type(family.__name__, (family,), {"get_attributes": classmethod(lambda cls: parts)})
+    kind: Any = type(family.__name__, (family,), {"get_attributes": classmethod(lambda cls: parts)})
     images = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
     values, _ = kind.get_processor_dict(folder)
     processor = kind.from_args_and_dict([images, tokenizer], values)

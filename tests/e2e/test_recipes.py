@@ -23,6 +23,7 @@ PROMISES = {
     "calculator": ("reward", 0.4, 1.0),
     "distil": ("accuracy", 0.7, 1.1),
     "guess": ("conversations/mean_turns", -8.0, 0.0),
+    "shapes": ("accuracy", 0.2, 1.1),
     "warmstart": ("accuracy", 0.6, 1.1),
 }
 MEASURED = {"distil": ("rewards/numeric_match/mean", "accuracy")}  # what rises where no reward counts

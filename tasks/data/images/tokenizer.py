@@ -14,7 +14,7 @@ from typing import Any
 
 import polars as pl
 
-from grpo_core.data.images import MARK, Shown, layout, render
+from grpo_core.data.images import MARK, PromptImages, layout, render
 
 NUMBERED = f"{MARK}(\\d+){MARK}"
 _NUMBERED = re.compile(NUMBERED)
@@ -25,7 +25,7 @@ class ImageTokenizer:
     """A model's tokenizer whose chat template writes images, and which gives their tokens, as the model's processor
     does."""
 
-    def __init__(self, shown: Shown):
+    def __init__(self, shown: PromptImages):
         self.shown, self.chat_template = shown, shown.processor.chat_template
 
     def __getattr__(self, name: str) -> Any:

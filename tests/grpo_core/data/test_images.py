@@ -22,7 +22,7 @@ from grpo_core.data.images import (
     MARK,
     ImageError,
     ImageFiles,
-    Shown,
+    PromptImages,
     layout,
     load_images,
     open_image,
@@ -61,7 +61,7 @@ def _write(path: Path, processor: Any, files: list[bytes], group: int = 2) -> Pa
     return path
 
 
-def _shown(path: Path, processor: Any, files: list[bytes]) -> Shown:
+def _shown(path: Path, processor: Any, files: list[bytes]) -> PromptImages:
     _write(path, processor, files)
     return show_images(path, processor, load_images(path, processor, frozen=True))
 
