@@ -34,7 +34,7 @@ from grpo_core.model import packed_attention
 from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.logprobs import chosen_logprobs
 from grpo_core.model.policy import Policy
-from grpo_core.model.to_device import move, to_device
+from grpo_core.system.to_device import move, to_device
 
 PACKED = {"no": "flex", "bf16": "varlen"} if ON_GPU else {"no": "padded", "bf16": "padded"}  # kinds of attention
 HEADS = ((14, 2, 64), (12, 2, 128), (28, 4, 128), (16, 16, 64), (8, 8, 80))  # query heads, key heads, size

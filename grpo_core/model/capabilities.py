@@ -20,7 +20,7 @@ from grpo_core.model.packed_attention import Kind, pack_batch, packed_states, us
 from grpo_core.model.packed_rows import takes_rows
 from grpo_core.model.sequences import Sequences
 from grpo_core.model.sharded import call_as_forward, forward
-from grpo_core.model.to_device import to_device
+from grpo_core.system.to_device import to_device
 
 PROBED = 100  # tokens of the sequences that two ways to compute are compared on: several blocks of flex attention
 LONGEST = 512  # tokens of the longest sequences that are tried: in float32, a small part of what an update takes

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from grpo_core.model.to_device import move, to_device
+from grpo_core.system.to_device import move, to_device
 
 KEPT = 2**30  # bytes of features that are kept on the device
 PLACEHOLDER = 0  # the token that a model reads in the place of an image's: its embedding is replaced

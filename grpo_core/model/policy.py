@@ -47,7 +47,7 @@ from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.routing import Routers, Seen, difference, reading
 from grpo_core.model.sequences import Sequences
 from grpo_core.model.sharded import call_as_forward, forward, is_sharded
-from grpo_core.model.to_device import move, to_device
+from grpo_core.system.to_device import move, to_device
 
 OWN_LOGITS = "its logits are not those of a linear layer alone"
 _scoring = ContextVar("_scoring", default=False)

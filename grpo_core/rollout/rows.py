@@ -13,9 +13,9 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor, nn
 
 from grpo_core.errors import ConfigError
-from grpo_core.model.to_device import move
 from grpo_core.rollout.sampling import draw, penalise, uniforms
 from grpo_core.rollout.types import Completion, Request, Sampling, token_limit
+from grpo_core.system.to_device import move
 
 RESET = "Invalid prefix encountered"  # tokenizers' error where bytes make no characters; vLLM begins a new stream too
 

@@ -21,9 +21,9 @@ from grpo_core.config.losses import LOSSES, Normaliser
 from grpo_core.config.run import RunConfig
 from grpo_core.data.order import training_order
 from grpo_core.model.sequences import Sequences, number_prompts, pad
-from grpo_core.model.to_device import move
 from grpo_core.planning.plan import Plan
 from grpo_core.rollout.types import GenerationBatch, Rollout
+from grpo_core.system.to_device import move
 
 BOUND = 0.05  # largest deviation of a process's tokens from the mean, relative; beyond it, groups are split
 

@@ -20,7 +20,6 @@ from grpo_core.errors import EngineError
 from grpo_core.model.logprobs import Floor
 from grpo_core.model.policy import PassInputs, Policy
 from grpo_core.model.sequences import pad
-from grpo_core.model.to_device import move
 from grpo_core.planning.sampling_ahead import batches_ahead
 from grpo_core.planning.sampling_notes import truncating_keys
 from grpo_core.rewards.trl_arguments import TrainerState
@@ -31,6 +30,7 @@ from grpo_core.rollout.records import demonstrated, replay
 from grpo_core.rollout.types import GenerationBatch, Rollout
 from grpo_core.rollout.waiting import TEACHER
 from grpo_core.system.progress import moved, phase
+from grpo_core.system.to_device import move
 from grpo_core.training.batch import balance_rows, has_gradient, join
 from grpo_core.training.session import Sampler, Session, holding, teaching
 from grpo_core.training.state import TrainingState
