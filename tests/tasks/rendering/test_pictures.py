@@ -77,4 +77,4 @@ def test_a_page_over_its_budget_names_the_images_that_it_does_not_show() -> None
     assert MOST - LONGEST - whole < sum(len(it.address) for it in shown) <= MOST < 5_000_000 - 900_000
     assert found[: len(shown)] == shown, "those before the end of the budget"
     assert {(it.words, it.address) for it in found[len(shown) :]} == {("[image 0, not shown]", "")}
-    assert [*Pictures(None).of([5])][0].words == "[image 5, not shown]"
+    assert next(iter(Pictures(None).of([5]))).words == "[image 5, not shown]"
