@@ -80,6 +80,12 @@ def _screened(values: Row, folder: Path) -> Any:
     return {name: whole(rows) for name, rows in screened.kept.items()}, _pixels(folder / run_files.IMAGES), screened
 
 
+def _in_order(frame: pl.DataFrame) -> list[list[int]]:
+    """The numbers of the rows' images, counted as they first occur: held-out prompts have had the first ones."""
+    known: dict[int, int] = {}
+    return [[known.setdefault(number, len(known)) for number in row] for row in frame["images"].to_list()]
+
+
 def _pixels(path: Path) -> list[Image.Image]:
     return [open_image(it) for it in pq.read_table(path)["image"].to_pylist()]
 
@@ -119,9 +125,10 @@ def test_images_are_found_in_each_form(qwen: Path, tmp_path: Path, form: str, se
         rows = [{name: value for name, value in row.items() if name != "image"} for row in rows]
     kept, pixels, _ = _screened(_values(qwen, tmp_path, rows), tmp_path)
     numbers = [[0, number] if several else [number] for number in (0, 1, 0, 2)]
-    assert kept["train"]["images"].to_list() == numbers
+    assert _in_order(kept["train"]) == numbers
     assert kept["train"]["prompt"].to_list() == [_asked(f"{MARK * len(n)}{p}") for p, n in enumerate(numbers)]
-    assert [_same(pixels[seed], picture(seed=seed)) for seed in range(3)] == [True] * 3
+    first = dict.fromkeys(number for row in kept["train"]["images"] for number in row)
+    assert [_same(pixels[number], picture(seed=seed)) for seed, number in enumerate(first)] == [True] * 3
     assert kept["train"].columns == ["prompt", "answer", "images"]
 
 
@@ -147,7 +154,7 @@ def test_other_files_have_images_too(qwen: Path, tmp_path: Path, kind: str) -> N
     pl.DataFrame(held).write_parquet(tmp_path / "eval.parquet")
     kept, pixels, _ = _screened(values, tmp_path)
     assert kept["train"]["prompt"].to_list() == [_asked(f"{MARK}{n}?") for n in range(4)]
-    assert [_same(pixels[n], picture(seed=n)) for (n,) in kept["train"]["images"]] == [True] * 4
+    assert [_same(pixels[n], picture(seed=row)) for row, (n,) in enumerate(kept["train"]["images"])] == [True] * 4
 
 
 def test_content_parts_become_text_with_marks_and_images_in_their_order(qwen: Path, tmp_path: Path) -> None:
@@ -213,7 +220,7 @@ def test_json_lines_may_have_texts_beside_parts(qwen: Path, tmp_path: Path) -> N
     kept, _, _ = _screened(values, tmp_path)
     assert [it["content"] for it in kept["train"]["prompt"][1]] == ["Be short.", f"{MARK}1?"]
     assert kept["train"]["prompt"][3].to_list() == _asked("Who?")
-    assert kept["train"]["images"].to_list() == [[0], [0], [0], []]
+    assert _in_order(kept["train"]) == [[0], [0], [0], []]
 
 
 def test_a_reward_may_read_the_images(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +230,7 @@ def test_a_reward_may_read_the_images(qwen: Path, tmp_path: Path, monkeypatch: p
     values["rewards"] = [{"function": "looking:looks"}]
     values["data"]["columns"] = {"images": "image"}
     kept, _, _ = _screened(values, tmp_path)
-    assert kept["train"]["images"].to_list() == [[0], [1], [2], [3]]
+    assert _in_order(kept["train"]) == [[0], [1], [2], [3]]
 
 
 def _numbered(row: Row) -> Any:
@@ -337,7 +344,7 @@ def test_an_image_is_read_and_decoded_once_and_written_once(
     assert [*opened.values()] == [1, 1, 1]
     assert [*read.values()] == [1, 1]
     assert kept["eval"]["images"].to_list() == [[0]]
-    sizes = [len(png(picture(seed=seed))) for seed in (0, 1)]
+    sizes = [len(again), len(png(picture(seed=1)))]  # held-out ones come first
     figures = {"count": 2, "bytes": sum(sizes), "largest": [30, 20], "tokens": {"min": 1, "mean": 1.0, "max": 1}}
     assert screened.report["images"] == figures
     assert len(pixels) == 2
@@ -384,7 +391,7 @@ def test_a_broken_image_is_named_with_its_reason_or_dropped(qwen: Path, tmp_path
     values["data"]["checks"] = {"broken_image": "drop"}
     screened = screen(parse_config(values))
     assert not screened.refused
-    assert screened.kept["train"]["images"].to_list() == [[0], [1], [2]]
+    assert _in_order(screened.kept["train"]) == [[0], [1], [2]]
     assert screened.dropped["train"]["broken_rules"].to_list() == ["broken_image"]
 
 
@@ -407,7 +414,7 @@ def test_prompts_with_too_many_images_or_places_for_others_are_found(qwen: Path,
         assert said[row][3] in value
     values["data"]["checks"] = {"too_many_images": "drop", "malformed_conversation": "drop"}
     screened = screen(parse_config(values))
-    assert screened.kept["train"]["images"].to_list() == [[0] * 4, []]
+    assert _in_order(screened.kept["train"]) == [[0] * 4, []]
 
 
 def test_prompts_are_the_same_only_with_the_same_pixels(qwen: Path, tmp_path: Path) -> None:
@@ -455,8 +462,8 @@ def test_a_run_may_mix_sources_with_images_and_without(qwen: Path, tmp_path: Pat
         ]
     }
     kept, _, _ = _screened(values, tmp_path)
-    assert kept["train"]["images"].to_list() == [*[[]] * 4, [0], [1], [2], [3]]
-    assert kept["eval"]["images"].to_list() == [*[[]] * 4, [4], [5], [6], [7]]
+    assert kept["eval"]["images"].to_list() == [*[[]] * 4, [0], [1], [2], [3]]
+    assert kept["train"]["images"].to_list() == [*[[]] * 4, [4], [5], [6], [7]]
 
 
 def test_validate_leaves_the_images_beside_the_prompts(
