@@ -14,14 +14,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_core.config.columns import ANSWER
 from grpo_core.config.files import load_config
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import completion_of, is_conversation, text_of
-from grpo_core.data.images import ImageFiles, beside
 from grpo_core.errors import GrpoError, RewardError
 from grpo_core.planning.plan import plan_inputs
 from grpo_core.rewards.batch import Batch, short
@@ -33,6 +32,9 @@ from grpo_core.rewards.registry import BUILTIN
 from grpo_core.rewards.scoring import score
 from grpo_core.system.libraries import quiet_libraries
 from grpo_core.system.processes import run_and_leave
+
+if TYPE_CHECKING:
+    from grpo_core.data.images import ImageFiles
 
 ROWS = 8
 FIRST_SECONDS = 60.0  # for one reward on one completion, with all that it imports or loads for that
@@ -63,6 +65,8 @@ def run(name: str, description: str, rehearsal: Callable[[RunConfig, Path], dict
 
 
 def _on_first_rows(config: RunConfig, data: Path) -> dict[str, Any]:
+    from grpo_core.data.images import beside  # imports numpy, which commands that list rewards do without
+
     return rehearse(config, first_rows(config, data, ROWS), lambda: load_tokenizer(config), images=beside(data))
 
 

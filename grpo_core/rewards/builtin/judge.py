@@ -21,7 +21,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_core.data.chat import text_of, turns
-from grpo_core.data.images import in_words
 from grpo_core.errors import RewardError
 from grpo_core.rewards.builtin.judge_cache import Cache, open_cache
 from grpo_core.rewards.builtin.judge_client import api_key, connect, hide_key, json_problem
@@ -349,6 +348,8 @@ def grades_in(text: str, scale: range) -> list[int]:
 
 def _question(rubric: str, low: int, high: int, prompt: Any, completion: str, answer: Any) -> str | None:
     """The question to the judge; None if the answer that the rubric wants is missing."""
+    from grpo_core.data.images import in_words  # imports numpy, which commands that list rewards do without
+
     if answer is None and "{answer}" in rubric:
         return None
     request = "\n\n".join(f"{role}: {text}" if role else text for role, text in turns(in_words(prompt)))
