@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ import pyarrow.parquet as pq
 import torch
 import transformers
 
+from examples.arithmetic.teach import make_tokenizer
 from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.base import Section
 from grpo_core.config.files import dump_config, parse_config
@@ -101,8 +101,7 @@ def brevity(completion_ids: Sequence[Sequence[int]], silent: Sequence[bool], **_
 
 def write_model(folder: Path) -> None:
     """Write a random Qwen2 model and the quickstart's tokenizer, with one token per character."""
-    make = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "arithmetic" / "make.py"))
-    tokenizer = make["make_tokenizer"]()
+    tokenizer = make_tokenizer()
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     tokens: dict[str, Any] = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
