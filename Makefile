@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CHECKS := lint formatted types layers dependencies
 
 .PHONY: help setup peer quickstart ui fast test tests unit served e2e wheel pythons pictures gamed reference bench gpu-check \
-	gpu-emulated check $(CHECKS) format lock smollm mutants processors
+	gpu-emulated check $(CHECKS) format lock smollm mutants processors flows
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -171,7 +171,8 @@ $(EMULATED)/.installed: requirements/gpu-machine.txt | setup
 	$(UV) pip install --quiet --python $(EMULATED)/bin/python --no-deps -r $<
 	@touch $@
 
-# Newest Prefect, without vLLM: it runs flows whose trainings run in .venv.
+flows: $(FLOWS)/.installed ## an environment without vLLM, with the newest Prefect, for flows whose trainings run in .venv
+
 $(FLOWS)/.installed: requirements/flows.txt | setup
 	$(UV) venv --quiet --clear --python $(BIN)/python $(FLOWS)
 	$(UV) pip install --quiet --python $(FLOWS)/bin/python --no-deps $(TORCH) -r $<

@@ -1,7 +1,7 @@
 """`python examples/notifications/start_deployment.py FLOW/DEPLOYMENT`: each new champion starts a deployment of yours.
 
 Makes, or makes again, an automation of Prefect. Its server starts the deployment with the parameters `model` and
-`version` when a promotion emits grpo.promoted, for example to serve the version.
+`version` when a promotion emits grpo.promoted, or a rollback grpo.rolled-back, for example to serve the version.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 
 NAME = "grpo-champion-starts-deployment"
+NEW_CHAMPION = {"grpo.promoted", "grpo.rolled-back"}  # after either, another version is champion
 
 
 def start_with_each_champion(deployment: str) -> None:
@@ -30,7 +31,7 @@ def start_with_each_champion(deployment: str) -> None:
     Automation(
         name=NAME,
         description=f"Starts {deployment} with each new champion.",
-        trigger=EventTrigger(expect={"grpo.promoted"}, posture=Posture.Reactive, threshold=1, within=timedelta(0)),
+        trigger=EventTrigger(expect=NEW_CHAMPION, posture=Posture.Reactive, threshold=1, within=timedelta(0)),
         actions=[
             RunDeployment(
                 deployment_id=known.id,

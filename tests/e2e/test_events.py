@@ -44,6 +44,13 @@ from tests.evaluations import fixed_samples, register_version
 register_version('the "sums"', fixed_samples({"base": [0] * 9, "trained": [1] * 9}))
 promote('the "sums"')
 """
+ROLLED_BACK = """
+from flows.promotion import promote, rollback
+from tests.evaluations import fixed_samples, register_version
+register_version('the "sums"', fixed_samples({"base": [0] * 9, "trained": [1] * 9}))
+promote('the "sums"', force=True)
+rollback('the "sums"')
+"""
 INTERRUPTED = """
 from prefect import flow
 from tasks.reports.events import announce_end
@@ -179,7 +186,7 @@ def test_a_failed_run_and_one_ended_by_ctrl_c_are_announced(listening: Set) -> N
     assert said.startswith("pipeline: run refused is Failed. http")
 
 
-def test_a_new_champion_is_announced_and_starts_a_deployment(listening: Set) -> None:
+def test_each_new_champion_is_announced_and_starts_a_deployment_also_after_a_rollback(listening: Set) -> None:
     listening.run("-c", PROMOTED)
     said = listening.calls["/prefect"].get(timeout=SECONDS).said["text"]
     assert said.startswith('the "sums" version 1 is champion (promoted): accuracy on held-out 100.0% against')
@@ -191,6 +198,15 @@ def test_a_new_champion_is_announced_and_starts_a_deployment(listening: Set) -> 
     calls = [call.said for call in _of_mlflow(listening, {"name": 'the "sums"', "version": "1", "alias": "champion"})]
     tags = {call["data"]["key"]: call["data"]["value"] for call in calls if call["entity"] == "model_version_tag"}
     assert tags["promotion.decision"] == "promoted"
+
+    listening.run("-c", ROLLED_BACK)  # to version 1, from a second one
+    texts = [listening.calls["/prefect"].get(timeout=SECONDS).said["text"] for _ in range(2)]
+    assert any(text.startswith('the "sums" version 2 is champion (forced)') for text in texts), texts
+
+    def versions() -> list[str]:
+        return sorted(run["parameters"]["version"] for run in listening.prefect.filter("flow_runs", **of_flow))
+
+    assert wait_for(lambda: len(versions()) > 2 and versions(), START_SECONDS) == ["1", "1", "2"]
 
 
 def test_a_champion_that_is_old_and_a_run_that_is_overdue_are_announced_once(listening: Set) -> None:

@@ -42,6 +42,7 @@ def assert_plain(run: Path) -> None:
     steps, after = plain_training(run)
     bound = 2e-5 / min(2 * config.rollout.temperature, 1.0)  # float32 rounds logits before they are divided by it
     whole = after is not None
+    assert steps, "two tokens are tied in the first update, and nothing would be compared: draw another run"
     for step, (found, (loss, norm, taught, diverges)) in enumerate(zip(metrics_of(run), steps, strict=whole)):
         if step == 1:
             bound *= 2.5  # from here on, an update begins with the rounding of those before it
